@@ -194,7 +194,7 @@ def compute_elementwise_bytes(job: Job) -> float:
     for kind, before in job.shape.kinds_before.items():
         view = job.view(kind)
         heads = view.query_width + view.kv_width if kind.attention else 0
-        norms = job.family.norms_per_layer * h + (heads if job.shape.query_key_norm else 0)
+        norms = job.num_norms * h + (heads if job.shape.query_key_norm else 0)
         gates = sum(map(count_norm_passes, kind.mixers))
         width = view.shape.intermediate_size if kind.mlp else 0
         if kind.num_experts:

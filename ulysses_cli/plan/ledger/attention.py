@@ -18,7 +18,9 @@ from ulysses_cli.plan.ledger.layer import (
 from ulysses_cli.plan.ledger.weights import NORMS_OF_VALUES, has_norm_before
 from ulysses_cli.plan.rows.ring_share import RoundShare
 
-PRECISE_ROTATION = {"flex_olmo", "olmo2", "olmo3"}
+PRECISE_ROTARY = {"flex_olmo", "lfm3", "olmo", "olmo2", "olmo3"}  # cosines and sines are float32
+# Queries and keys are copied to float32 before they are rotated (modeling_cohere.py: apply_rotary_pos_emb).
+COPIES_TO_ROTATE = {"cohere", "cohere2", "cohere2_moe"}
 
 
 def compute_attention_result(job: Job) -> int:
@@ -131,8 +133,11 @@ def _count_rounds_forward(job: Job, q: int, kv: int) -> int:
 
 def count_rotating(job: Job) -> int:
     """Elements per token while queries and keys are rotated; twice as many where rotation is in float32."""
-    is_precise = job.shape.model_type in PRECISE_ROTATION and job.dtype_bytes < 4
-    return max(3 * job.query_width, job.query_width + 3 * job.kv_width) * (2 if is_precise else 1)
+    q, k = job.query_width, job.kv_width
+    if job.shape.model_type in COPIES_TO_ROTATE and job.dtype_bytes < 4:
+        return 2 * max(4 * q + k, 2 * q + 4 * k)
+    is_precise = job.shape.model_type in PRECISE_ROTARY and job.dtype_bytes < 4
+    return max(3 * q, q + 3 * k) * (2 if is_precise else 1)
 
 
 def compute_attention_again(job: Job) -> int:

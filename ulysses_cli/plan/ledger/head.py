@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
+    CENTERED_NORMS,
     PRECISE_NORMS,
     compute_norm_backward,
     compute_norm_saved,
     count_mlp_tile_tokens,
-    is_tiled,
+    is_one_kernel,
     saves_norm_input,
 )
 from ulysses_cli.plan.rows.indexing import runs_in_pieces
@@ -31,13 +32,17 @@ def compute_final_norm(job: Job) -> int:
 
 def compute_final_norm_forward(job: Job) -> int:
     """While it is computed: its input, the input in float32, normalized, cast to the model's dtype, and scaled: (8 + 3
-    b) h S. Where it is scaled in float32 too: (12 + 2 b) h S. Fused: input and output. In tiles: input, output and all
-    of one tile."""
+    b) h S. Where it is scaled in float32 too: (12 + 2 b) h S; where it is centered, (16 + 2 b) h S; without weights,
+    (8 + 2 b) h S. Fused: input and output. In tiles: input, output and all of one tile."""
     b, hidden = job.dtype_bytes, job.shape.hidden_size
     precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
+    if job.family.norm_parts == 0:
+        precise = 0
+    elif job.shape.model_type in CENTERED_NORMS:
+        precise = 8
     whole = 8 + 2 * b + precise
-    if job.fused_norms or is_tiled(job):
-        tile = 0 if job.fused_norms else whole * hidden * count_mlp_tile_tokens(job)
+    if saves_norm_input(job):
+        tile = 0 if is_one_kernel(job) else whole * hidden * count_mlp_tile_tokens(job)
         return 2 * b * hidden * job.local_tokens + tile
     return whole * hidden * job.local_tokens
 
@@ -46,7 +51,7 @@ def compute_final_norm_backward(job: Job) -> int:
     """As in a layer, and the gradient of what was scaled, b h S, until it is cast to float32. In tiles or fused: the
     gradients of input and output."""
     hidden, tokens, b = job.shape.hidden_size, job.local_tokens, job.dtype_bytes
-    is_cast = b < 4 and job.shape.model_type not in PRECISE_NORMS
+    is_cast = b < 4 and job.family.norm_parts > 0 and job.shape.model_type not in PRECISE_NORMS | CENTERED_NORMS
     return compute_norm_backward(job, hidden) + (2 if saves_norm_input(job) else is_cast) * b * hidden * tokens
 
 

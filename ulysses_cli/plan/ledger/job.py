@@ -11,14 +11,13 @@ from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.weights import Adapters, Weights, find_alike, list_weights, trains
+from ulysses_cli.plan.ledger.weights import Adapters, Weights, count_norms, find_alike, list_weights, trains
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     DenseMlp,
-    ExpertsMlp,
     Layer,
     Mamba2Mixer,
     Mixer,
@@ -99,6 +98,11 @@ class Job:
     @cached_property
     def family(self) -> Family:
         return FAMILIES[self.shape.model_type]
+
+    @property
+    def num_norms(self) -> int:
+        """Of a layer."""
+        return count_norms(self.shape)
 
     @cached_property
     def weights(self) -> Weights:
@@ -187,19 +191,18 @@ class Job:
 # benchmarks/results/estimate-families.json).
 COMPARED = frozenset(
     {
-        "bailing_hybrid", "bamba", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-        "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4",
-        "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3",
-        "iquestcoder", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama", "mellum", "minicpm3",
-        "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid",
-        "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-        "seed_oss", "smollm3", "solar_open", "vaultgemma", "youtu",
+        "afmoe", "apertus", "arcee", "bailing_hybrid", "bamba", "cohere", "cohere2", "cwm", "deepseek_v2",
+        "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint",
+        "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+        "iquestcoder", "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "mellum",
+        "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo",
+        "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+        "youtu",
     }
 )  # fmt: skip
-
-
-UNGATED = {"nemotron_h"}  # families whose MLPs and experts have two matrices
 
 
 def is_known(shape: ModelShape) -> bool:
@@ -221,9 +224,9 @@ def _is_plain(layer: Layer, shape: ModelShape) -> bool:
     family = FAMILIES[shape.model_type]
     are_known = len(layer.mixers) == 1 or [type(mixer) for mixer in layer.mixers] == [Mamba2Mixer, AttentionMixer]
     has_both = are_known and layer.mlp is not None
-    if family.norm_parts != 1 or not (has_both if family.norms_per_layer > 1 else len(layer.mixers) < 2):
+    if not (has_both if family.norms_per_layer > 1 else len(layer.mixers) < 2):
         return False
-    return all(_is_plain_mixer(mixer, family) for mixer in layer.mixers) and _is_plain_mlp(layer.mlp, shape)
+    return all(_is_plain_mixer(mixer, family) for mixer in layer.mixers)
 
 
 def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
@@ -235,11 +238,6 @@ def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
     return gate_is_known and is_usual and not mixer.borrows_kv
 
 
-def _is_plain_mlp(mlp: DenseMlp | ExpertsMlp | None, shape: ModelShape) -> bool:
-    """Three matrices, or experts of that kind; ungated ones in one family."""
-    return mlp is None or mlp.is_gated or shape.model_type in UNGATED
-
-
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     """Raises RecipeError for a model whose layers no formula describes: a guess would look like an answer."""
     if is_known(shape):
@@ -247,7 +245,7 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
     message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
     hint = (
-        "estimate-memory --trace needs none; formulas know most attention and recurrences, with gated MLPs or experts"
+        "estimate-memory --trace needs none; formulas know most attention and recurrences, with dense MLPs or experts"
     )
     raise RecipeError([Problem(key, message, hint)])
 
@@ -260,7 +258,7 @@ def make_engine(recipe: Recipe, levers: Levers) -> EngineSettings:
 # Linear layers of families with names of their own, by those that the ledger uses.
 USUAL_NAMES = {
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "input_linear": "gate_up_proj",
-    "output_linear": "down_proj",
+    "output_linear": "down_proj", "c_fc": "up_proj", "c_proj": "down_proj", "fc1": "up_proj", "fc2": "down_proj",
 }  # fmt: skip
 
 

@@ -20,6 +20,10 @@ PRECISE_NORMS = {
     *("helium", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     "vaultgemma",
 }
+NATIVE_NORMS = {"jais2", "starcoder2"}  # torch's layer_norm in the model's dtype, which saves its input unchanged
+FLOAT32_NORMS = {"olmo"}  # the same of a float32 copy, without weights (modeling_olmo.py: OlmoLayerNorm)
+# They subtract the mean in float32 (modeling_cohere.py: CohereLayerNorm).
+CENTERED_NORMS = {"cohere", "cohere2", "cohere2_moe"}
 DROPOUT_MASK_BYTES = 1  # of an element
 
 
@@ -65,7 +69,9 @@ def compute_weight_gradient(job: Job, inputs: int, outputs: int) -> int:
 
 def compute_norm_saved(job: Job, width: int) -> int:
     """RMSNorm saves its float32 input and, for its weight's gradient, the normalized one in the model's dtype: (4 + b)
-    S width. With frozen weights it saves only the first; fused or in tiles, only its input in the model's dtype."""
+    S width. With frozen weights, or none, it saves only the first; fused or in tiles, only its input in the model's
+    dtype. A centered norm saves the centered input, once for its square and once for its product, and the normalized
+    one, all in float32."""
     if saves_norm_input(job):
         return job.dtype_bytes * width * job.local_tokens
     return _count_norm_bytes(job) * width * job.local_tokens
@@ -74,17 +80,29 @@ def compute_norm_saved(job: Job, width: int) -> int:
 def compute_norm_backward(job: Job, width: int) -> int:
     """At most four float32 tensors in addition to what was saved: 16 S width, and one more instead of the scaled result
     where that was not saved. Fused: the gradient alone. In tiles: that gradient, and all of this for one tile."""
-    if job.fused_norms:
+    if is_one_kernel(job):
         return job.dtype_bytes * width * job.local_tokens
     scaled = _count_scaled_bytes(job)
-    if is_tiled(job):
+    if saves_norm_input(job):
         tile = (20 + scaled) * width * count_mlp_tile_tokens(job)
         return job.dtype_bytes * width * job.local_tokens + tile
+    if job.shape.model_type in CENTERED_NORMS:
+        return 12 * width * job.local_tokens
+    if job.shape.model_type in FLOAT32_NORMS:
+        return 8 * width * job.local_tokens
     return (16 + scaled * (not job.trains("norm"))) * width * job.local_tokens
 
 
+def is_one_kernel(job: Job) -> bool:
+    """A norm that saves its input alone. Only norms that divide by the root mean square and have weights are replaced
+    (train/elementwise/interface.py: recognise_norm)."""
+    is_usual = job.family.norm_parts == 1 and job.shape.model_type not in CENTERED_NORMS
+    return job.shape.model_type in NATIVE_NORMS or (job.fused_norms and is_usual)
+
+
 def saves_norm_input(job: Job) -> bool:
-    return job.fused_norms or is_tiled(job)
+    """In one kernel, or in tiles, which a norm without weights has not (train/memory/tiled_norm.py: _is_norm)."""
+    return is_one_kernel(job) or (is_tiled(job) and job.family.norm_parts > 0)
 
 
 def saves_input_unchanged(job: Job) -> bool:
@@ -93,11 +111,14 @@ def saves_input_unchanged(job: Job) -> bool:
 
 
 def _count_norm_bytes(job: Job) -> int:
-    return 4 + _count_scaled_bytes(job) * job.trains("norm")
+    num_bytes = 8 if job.shape.model_type in CENTERED_NORMS else 4
+    return num_bytes + _count_scaled_bytes(job) * job.trains("norm")
 
 
 def _count_scaled_bytes(job: Job) -> int:
-    return 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
+    if job.family.norm_parts == 0:
+        return 0
+    return 4 if job.shape.model_type in PRECISE_NORMS | CENTERED_NORMS else job.dtype_bytes
 
 
 def compute_adapter_saved(job: Job, kind: Layer) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ulysses_cli.plan.ledger import attention, latent, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
@@ -39,7 +40,7 @@ def get_snapshot_place(job: Job, kind: Layer, name: str) -> int:
     after the MLP; those of experts within one snapshot."""
     if name == "mlp" and (kind.num_experts or layer.is_tiled(job)):
         return GRADIENT_PLACES["down_proj"]
-    if name == "gate and up" and "gate_up_proj" in job.family.mlp_modules:
+    if name == "gate and up" and ("gate_up_proj" in job.family.mlp_modules or mlp.find_activation(job)):
         return GRADIENT_PLACES["gate_up_proj"]
     of_lengths = name.removeprefix(lengths.name_snapshot(""))
     return SNAPSHOT_PLACES[name] if of_lengths == name else get_gradient_place(of_lengths)
@@ -66,16 +67,25 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}
             yield place, MemorySnapshot("backward", "recomputation", {**base, **lines})
         if isinstance(kind.mlp, DenseMlp) and not layer.is_tiled(job) and not has_norm_behind(job.shape):
-            yield "down", take("recomputation", whole_mixer, left, mlp=mlp.compute_end_again(job))
+            yield (
+                "down",
+                take(
+                    "recomputation",
+                    whole_mixer,
+                    left,
+                    mlp=max(mlp.compute_end_again(job), mlp.compute_activation_again(job)),
+                ),
+            )
     if has_norm_behind(job.shape):
-        yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=norm_work)
+        with_scaled = norm_work + mlp.compute_scaled(job)
+        yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=with_scaled)
         if output := mlp.compute_saved_output(job):
             base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
     for name, of_mixer, of_mlp, work in lengths.list_backward(job, kind, whole_mixer, left):
         yield "mlp" if of_mlp else "attention", take(lengths.name_snapshot(name), of_mixer, of_mlp, lengths=work)
     if kind.mlp is not None:
         yield from _walk_mlp(job, kind, whole_mixer, take)
-    if job.family.norms_per_layer > 1:
+    if job.num_norms > 1:
         yield "norm", take("norm", whole_mixer, norm_saved, norm_backward=norm_work + own_input)
     if kind.mixers:
         scaled = lengths.compute_last_saved(job, kind, in_mlp=False)
@@ -109,7 +119,10 @@ def _walk_mixer(
         for name, left, num_bytes, in_kernels in latent.list_backward(job, latent_mixer):
             yield "attention", take(name, left, 0, attention=num_bytes, attention_kernel=in_kernels)
     elif recurrent is None or kind.attention:
-        yield from (_walk_attention if kind.attention else _walk_convolution)(job, saved, result, take)
+        # the gradient of the norm's output that comes from an MLP beside attention waits
+        waiting = {"norm_gradient": layer.compute_layer_input(job)} if mlp.is_parallel(job) else {}
+        walk = _walk_attention if kind.attention else _walk_convolution
+        yield from walk(job, saved, result, partial(take, **waiting))
     if recurrent:  # the gradient of the norm's output that comes from attention beside it waits
         waiting = {"norm_gradient": layer.compute_layer_input(job)} if kind.attention else {}
         for name, left, work in recurrence.list_backward(job, recurrent):

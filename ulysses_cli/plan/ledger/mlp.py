@@ -6,6 +6,8 @@ Letters as in layer.py. "Inside" means the tensors between the MLP's first matri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ulysses_cli.plan.ledger import experts
 from ulysses_cli.plan.ledger.adapters import lengths
 from ulysses_cli.plan.ledger.job import Job
@@ -19,12 +21,42 @@ from ulysses_cli.plan.ledger.layer import (
     saves_norm_input,
     saves_result,
 )
-from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.ledger.weights import PARALLEL, has_norm_before, has_norm_behind, is_fused_mlp
 from ulysses_cli.plan.models.family import HYBRID
 from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 
 # A block's result is scaled before it is added (modeling_granite.py: residual_multiplier).
-SCALED_RESULTS = {"falcon_h1", "granite"}
+SCALED_RESULTS = {"falcon_h1", "granite", "hyperclovax"}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Of an MLP without gates, in tensors of the inner width: what it saves for its input's gradient and for its own
+    weights'; what exists at most in its forward, in one that saves besides what it saves, and in its backward besides
+    what it saved."""
+
+    saved: float
+    saved_for_weights: float
+    forward: float
+    again: float
+    backward: float
+
+
+GELU = Activation(1, 0, 2, 1, 2)
+# transformers/activations.py: ReLUSquaredActivation. The backward of a square makes a power, twice it and a product.
+SQUARED_RELU = Activation(1, 0, 3, 2, 4)
+# XIELUActivation: its input, the input times a weight, the exponential, a mask; for the other weight their difference.
+XIELU = Activation(3.5, 1, 5.5, 4, 4.5)
+ACTIVATIONS = {"apertus": XIELU, "starcoder2": GELU}
+
+
+def find_activation(job: Job) -> Activation | None:
+    """None where the MLP has gates."""
+    return None if job.family.is_mlp_gated else ACTIVATIONS.get(job.shape.model_type, SQUARED_RELU)
+
+
+def is_parallel(job: Job) -> bool:
+    return job.shape.model_type in PARALLEL
 
 
 def compute_saved_output(job: Job) -> int:
@@ -38,8 +70,9 @@ def compute_mlp_saved(job: Job, layer: Layer) -> int:
     if layer.mlp is None:
         return 0
     is_behind = has_norm_behind(job.shape)
-    num_norms = job.family.norms_per_layer - has_norm_before(job.shape) - is_behind
+    num_norms = job.num_norms - has_norm_before(job.shape) - is_behind
     needs = is_tiled(job) or saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
+    needs = needs and not (is_parallel(job) and saves_input(job, "q_proj", "k_proj", "v_proj"))
     saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job) * needs
     saved += compute_norm_behind_saved(job) if is_behind else 0
     return saved + (0 if is_tiled(job) else compute_inside_saved(job, layer, job.local_tokens))
@@ -55,8 +88,19 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
     gradient."""
     if isinstance(layer.mlp, ExpertsMlp):
         return experts.compute_saved(job, layer.mlp, tokens)
-    scaled = lengths.compute_saved(job, layer, tokens, in_mlp=True)
-    return (3 + saves_input(job, "down_proj")) * job.dtype_bytes * job.shape.intermediate_size * tokens + scaled
+    return compute_dense_saved(job, tokens) + lengths.compute_saved(job, layer, tokens, in_mlp=True)
+
+
+def compute_dense_saved(job: Job, tokens: int) -> int:
+    num_inner = _count_activation_saved(job) + saves_input(job, "down_proj")
+    return round(num_inner * job.dtype_bytes * job.shape.intermediate_size * tokens)
+
+
+def _count_activation_saved(job: Job) -> float:
+    activation = find_activation(job)
+    if activation is None:
+        return 3
+    return activation.saved + activation.saved_for_weights * (job.adapters is None)
 
 
 def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
@@ -69,19 +113,28 @@ def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
         saved = compute_inside_saved(job, kind, job.local_tokens)
         left = experts.compute_left(job, kind.mlp, weight)
         return 0 if left is None else max(0, saved - left)
-    num = {"up_proj": 2, "gate_up_proj": 1, "gate_proj": 4}.get(weight, 0)
+    num: float = {"up_proj": 2, "gate_up_proj": 1, "gate_proj": 4}.get(weight, 0)
+    if weight == "up_proj" and find_activation(job):
+        num = _count_activation_saved(job)
     came = compute_layer_input(job) * (num > 0 and not has_norm_behind(job.shape))
-    return num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens - came
+    return round(num) * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens - came
 
 
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
     """In addition to what is saved: 2 i b at the product's backward (three gradients are made, one saved tensor is
-    freed), or the gradient of one matrix at a time."""
+    freed), or the backward of an activation without gates; or the gradient of one matrix at a time."""
     if isinstance(layer.mlp, ExpertsMlp):
         return experts.compute_backward(job, layer.mlp, tokens)
     inner = job.shape.intermediate_size
     matrix = job.dtype_bytes * job.shape.hidden_size * inner * (job.adapters is None)
-    return job.dtype_bytes * inner * tokens + max(job.dtype_bytes * inner * tokens, matrix)
+    tensor = job.dtype_bytes * inner * tokens
+    return max(round(_count_gradients(job) * tensor), tensor + matrix)
+
+
+def _count_gradients(job: Job) -> float:
+    """Of the inner width, in the backward of the activation, in place of the last matrix's input."""
+    activation = find_activation(job)
+    return 2 if activation is None else activation.backward - saves_input(job, "down_proj")
 
 
 def compute_down_backward(job: Job) -> int:
@@ -95,7 +148,11 @@ def compute_gate_backward(job: Job) -> int:
     """At the first matrices, in addition to what is saved: their input's gradient, b h S, and that of one matrix. Of
     the inside only the gate is left; the gradients that exist equal what else has been freed."""
     width = job.shape.intermediate_size * (1 + _is_fused_mlp(job))
-    return compute_layer_input(job) + compute_weight_gradient(job, job.shape.hidden_size, width)
+    matrix = compute_weight_gradient(job, job.shape.hidden_size, width)
+    if find_activation(job):  # all of the inside is gone but the gradient of its first tensor
+        inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+        return compute_layer_input(job) + matrix + inner - compute_dense_saved(job, job.local_tokens)
+    return compute_layer_input(job) + matrix
 
 
 def count_mlp_elements(job: Job, layer: Layer) -> int:
@@ -115,8 +172,9 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
     around = (count_around(job) + is_tiled(job)) * compute_layer_input(job)
     if isinstance(layer.mlp, ExpertsMlp):
         return around + experts.compute_forward(job, layer.mlp, tile)
-    num_inner = 3 + _is_fused_mlp(job)
-    return around + max(num_inner * b * shape.intermediate_size * tile, _compute_scaled(job))
+    activation = find_activation(job)
+    num_inner = activation.forward if activation else 3 + _is_fused_mlp(job)
+    return around + max(round(num_inner * b * shape.intermediate_size * tile), compute_scaled(job))
 
 
 def _is_fused_mlp(job: Job) -> bool:
@@ -124,7 +182,7 @@ def _is_fused_mlp(job: Job) -> bool:
     return is_fused_mlp(job.family)
 
 
-def _compute_scaled(job: Job) -> int:
+def compute_scaled(job: Job) -> int:
     """b h S: a block's result (or its gradient) while its scaled copy exists."""
     return compute_layer_input(job) if job.shape.model_type in SCALED_RESULTS else 0
 
@@ -133,7 +191,7 @@ def count_around(job: Job) -> int:
     """Tensors of width h that wait while the inside is computed: the input and the residual. Without a norm before it,
     the MLP reads the residual itself (modeling_olmo2.py: Olmo2DecoderLayer). A layer with two mixers keeps the result
     of each to its end."""
-    return 1 + has_norm_before(job.shape) + _count_mixer_results(job)
+    return 1 + has_norm_before(job.shape) + is_parallel(job) + _count_mixer_results(job)
 
 
 def _count_mixer_results(job: Job) -> int:
@@ -148,6 +206,17 @@ def compute_end_again(job: Job) -> int:
     adapts = _adapts_last(job)
     num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + (job.shape.model_type in SCALED_RESULTS)
     return num_hidden * compute_layer_input(job)
+
+
+def compute_activation_again(job: Job) -> int:
+    """At its activation instead, where the MLP has no gates: what that makes, and the residual; with adapters also the
+    gradient that waits."""
+    activation = find_activation(job)
+    if activation is None:
+        return 0
+    num = activation.again - saves_input(job, "down_proj")
+    inner = round(num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens)
+    return inner + (1 + _adapts_last(job)) * compute_layer_input(job)
 
 
 def compute_first_forward(job: Job) -> int:
@@ -177,15 +246,17 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
     if not is_tiled(job):
         waiting = 0 if layer.num_experts else _compute_waiting(job)
         inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
-        return max(compute_inside_backward(job, layer, job.local_tokens), waiting and 2 * inner + waiting)
+        beside = round(_count_gradients(job) * inner) + waiting
+        return max(compute_inside_backward(job, layer, job.local_tokens), waiting and beside)
     tile = count_mlp_tile_tokens(job)
     sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
     saved = compute_inside_saved(job, layer, tile)
     inside = saved - lengths.compute_last_saved(job, layer, in_mlp=True) + compute_inside_backward(job, layer, tile)
     inside = max(inside, lengths.compute_tile_again(job, layer, saved))
     if not layer.num_experts and not _adapts_last(job) and job.quantized is None:
-        inside = max(inside, 8 * job.dtype_bytes * job.shape.intermediate_size * tile)
-    return inside + compute_layer_input(job) + _compute_scaled(job) + sums
+        num_inner = _count_activation_saved(job) + 3 + _count_gradients(job)
+        inside = max(inside, round(num_inner) * job.dtype_bytes * job.shape.intermediate_size * tile)
+    return inside + compute_layer_input(job) + compute_scaled(job) + sums
 
 
 def _compute_waiting(job: Job) -> int:

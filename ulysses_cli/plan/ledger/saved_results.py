@@ -13,14 +13,21 @@ from ulysses_cli.plan.models.layers import Layer
 # train/memory/offload.py (MAX_LEAVING): what the last two layers to run have saved is on the device, whether it stays
 # or leaves. In the backward one layer's tensors arrive while another's are used.
 MIN_ON_DEVICE = 2
+NORMED_EMBEDDINGS = {"nanochat"}  # modeling_nanochat.py: NanoChatModel.forward
 
 
 def list_saved(job: Job) -> Lines:
     """What all layers have saved for the backward, as far as it is on the GPU when the last layer has run."""
-    num_layers = job.shape.num_layers
+    num_layers, before = job.shape.num_layers, {"saved_embedding_norm": _compute_embedding_norm(job)}
     if job.levers.gradient_checkpointing is False:
-        return {"saved_layers": _sum_saved_inside(job, num_layers)}
-    return _sum_saved(job, num_layers - count_on_device(job, num_layers), num_layers)
+        return {"saved_layers": _sum_saved_inside(job, num_layers), **before}
+    return before | _sum_saved(job, num_layers - count_on_device(job, num_layers), num_layers)
+
+
+def _compute_embedding_norm(job: Job) -> int:
+    """What a norm between the embedding and the first layer saves."""
+    has_norm = job.shape.model_type in NORMED_EMBEDDINGS and job.trains("embed_tokens")
+    return layer.compute_norm_saved(job, job.shape.hidden_size) if has_norm else 0
 
 
 def _sum_saved_inside(job: Job, num_layers: int) -> int:

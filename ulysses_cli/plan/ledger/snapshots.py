@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger import device, head, layer, mixers, mlp
+from ulysses_cli.plan.ledger import attention, device, head, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
@@ -166,7 +166,8 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     yield "mlp", {"mlp": mlp.compute_mlp_forward(job, kind), **adapters, **in_tile}
     if not kind.num_experts and not job.levers.tiled_mlp:
         yield "first", {"mlp": mlp.compute_first_forward(job), **adapters, **beside}
-        yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters, **beside}
+        if job.family.is_mlp_gated:
+            yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters, **beside}
         yield "down", {"mlp": mlp.compute_down_forward(job), **restored}
 
 
@@ -316,7 +317,8 @@ def _list_loaded(job: Job, gathered: Gathered) -> Lines:
 
 def _list_held(job: Job, gathered: Gathered) -> Lines:
     """What stays between snapshots after the first step."""
-    rotary = 2 * job.dtype_bytes * job.shape.head_dim
+    is_precise = job.shape.model_type in attention.PRECISE_ROTARY
+    rotary = 2 * (4 if is_precise else job.dtype_bytes) * job.shape.head_dim
     return {
         **_list_loaded(job, gathered),
         "optimizer_adam": states.compute_adam(job),

@@ -25,6 +25,8 @@ POST_NORMS = {
     *("afmoe", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "kolibri1", "olmo2"),
     "olmo3",
 }
+# Attention and MLP read the same normed input side by side (modeling_cohere.py: CohereDecoderLayer).
+PARALLEL = {"cohere", "cohere2", "cohere2_moe"}
 NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
 WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
 # Their layers with attention are built as those of another family, and their other layers are not.
@@ -33,7 +35,7 @@ NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three 
 EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
 # The expert that every token goes to runs before the router.
 SHARED_FIRST = {
-    *("ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
+    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
 }
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 ADAPTER_NAMES = (".a", ".b", ".lengths")
@@ -70,7 +72,8 @@ def trains(adapters: Adapters | None, part: str) -> bool:
 @dataclass(frozen=True)
 class Module:
     """One module: its place, its own weights as (name, elements), and whether they are trained. The modules that follow
-    it with a greater depth are inside it. An MLP in tiles is gathered as a whole: its modules are `in_mlp`."""
+    it with a greater depth are inside it. An MLP in tiles is gathered as a whole: its modules are `in_mlp`.
+    `is_beside`: it is of an MLP that does not read attention's result."""
 
     part: str
     layer: int
@@ -79,6 +82,7 @@ class Module:
     weights: tuple[tuple[str, int], ...] = ()
     is_trained: bool = True
     in_mlp: bool = False
+    is_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,20 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
     yield Module("", -1, 2, "rotary_emb")
     for index, layer in enumerate(shape.layers):
         yield from _walk_layer(shape, adapters, index, layer)
-    yield Module(HEAD, -1, 2, "norm", (("norm", shape.hidden_size),), trains(adapters, "norm"))
+    yield Module(HEAD, -1, 2, "norm", tuple(list_norm("norm", shape)), trains(adapters, "norm"))
     name = "embedding" if shape.tie_word_embeddings else "head"
     yield Module(HEAD, -1, 1, "lm_head", ((name, embedding),), trains(adapters, "lm_head"))
+
+
+def list_norm(name: str, shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Its weights: none, one, or one and a bias."""
+    names = (name, f"{name}.bias")
+    return ((each, shape.hidden_size) for each in names[: FAMILIES[shape.model_type].norm_parts])
+
+
+def count_norms(shape: ModelShape) -> int:
+    """Of a layer, with those behind its blocks."""
+    return FAMILIES[shape.model_type].norms_per_layer + 2 * shape.has_post_norms
 
 
 def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer: Layer) -> Iterator[Module]:
@@ -176,7 +191,8 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     ) -> Module:
         own = tuple((f"{index}.{key}", size) for key, size in weights)
         whole = full or (norms and "norm" in name)
-        return Module(LAYERS, index, depth, name, own, whole if is_trained is None else is_trained, in_mlp)
+        is_beside = in_mlp and shape.model_type in PARALLEL
+        return Module(LAYERS, index, depth, name, own, whole if is_trained is None else is_trained, in_mlp, is_beside)
 
     def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False) -> Iterator[Module]:
         if adapters is None or (adapters.targets and name not in adapters.targets):
@@ -191,12 +207,15 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         if adapters.has_lengths:
             yield make(5, f"{name}.lengths", (f"{name}.lengths", num_out), in_mlp=in_mlp, is_trained=True)
 
+    def norm(name: str) -> Module:
+        return make(3, name, *list_norm(name, shape))
+
     hidden, inner = shape.hidden_size, layer.mlp.inner_size if layer.mlp else shape.intermediate_size
     before, behind = has_norm_before(shape), has_norm_behind(shape)
-    between = [f"norm{number}" for number in range(family.norms_per_layer - before - behind)]
+    between = [f"norm{number}" for number in range(count_norms(shape) - before - behind)]
     yield make(2, "layer")
     if before:
-        yield make(3, INPUT_NORM, (INPUT_NORM, hidden))
+        yield norm(INPUT_NORM)
     usual = AttentionMixer(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
     for mixer in layer.mixers or ((usual,) if layer.mlp is None else ()):
         if isinstance(mixer, ConvolutionMixer):
@@ -209,7 +228,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
             yield from walk_kimi_delta(shape, mixer, make, linear)
         elif isinstance(mixer, AttentionMixer):
             yield from _walk_attention(shape, mixer, make, linear)
-    yield from (make(3, name, (name, hidden)) for name in between)
+    yield from map(norm, between)
     if layer.mlp is None:
         return
     yield make(3, "mlp", in_mlp=True)
@@ -228,7 +247,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
             yield from linear("up_proj", hidden, inner, in_mlp=True)
         yield from linear("down_proj", inner, hidden, in_mlp=True)
     if behind:
-        yield make(3, NORM_BEHIND, (NORM_BEHIND, hidden))
+        yield norm(NORM_BEHIND)
 
 
 def _walk_experts(
@@ -288,8 +307,9 @@ def _walk_attention(
         yield from linear("qkv_proj", hidden, query + 2 * kv)
     else:
         is_full = shape.query_key_norm == "full"
-        q_norm = make(4, "q_norm", ("q_norm", query if is_full else head_dim))
-        k_norm = make(4, "k_norm", ("k_norm", kv if is_full else head_dim))
+        has_weights = family.norm_parts > 0
+        q_norm = make(4, "q_norm", *[("q_norm", query if is_full else head_dim)] * has_weights)
+        k_norm = make(4, "k_norm", *[("k_norm", kv if is_full else head_dim)] * has_weights)
         together = shape.model_type in NORMS_AFTER_ALL
         yield from linear("q_proj", hidden, query + attention.gate_width)  # gates are a part of its result
         if shape.query_key_norm and not together:
@@ -342,7 +362,7 @@ def has_norm_before(shape: ModelShape) -> bool:
 
 def has_norm_behind(shape: ModelShape) -> bool:
     """Whether a layer ends with a norm after its MLP. A family with two norms then has none before attention."""
-    return shape.model_type in POST_NORMS
+    return shape.model_type in POST_NORMS or shape.has_post_norms
 
 
 def count_shard(num_elements: int, num_ranks: int) -> int:

@@ -147,8 +147,10 @@ DENSE: dict[str, Family] = {
     "minicpm3": LATENT,
     "ministral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
     "ministral3": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
-    "nanochat": Family(mlp_modules=("fc1", "fc2"), is_mlp_gated=False, norms_per_layer=0, norm_parts=0, mlp_bias=False),
-    "olmo": Family(norms_per_layer=0, norm_parts=0, mlp_bias=False),
+    "nanochat": Family(
+        mlp_modules=("fc1", "fc2"), is_mlp_gated=False, norm_parts=0, query_key_norm="head", mlp_bias=False
+    ),
+    "olmo": Family(norm_parts=0, mlp_bias=False),
     "olmo3": Family(query_key_norm="full", mlp_bias=False, kind_of_layer=slide_but_every(4, "")),
     "seed_oss": Family(out_bias="attention_out_bias"),
     "starcoder2": Family(

@@ -72,7 +72,11 @@ def _count_attention(mixer: AttentionMixer, hidden: int, facts: ConfigFacts, fam
     if not facts.decide(family.norms_queries):
         return total
     keys = 0 if mixer.borrows_kv else 1
-    return total + {"": 0, "head": (1 + keys) * mixer.head_dim, "full": query + keys * kv}[family.query_key_norm]
+    return (
+        total
+        + family.norm_parts
+        * {"": 0, "head": (1 + keys) * mixer.head_dim, "full": query + keys * kv}[family.query_key_norm]
+    )
 
 
 def _count_mamba(mixer: Mamba2Mixer, hidden: int, facts: ConfigFacts, family: Family) -> int:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ulysses_cli.plan.ledger.job import EngineSettings
-from ulysses_cli.plan.ledger.weights import Module, is_adapter
+from ulysses_cli.plan.ledger.weights import NORM_BEHIND, Module, is_adapter
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent
 
 NEVER = 1 << 62
@@ -166,8 +166,9 @@ class Coordinator:
             self.still_saved -= used
             again = self.recomputed.pop(event.module, set())
             released |= again
-            # Behind a shared expert, whose backward is first, the product of frozen experts still needs its views.
-            is_before = module.name.startswith("down_proj")
+            # Behind a shared expert or a norm, whose backward is first, the product of frozen experts still needs its
+            # views.
+            is_before = module.name.startswith(("down_proj", NORM_BEHIND))
             kept = {name for name in again if is_before and ".experts." in name}
             self.in_backward.pop(event.module, None)
         for name in released - self.persistent:

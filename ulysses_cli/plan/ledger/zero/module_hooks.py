@@ -38,6 +38,10 @@ class ModuleOrder:
         self.first_trained = find_first_trained(modules)
         before = itertools.takewhile(lambda module: _get_first_name(module) not in FIRST_PROJECTIONS, modules)
         self.begins_frozen = not any(module.is_trained and module.weights for module in before)
+        beside = [n for n, module in enumerate(modules) if module.is_beside and module.layer == self.first_trained]
+        has_trained = any(modules[n].is_trained and modules[n].weights for n in beside)
+        # a frozen MLP beside attention reads frozen results: it has no backward, and no recomputation needs it
+        self.left_out = frozenset(beside) if self.begins_frozen and not has_trained else frozenset()
 
     def walk_step(self, *, recomputes: bool) -> Iterator[HookEvent]:
         yield from self.walk_forward(0)
@@ -55,7 +59,7 @@ class ModuleOrder:
 
     def _walk_backward(self, number: int, *, recomputes: bool) -> Iterator[HookEvent]:
         module = self.modules[number]
-        if module.name == "rotary_emb" or self._has_no_gradient(module):
+        if module.name == "rotary_emb" or number in self.left_out or self._has_no_gradient(module):
             return
         if recomputes and module.layer >= 0 and module.depth == LAYER_DEPTH:
             yield from self._walk_recomputed(number)
@@ -69,11 +73,13 @@ class ModuleOrder:
     def _walk_recomputed(self, layer: int) -> Iterator[HookEvent]:
         """Modules whose result is the layer's result are entered before the first saved tensor is missing."""
         chain = [layer]
-        while self.inside[chain[-1]]:
-            chain.append(self.inside[chain[-1]][-1])
+        while inside := [child for child in self.inside[chain[-1]] if child not in self.left_out]:
+            chain.append(inside[-1])
         for number in chain:
             yield HookEvent(number, enters=True, is_backward=True)
         for child in self.inside[layer]:
+            if child in self.left_out:
+                continue
             yield from self.walk_forward(child, stays_in=frozenset(chain), again=True)
         yield from self._leave(chain)
 
