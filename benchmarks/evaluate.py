@@ -26,7 +26,7 @@ from metering import list_open_ops
 from support.byte_counter import ByteCounter
 from torch import Tensor
 
-from ulysses_cli.commands.children.answering import ModelQuestion, prepare_model
+from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
@@ -66,7 +66,7 @@ def save_model(folder: Path, **changes: Any) -> str:
 
 def describe_model(folder: str, tokens: int, num_ranks: int) -> str:
     question = ModelQuestion(num_ranks, num_ranks, tokens + NUM_NEW + 1, "float32", "bytes", "cpu", False)
-    return prepare_model(folder, None, question, online=False)[0]
+    return prepare_model(FoundModel(folder), None, question, online=False)[0]
 
 
 def load(text: str) -> Engine:

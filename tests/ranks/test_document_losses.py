@@ -16,7 +16,7 @@ from support.small_run import BYTES_CONFIG
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.commands.children.answering import ModelQuestion, prepare_model
+from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.losses import compare_losses, describe_document, list_bounds, summarize_losses
 from ulysses_cli.evaluate.statistics import estimate_normal_mean, find_student_quantile
@@ -74,7 +74,7 @@ def measure(text: str, folder: str, done: list[str]) -> list[dict[str, Any]]:
 
 def make_text(name: str, sp_size: int, num_ranks: int) -> str:
     question = ModelQuestion(sp_size, num_ranks, max(LENGTHS), "float32", "bytes", "cpu", False)
-    return prepare_model(name, None, question, online=False)[0]
+    return prepare_model(FoundModel(name), None, question, online=False)[0]
 
 
 @torch.no_grad()

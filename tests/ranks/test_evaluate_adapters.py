@@ -13,13 +13,14 @@ import yaml
 from peft import PeftModel
 from support.commands import run
 from support.small_run import BYTES_CONFIG, make_settings
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
 
 TASK, LENGTH, NUM_SAMPLES = "niah_single_1", 1200, 2
+PAGE_BYTES, NUM_TABLES = 512, 3  # of an allocator; of codes and of an offset, for each weight in four bits
 WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", TASK)
 RUN = make_settings(
     parallel={"sp_size": 2},
@@ -72,3 +73,69 @@ def test_merged_adapters_answer_as_plain_peft_on_another_layout(tmp_path: Path) 
     assert old.keys() == ours.keys()
     assert old != ours, "the other checkpoint is another model"
     assert "step-4" in (tmp_path / "run" / "evaluations" / f"step-4-{TASK}.json").read_text()
+
+
+def count_held(model: Any) -> tuple[int, int]:
+    """The bytes of weights, codes and scales, and the number of weights in four bits."""
+    held: list[torch.Tensor] = []
+    states = []
+    for weight in model.parameters():
+        held.append(weight)
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            states.append(state)
+            held += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    return sum(each.numel() * each.element_size() for each in held), len(states)
+
+
+@pytest.mark.full
+def test_adapters_beside_a_base_in_four_bits_answer_as_bitsandbytes(tmp_path: Path) -> None:
+    """The base stays in four bits: what was trained is asked, on two ranks. A merged export is another model."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.3,
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**BYTES_CONFIG, **sizes})).save_pretrained(
+        tmp_path / "base"
+    )
+    settings: dict[str, Any] = {
+        **RUN,
+        "model": {"name_or_path": str(tmp_path / "base"), "tokenizer": "bytes", "dtype": "float32"},
+        "lora": {"r": 4, "alpha": 32, "quantize_base": "nf4"},
+        "parallel": {"sp_size": 2, "zero_stage": 2},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
+    trained = run("train", "r.yaml", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    subject = (str(tmp_path / "run" / "checkpoints" / "step-4"), *WORDS, "--max-length", str(LENGTH))
+    predicted = run("evaluate", *subject, "--dry-run", "--sp-size", "2", cwd=tmp_path)
+    (prediction,) = json.loads(predicted.stdout)["predictions"]
+    found = ("--samples", str(NUM_SAMPLES), "--sp-size", "2", "--output", str(tmp_path / "found"))
+    result = run("evaluate", *subject, *found, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    findings = json.loads((tmp_path / "found" / "quality.json").read_text())
+    ours = {each["id"]: each["log_probability"] for each in findings["results"]}
+
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32, quantization_config=four_bits)
+    for module in base.modules():
+        module.support_avx512bf16_for_cpu = False  # its products for CPUs round to bfloat16
+    held, num_quantized = count_held(base)
+    spare = prediction["weight_bytes"] - held
+    assert 0 <= spare <= PAGE_BYTES * NUM_TABLES * num_quantized, "a GPU rounds each table up to a page"
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
+    prompter = Prompter(make_bytes_tokenizer())
+    prompts = list(make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print))
+    expected = {each.name: score_plainly(adapted, prompter, each) for each in prompts}
+    assert ours == pytest.approx(expected, rel=1e-4)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(whole, str(tmp_path / "run" / "model")).eval()
+    assert ours != pytest.approx({each.name: score_plainly(merged, prompter, each) for each in prompts}, rel=1e-3)

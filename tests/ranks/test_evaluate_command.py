@@ -120,7 +120,9 @@ def test_layers_that_need_tokens_in_order_have_no_ring() -> None:
 
     question = answering.ModelQuestion(3, 3, 64, "float32", "bytes", "cpu", trust_remote_code=False)
     with pytest.raises(RecipeError) as caught:
-        answering.prepare_model("m", make("lfm2", "eager").config.to_dict(), question, online=False)
+        answering.prepare_model(
+            answering.FoundModel("m"), make("lfm2", "eager").config.to_dict(), question, online=False
+        )
     assert "3 does not divide the 4 attention heads, and convolution layers" in str(caught.value.problems[0])
 
 

@@ -12,7 +12,7 @@ from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.commands.children.answering import ModelQuestion, prepare_model
+from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 
@@ -119,7 +119,7 @@ def test_answers_are_those_of_lm_evals_own_model(folder: Path, sp_size: int, num
     from ulysses_cli.prove.quality.harness import describe_harness, load_tasks
 
     question = ModelQuestion(sp_size, num_ranks, MAX_LENGTH, "float32", "bytes", "cpu", False)
-    text = prepare_model(str(folder / "model"), None, question, online=False)[0]
+    text = prepare_model(FoundModel(str(folder / "model")), None, question, online=False)[0]
     answers, *others = run_on_ranks(num_ranks, ask_on_ranks, text, str(folder))
     assert others == [None] * (num_ranks - 1)
     reference = make_reference(folder)

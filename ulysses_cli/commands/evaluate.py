@@ -82,6 +82,17 @@ def evaluate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run Python code that comes with the model")
     ] = False,
+    nnodes: Annotated[int | None, typer.Option(min=1, help="machines that share the work; also NNODES")] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="number of this machine, from 0; also NODE_RANK")] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(help="host name of the machine with number 0; also MASTER_ADDR")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="port on that machine; also MASTER_PORT  [default: 29400]")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="DeepSpeed's list of machines: a line `host slots=N` for each, number 0 first")
+    ] = None,
     html: PageOption = None,
     online: OnlineOption = False,
     output: FormatOption = Format.text,
@@ -91,6 +102,9 @@ def evaluate(
     Prompts are read by all ranks together, as rows are in training, and every answer is decoded greedily. Tasks are
     made from a seed, exactly as long as asked with the answer; other suites are read from their files. A killed
     evaluation goes on where it was when it is started again with the same --output.
+
+    On several machines, start the command on each, as `ulysses train` is started. Number 0 reads the files of
+    questions and documents, and writes the results; each has the model.
 
     \b
     Suites: ruler, niah, graphs, code, loss.
@@ -111,23 +125,25 @@ def evaluate(
     from ulysses_cli.commands.children.answering import (
         ModelQuestion,
         find_base,
-        find_documents,
         find_model,
-        find_reader,
         name_results,
+        plan_questions,
         prepare_model,
         run,
     )
-    from ulysses_cli.evaluate.files import FILE_SUITES
-    from ulysses_cli.evaluate.losses import TASK as LOSS
-    from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, HARNESS, SUITES, Sources, plan_suites
-    from ulysses_cli.launch import environments, launcher
-    from ulysses_cli.launch.suite_files import find_suite_path
+    from ulysses_cli.commands.children.place import find_place
+    from ulysses_cli.commands.children.training import Machine
+    from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Plan, Sources
+    from ulysses_cli.launch import launcher
     from ulysses_cli.plan.planner.generation import predict, predict_seconds
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
 
-    or_exit(lambda: environments.check_one_process(os.environ, "evaluate"), output)
+    slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
+    if device is EvaluationDevice.cuda and not slots:
+        end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
+    machine = Machine(nnodes, node_rank, master_addr, master_port, hostfile)
+    nodes, num_ranks = or_exit(lambda: find_place(sp_size, slots, os.environ, machine), output)
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, []), output)
     if budget is not None and not against_retrieval:
         end_with([Problem("--budget", "is not used without --against-retrieval", "add it, or leave this out")], output)
@@ -137,21 +153,12 @@ def evaluate(
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     if not suites:
         end_with([Problem("--suite", "no suite is named", f"use some of: {', '.join(SUITES)}")], output)
-    reader = or_exit(lambda: find_reader(suites, path), output)
-    documents = or_exit(lambda: find_documents(model, path), output) if LOSS in suites else ()
-    is_benchmark = reader in FILE_SUITES
-    files = or_exit(lambda: find_suite_path(path or "", printing.print_message), output) if is_benchmark else None
-    harness = Path(path) if path and reader.startswith(HARNESS) else None
-    sources = Sources(text, squad, hotpotqa, code, files, harness, documents)
-    plan = or_exit(lambda: plan_suites(suites, sources), output)
-    if path is not None and not reader:
-        hint = f"leave it out, or add one of {', '.join((LOSS, *FILE_SUITES))}, {HARNESS}TASK"
-        end_with([Problem("--path", f"no suite of {', '.join(suites)} reads files", hint)], output)
+    sources, plan = Sources(text, squad, hotpotqa, code), Plan((), (), ())
+    if not nodes.rank:  # the other machines receive the questions
+        sources, plan = or_exit(lambda: plan_questions(model, suites, path, sources), output)
+    if nodes.count > 1:
+        printing.print_message(f"machines: {nodes.describe()}")
     folder = to or Path("runs/evaluations") / name_results(model)
-    slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
-    if device is EvaluationDevice.cuda and not slots:
-        end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
-    num_ranks = max(sp_size, slots // sp_size * sp_size) if slots else sp_size
     question = ModelQuestion(
         sp_size, num_ranks, max(lengths), dtype.value, tokenizer, "cuda" if slots else "cpu", trust_remote_code
     )
@@ -164,10 +171,12 @@ def evaluate(
         from ulysses_cli.hardware_table import load_hardware
 
         # a checkpoint is not exported: what it was trained from has its shape
-        _, shape = or_exit(lambda: prepare_model(*find_base(model), question, online=online), output)
+        base, config = or_exit(lambda: find_base(model), output)
+        _, shape = or_exit(lambda: prepare_model(base, config, question, online=online), output)
         kind = or_exit(lambda: load_hardware().get_gpu(gpu), output) if gpu is not None else None
         width = 4 if dtype is WeightsDtype.float32 else 2
-        predictions = [predict(shape, length, sp_size, num_ranks, width) for length in lengths]
+        quantized = base.recipe["lora"]["quantize_base"] if "lora" in base.recipe else None
+        predictions = [predict(shape, length, sp_size, num_ranks, width, quantized=quantized) for length in lengths]
         for each in predictions:
             seconds = predict_seconds(shape, each["length"], sp_size, width, kind) if kind is not None else None
             each["prefill_seconds"], each["token_seconds"] = seconds or (None, None)
@@ -196,4 +205,4 @@ def evaluate(
         "max_prompt_tokens": max(lengths) if plan.samples else 0,
         "price": price,
     }
-    run(task, "cuda" if slots else "cpu", output, html)
+    run(task, "cuda" if slots else "cpu", output, html, nodes)

@@ -99,37 +99,21 @@ SCHEDULERS = (  # set in each job of one that starts a job again
 NO_CLUSTER = ClusterEnvironment("no cluster", (), "", "")
 
 
-def find_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
+def find_cluster(environ: Mapping[str, str], command: str = "train") -> ClusterEnvironment:
     """Returns the cluster that started this command. Raises RecipeError where its variables tell of a job that this
     command cannot be one process of."""
     if "TORCHELASTIC_RUN_ID" in environ:
-        hint = "leave torchrun out: `ulysses train` starts torch's elastic agent"
+        hint = f"leave torchrun out: `ulysses {command}` starts the processes of a machine itself"
         raise refuse("torchrun started this command once for each process", hint)
     cluster = next((each for each in CLUSTERS if all(environ.get(mark) for mark in each.marks)), NO_CLUSTER)
     if cluster.tasks and (num_tasks := _count_tasks(environ.get(cluster.tasks, ""))) > 1:
         message = f"{cluster.name} started this command {num_tasks} times on each machine ({cluster.tasks})"
-        raise refuse(message, f"{PROCESSES_BY_RECIPE}: write {cluster.line}")
+        raise refuse(message, f"{PROCESSES_BY_RECIPE}: write {cluster.line.replace('train', command)}")
     num_allotted = read_count(environ, "SLURM_JOB_NUM_NODES") or 1
     if cluster is NO_CLUSTER and num_allotted > 1:
         message = f"SLURM gave this job {num_allotted} machines, but the command was started on this one alone"
-        raise refuse(message, "write srun --ntasks-per-node=1 ulysses train ..., or --nnodes 1 to use one machine")
+        raise refuse(message, f"write srun --ntasks-per-node=1 ulysses {command} ..., or --nnodes 1 to use one machine")
     return cluster
-
-
-def check_one_process(environ: Mapping[str, str], command: str) -> None:
-    """Raises RecipeError where a cluster or torchrun started this command several times: it would do all of its work in
-    each process. For commands that start the ranks of one machine themselves."""
-    hint = f"start ulysses {command} once, on one machine: it starts a rank on each of the machine's GPUs"
-    if "TORCHELASTIC_RUN_ID" in environ:
-        raise refuse("torchrun started this command once for each process", hint)
-    for cluster in (BY_HAND, *CLUSTERS):
-        if not all(environ.get(mark) for mark in cluster.marks):
-            continue
-        if (num_machines := read_count(environ, cluster.count) or 1) > 1:
-            message = f"{cluster.name} tells of {num_machines} machines ({cluster.count}), and this command uses one"
-            raise refuse(message, hint)
-        if cluster.tasks and (num_tasks := _count_tasks(environ.get(cluster.tasks, ""))) > 1:
-            raise refuse(f"{cluster.name} started this command {num_tasks} times here ({cluster.tasks})", hint)
 
 
 def read_number(environ: Mapping[str, str], name: str) -> int | None:

@@ -44,6 +44,7 @@ def find_nodes(
     world_size: int,
     environ: Mapping[str, str],
     *,
+    command: str = "train",
     nnodes: int | None = None,
     node_rank: int | None = None,
     master_addr: str | None = None,
@@ -54,7 +55,7 @@ def find_nodes(
     which win over the cluster's own variables. Several machines that cannot be told apart are an error, never one."""
     hosts = read_hostfile(hostfile) if hostfile is not None else None
     given = nnodes or (len(hosts.names) if hosts else None) or read_count(environ, BY_HAND.count)
-    cluster = find_cluster(environ) if given is None else _find_named_cluster(environ)
+    cluster = find_cluster(environ, command) if given is None else _find_named_cluster(environ)
     count = given or read_count(environ, cluster.count) or 1
     if count == 1:
         if nnodes is None:
@@ -81,6 +82,15 @@ def find_nodes(
     port = master_port or read_count(environ, BY_HAND.master_port) or read_count(environ, cluster.master_port)
     source = _name_source(nnodes, hostfile, given, cluster)
     return Nodes(count, rank, address, port or DEFAULT_PORT, here, source)
+
+
+def count_nodes(
+    environ: Mapping[str, str], *, command: str, nnodes: int | None = None, hostfile: Path | None = None
+) -> int:
+    """How many machines `find_nodes` will find."""
+    listed = len(read_hostfile(hostfile).names) if hostfile is not None else None
+    given = nnodes or listed or read_count(environ, BY_HAND.count)
+    return given or read_count(environ, find_cluster(environ, command).count) or 1
 
 
 def _name_source(nnodes: int | None, hostfile: Path | None, given: int | None, cluster: ClusterEnvironment) -> str:

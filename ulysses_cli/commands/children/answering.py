@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from ulysses_cli.run_folder.archive import EVALUATIONS, NAME, find_damage, find_
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state, read_model_steps
 
 if TYPE_CHECKING:
+    from ulysses_cli.evaluate.suites import Plan, Sources
+    from ulysses_cli.launch.nodes import Nodes
     from ulysses_cli.plan.models.shape import ModelShape
 
 RUN_FILE = "run.json"
@@ -46,36 +50,75 @@ def name_results(model: str) -> str:
     return "-".join(parts[-2:]) if is_of_run else path.name
 
 
-def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> str:
-    """A model's folder, or its name on the hub. A run, a checkpoint or a run's adapters are exported below `folder`
-    once, with adapters merged into their base. The export is named after the checkpoint's content."""
+@dataclass(frozen=True)
+class FoundModel:
+    """A model's folder, or its name on the hub. `recipe`: what its own recipe says of adapters beside a base that is
+    held in fewer bits, in sections; empty where the model is whole."""
+
+    name: str
+    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> FoundModel:
+    """Finds the model. A run, a checkpoint or a run's adapters are exported below `folder` once, with adapters merged
+    into their base, or beside it where the recipe holds the base in fewer bits. The export is named after the
+    checkpoint's content."""
     from ulysses_cli.commands.export import run_export
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     path = Path(name).expanduser()
     if not path.exists():
-        return name
+        return FoundModel(name)
     if not path.is_dir():
         hint = "name a model folder, a name on the hub, a run, or one of its checkpoints"
         raise RecipeError([Problem("MODEL", f"{name} is not a folder", hint)])
     if (path / "config.json").is_file():
-        return name
+        return FoundModel(name)
     checkpoint = _find_checkpoint(path)
     try:
+        recipe = load_state(checkpoint)["recipe"]
         digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()[:12]
-        has_adapters = load_state(checkpoint)["recipe"].get("lora") is not None
-    except (OSError, ValueError) as error:
+        has_adapters, keeps_base = recipe.get("lora") is not None, _keeps_base(recipe)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{checkpoint} is not a complete checkpoint: {error}"
         raise RecipeError([Problem("MODEL", message, "name another checkpoint")]) from None
-    target = folder / f"{checkpoint.resolve().name}-{digest}"
-    if not target.exists():
-        words = [str(checkpoint), "--to", str(target), *(["--merge-lora"] if has_adapters else [])]
+    target = folder / f"{checkpoint.resolve().name}-{digest}{'-adapters' if keeps_base else ''}"
+    found = _describe_adapters(recipe, target) if keeps_base else FoundModel(str(target))
+    with _alone(folder):
+        if target.exists():
+            return found
+        words = [str(checkpoint), "--to", str(target), *(["--merge-lora"] if has_adapters and not keeps_base else [])]
         code, last, log = run_export([*words, *(["--trust-remote-code"] if trust_remote_code else [])], target)
         if code or "result" not in last:
             message = str(last.get("problem") or (log or ["the export ended without a result"])[-1])
             hint = "evaluate a model that ulysses export wrote, or another checkpoint"
             raise RecipeError([Problem("MODEL", f"{checkpoint} cannot be exported: {message}", hint)])
-    return str(target)
+    return found
+
+
+def _keeps_base(recipe: Mapping[str, Any]) -> bool:
+    """Whether the model is read as it was trained: adapters beside a base in fewer bits. Stretched positions follow
+    from the length that was trained, so that such a model is merged."""
+    lora, model = recipe.get("lora"), recipe["model"]
+    is_quantized = lora is not None and lora.get("quantize_base") is not None
+    return is_quantized and model.get("rope_scaling") is None and model.get("name_or_path") is not None
+
+
+def _describe_adapters(recipe: Mapping[str, Any], adapters: Path) -> FoundModel:
+    model, lora = recipe["model"], {**recipe["lora"], "adapter_name_or_path": str(adapters.absolute())}
+    own = {name: model[name] for name in ("revision", "tokenizer") if model.get(name)}
+    data = {name: recipe["data"][name] for name in ("added_tokens",) if recipe["data"].get(name)}
+    return FoundModel(str(model["name_or_path"]), {"model": own, "data": data, "lora": lora})
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Machines that share a disk export a checkpoint one after the other: the second finds what the first has
+    written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def find_reader(suites: Sequence[str], path: str | None) -> str:
@@ -102,6 +145,27 @@ def find_documents(model: str, path: str | None) -> tuple[dict[str, Any], ...]:
     if path and "://" in path:
         raise RecipeError([Problem("--path", f"{path} is an address", "download it, and name the file")])
     return ({"path": path},) if path else _list_held_out(Path(model).expanduser())
+
+
+def plan_questions(model: str, suites: Sequence[str], path: str | None, sources: Sources) -> tuple[Sources, Plan]:
+    """Finds the files and documents that --path names, and plans the suites. Raises RecipeError."""
+    from ulysses_cli.evaluate.files import FILE_SUITES
+    from ulysses_cli.evaluate.losses import TASK as LOSS
+    from ulysses_cli.evaluate.suites import HARNESS, plan_suites
+    from ulysses_cli.launch.suite_files import find_suite_path
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.report import printing
+
+    reader = find_reader(suites, path)
+    documents = find_documents(model, path) if LOSS in suites else ()
+    files = find_suite_path(path or "", printing.print_message) if reader in FILE_SUITES else None
+    harness = Path(path) if path and reader.startswith(HARNESS) else None
+    sources = replace(sources, path=files, harness=harness, documents=documents)
+    plan = plan_suites(suites, sources)
+    if path is not None and not reader:
+        hint = f"leave it out, or add one of {', '.join((LOSS, *FILE_SUITES))}, {HARNESS}TASK"
+        raise RecipeError([Problem("--path", f"no suite of {', '.join(suites)} reads files", hint)])
+    return sources, plan
 
 
 def _list_held_out(path: Path) -> tuple[dict[str, Any], ...]:
@@ -162,28 +226,33 @@ def _find_checkpoint(path: Path) -> Path:
     raise RecipeError([Problem("MODEL", f"{path} has no whole checkpoint", "name another run")])
 
 
-def find_base(name: str) -> tuple[str, dict[str, Any] | None]:
+def find_base(name: str) -> tuple[FoundModel, dict[str, Any] | None]:
     """A model's folder or name, and its config where its checkpoint's recipe holds one: what `find_model` would export
     has the shape of what was trained. Exports nothing."""
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     path = Path(name).expanduser()
     if not path.is_dir() or (path / "config.json").is_file():
-        return name, None
+        return FoundModel(name), None
     checkpoint = _find_checkpoint(path)
     try:
-        model = load_state(checkpoint)["recipe"]["model"]
-        return str(model.get("name_or_path") or name), model.get("config")
+        recipe = load_state(checkpoint)["recipe"]
+        model = recipe["model"]
+        if _keeps_base(recipe):
+            return _describe_adapters(recipe, path), None
+        return FoundModel(str(model.get("name_or_path") or name)), model.get("config")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{checkpoint} is not a complete checkpoint: {error}"
         raise RecipeError([Problem("MODEL", message, "name another checkpoint")]) from None
 
 
 def prepare_model(
-    name: str, config: dict[str, Any] | None, question: ModelQuestion, *, online: bool
+    model: FoundModel, config: dict[str, Any] | None, question: ModelQuestion, *, online: bool
 ) -> tuple[str, ModelShape]:
     """The text of a recipe that loads the model, and the model's shape. `config`: the model's own, where no folder has
     it. Raises RecipeError."""
+    from importlib.util import find_spec
+
     import yaml
 
     from ulysses_cli import hub
@@ -192,18 +261,33 @@ def prepare_model(
     from ulysses_cli.plan.problem import Problem, RecipeError, Where
     from ulysses_cli.plan.recipe.loader import parse_recipe
 
+    name, own = model.name, model.recipe
     settings: dict[str, Any] = {
         "model": {
+            **own.get("model", {}),
             **({"config": config} if config else {"name_or_path": name}),
             "dtype": question.dtype,
             "trust_remote_code": question.trust_remote_code,
             **({"tokenizer": question.tokenizer} if question.tokenizer else {}),
         },
-        "data": {"datasets": [{"type": "synthetic"}], "max_length": max(question.max_length, question.sp_size)},
-        "parallel": {"sp_size": question.sp_size, "dp_shard_size": question.num_ranks // question.sp_size},
+        "data": {
+            "datasets": [{"type": "synthetic"}],
+            "max_length": max(question.max_length, question.sp_size),
+            **own.get("data", {}),
+        },
+        "parallel": {
+            "sp_size": question.sp_size,
+            "dp_shard_size": question.num_ranks // question.sp_size,
+            **({"zero_stage": 2} if "lora" in own else {}),  # each rank holds the whole base
+        },
+        **({"lora": dict(own["lora"])} if "lora" in own else {}),
         "memory": {"gradient_checkpointing": False, "tiled_mlp": True, "tiled_loss": True, "offload_optimizer": "none"},
         "run": {"device": question.device},
     }
+    if "lora" in own and find_spec("bitsandbytes") is None:
+        message = f"its base is held in {own['lora']['quantize_base']} by bitsandbytes, which is not installed"
+        hint = "pip install bitsandbytes; or merge the adapters: ulysses export CHECKPOINT --to MODEL --merge-lora"
+        raise RecipeError([Problem("MODEL", message, hint)])
     text = yaml.safe_dump(settings)
     recipe = parse_recipe(text, "evaluate", []).recipe
     try:
@@ -228,10 +312,12 @@ def prepare_model(
     return text, shape
 
 
-def run(options: dict[str, Any], device: str, output: Format, html: Path | None) -> None:
-    """Runs the evaluation in a child process, shows its findings and exits with its exit code."""
+def run(options: dict[str, Any], device: str, output: Format, html: Path | None, nodes: Nodes) -> None:
+    """Runs the evaluation in a child process, shows its findings and exits with its exit code. On several machines the
+    first one shows and keeps them."""
     import os
 
+    from ulysses_cli.commands.children.place import open_meeting
     from ulysses_cli.commands.children.proving import run_child
     from ulysses_cli.host.operator_builds import watch_builds
     from ulysses_cli.launch import launcher
@@ -239,10 +325,13 @@ def run(options: dict[str, Any], device: str, output: Format, html: Path | None)
     from ulysses_cli.report import printing, quality
 
     or_exit(lambda: check_page(html), output)
-    environ = launcher.make_environment(os.environ, device, 1)
-    task = {"command": "evaluate", "device": device, "recipe": "", "overrides": [], "config": {}, "options": options}
-    with watch_builds(environ, printing.print_message):
-        findings, code = run_child(task, environ)
+    folder = Path(options["output"])
+    with ExitStack() as stack:
+        rendezvous, place = or_exit(lambda: stack.enter_context(open_meeting(nodes, folder, os.environ)), output)
+        environ = launcher.make_environment(os.environ, device, 1, rendezvous)
+        task = {"command": "evaluate", "device": device, "recipe": "", "overrides": [], "config": {}}
+        stack.enter_context(watch_builds(environ, printing.print_message))
+        findings, code = run_child({**task, "options": {**options, "machines": place}}, environ)
     if not findings:
         printing.print_message(f"evaluate ended without a result, with exit code {code}")
         raise typer.Exit(code if code > 0 else FAILED)
@@ -253,7 +342,12 @@ def run(options: dict[str, Any], device: str, output: Format, html: Path | None)
             entries = findings["problems"]
             printing.print_problems([Problem(entry["key"], entry["message"], entry["hint"]) for entry in entries])
         raise typer.Exit(code)
-    folder = Path(options["output"])
+    if "machine_number" in findings:
+        message = f"machine number {findings['machine_number']} is done; number 0 has the results"
+        if output is Format.json:
+            printing.print_json(findings)
+        printing.print_message(message)
+        raise typer.Exit(code)
     (folder / "quality.json").write_text(json.dumps(findings, indent=1, ensure_ascii=False), encoding="utf-8")
     try:
         kept = keep_in_run(options["subject"], options["suites"], findings)

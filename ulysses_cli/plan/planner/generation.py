@@ -8,6 +8,7 @@ from typing import Any
 from ulysses_cli.plan.flops import compute_layers_flops, count_idle
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.adapters.quantized import compute_spared
 from ulysses_cli.plan.ledger.job import Job, is_known
 from ulysses_cli.plan.ledger.snapshots import compute_prefill
 from ulysses_cli.plan.levers import Levers
@@ -20,19 +21,29 @@ STATE_BYTES = 4  # recurrent states are float32
 
 
 def predict(
-    shape: ModelShape, length: int, sp_size: int, num_ranks: int, bytes_per_number: int, new_tokens: int = 128
+    shape: ModelShape,
+    length: int,
+    sp_size: int,
+    num_ranks: int,
+    bytes_per_number: int,
+    new_tokens: int = 128,
+    quantized: str | None = None,
 ) -> dict[str, Any]:
     """The prediction for a prompt of `length` tokens, for the fullest rank. Weights are those that are sharded; where
-    they fit, each rank gathers all of them once."""
-    num_parameters = shape.num_parameters or 0
+    they fit, each rank gathers all of them once. `quantized`: the format of a base under adapters, which each rank
+    holds whole; its adapters are left out."""
+    whole = (shape.num_parameters or 0) * bytes_per_number
+    if quantized is not None and is_known(shape):
+        job = Job(shape, Layout(), length, Levers(), dtype_bytes=bytes_per_number, quantized=quantized)
+        whole -= compute_spared(job)
     return {
         "length": length,
         "sp_size": sp_size,
         "num_ranks": num_ranks,
         "cache_bytes": count_cache_bytes(shape, length, sp_size, bytes_per_number, new_tokens),
         "prefill_bytes": count_prefill_bytes(shape, length, sp_size, num_ranks, bytes_per_number),
-        "weight_bytes": num_parameters * bytes_per_number // num_ranks,
-        "gathered_weight_bytes": num_parameters * bytes_per_number,
+        "weight_bytes": whole if quantized is not None else whole // num_ranks,
+        "gathered_weight_bytes": whole,
         "prefill_flops": compute_layers_flops(shape, [length]) / sp_size,
     }
 

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.prove.quality.documents import CutDocument
 from ulysses_cli.prove.quality.results_file import ResultsFile
+from ulysses_cli.prove.ranks.machines import Machines
 from ulysses_cli.prove.ranks.ranks import run_on_ranks
 from ulysses_cli.prove.results import describe_machine
 
@@ -55,12 +56,31 @@ class ModelEvaluation:
         recipe = parse_recipe(self.model, "evaluate", []).recipe
         return {
             "model": recipe.model.model_dump(mode="json"),
+            **({"lora": recipe.lora.model_dump(mode="json")} if recipe.lora is not None else {}),
             "weights": _fingerprint(Path(recipe.model.name_or_path or "").expanduser()),
             "seed": self.amount.seed,
             "tokenizer": vocabulary,
             "template": template,
             "with_template": self.with_template,
             "sources": self.sources.as_json(),
+        }
+
+    def list_facts(self, tokenizer: Any) -> dict[str, Any]:
+        """What all machines of one evaluation must share. Where a model lies may differ, its files may not."""
+        recipe = parse_recipe(self.model, "evaluate", []).recipe
+        settings = recipe.model_dump(mode="json")
+        name = settings["model"].pop("name_or_path") or ""
+        if settings["lora"] is not None:
+            settings["lora"]["adapter_name_or_path"] = Path(settings["lora"]["adapter_name_or_path"]).name
+        folder = Path(name).expanduser()
+        files = [(file.name, file.stat().st_size) for file in list_weight_files(folder)] if folder.is_dir() else []
+        config = folder / "config.json"
+        return {
+            "the number of ranks": self.num_ranks,
+            "how a model is loaded": settings,
+            "the model's weight files": sorted(files) or name,
+            "the model's config.json": hashlib.sha256(config.read_bytes()).hexdigest() if config.exists() else "",
+            "the tokenizer": hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
         }
 
 
@@ -72,18 +92,39 @@ def _fingerprint(folder: Path) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def run_evaluation(evaluation: ModelEvaluation, device: str, report: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the findings that report/quality.py shows."""
+def run_evaluation(
+    evaluation: ModelEvaluation,
+    device: str,
+    report: Callable[[str], None],
+    machines: Machines | None = None,
+    name: str = "",
+) -> dict[str, Any]:
+    """Returns the findings that report/quality.py shows; {} on a machine that has not rank 0. `name`: of this
+    evaluation among those of the same machines."""
     ours, theirs = Pipe(duplex=False)
     listener = threading.Thread(target=_pass_on, args=(ours, report), daemon=True)
     listener.start()
     started = time.monotonic()
     try:
-        findings: dict[str, Any] = run_on_ranks(
-            evaluation.num_ranks, _run_rank, evaluation, theirs, device=device, time_limit=TIME_LIMIT
+        findings: dict[str, Any] | None = run_on_ranks(
+            evaluation.num_ranks,
+            _run_rank,
+            evaluation,
+            theirs,
+            machines is not None,
+            device=device,
+            time_limit=TIME_LIMIT,
+            machines=machines,
+            name=name,
         )
+    except BaseException:
+        if machines is not None:
+            machines.tell_failure()
+        raise
     finally:
         theirs.close()
+    if findings is None:
+        return {}
     return {
         **findings,
         "command": "evaluate",
@@ -102,22 +143,25 @@ def _pass_on(pipe: Connection, report: Callable[[str], None]) -> None:
             return
 
 
-def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection) -> dict[str, Any] | None:
-    """One rank. Returns rank 0's findings."""
+def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection, is_on_several: bool) -> dict[str, Any] | None:
+    """One rank. Returns rank 0's findings. On several machines rank 0 alone has the questions and the documents."""
     from ulysses_cli.prove.quality.documents import measure_documents
     from ulysses_cli.prove.quality.loading import load_for_evaluation
     from ulysses_cli.train.generation.questions import Quiz, ask_questions
-    from ulysses_cli.train.processes.consistency import gather_values
+    from ulysses_cli.train.processes.consistency import gather_values, scatter_values
 
     model = load_for_evaluation(evaluation.model, device, pipe.send)
-    quiz, own = None, None
-    if model.groups.is_first:
+    groups, quiz, own = model.groups, None, None
+    if is_on_several:
+        shares = [evaluation] * groups.layout.world_size if groups.is_first else None
+        evaluation = replace(scatter_values(shares, groups.host_group), model=evaluation.model)
+    if groups.is_first:
         own = _Questions(evaluation, model.tokenizer, pipe.send)
         quiz = Quiz(own.walk(), own.prompter, own.one_answer_tasks, own.record)
     ask_questions(model.engine, quiz, model.stop_tokens)
     if evaluation.documents:
         # a value that all ranks share: rank 0 alone reads the file of the results
-        done = gather_values(own.file.done if own is not None else None, model.groups.host_group)[0]
+        done = gather_values(own.file.done if own is not None else None, groups.host_group)[0]
         measure_documents(model, evaluation.documents, done, own.record if own is not None else _ignore)
     rows: list[dict[str, Any]] = []
     if evaluation.harness is not None:

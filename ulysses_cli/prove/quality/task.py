@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.prove.quality.documents import Found, read_documents
 from ulysses_cli.prove.quality.evaluation import ModelEvaluation, run_evaluation, split_results
+from ulysses_cli.prove.ranks.machines import MachinePlace, Machines
+from ulysses_cli.train.telemetry.run_file import list_versions
 
 
 def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
@@ -56,6 +58,15 @@ def _load_tokenizer(text: str) -> Any:
     return load_tokenizer(recipe.model, recipe.data)
 
 
+def _meet(place: MachinePlace, evaluations: Sequence[ModelEvaluation], report: Callable[[str], None]) -> Machines:
+    """Waits for the other machines. Raises RecipeError where one has other versions, or would load other models."""
+    facts: dict[str, Any] = {"versions": list_versions(), "the number of models": len(evaluations)}
+    for each in evaluations:
+        own = each.list_facts(_load_tokenizer(each.model))
+        facts |= {f"{name} of --against" if name in facts else name: value for name, value in own.items()}
+    return Machines(place, facts, report)
+
+
 def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], None]) -> dict[str, Any]:
     """`against`: the recipe text of a second model, which answers the same questions first."""
     against = options["against"]
@@ -70,15 +81,23 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         options["max_prompt_tokens"],
         budgets=tuple(options["budgets"]),
     )
-    report("making sure that each task fits")
-    evaluation = replace(evaluation, harness=_name_harness(evaluation), harness_limit=options["harness_limit"])
-    found = check_task(evaluation, against)
-    evaluation = replace(evaluation, documents=found.documents)
-    before = None
-    if against:
-        folder = str(Path(options["output"]) / "against")
-        before = run_evaluation(replace(evaluation, model=against, output=folder), device, report)
-    findings = run_evaluation(evaluation, device, report)
+    place = MachinePlace(**options["machines"]) if options["machines"] else None
+    found = Found((), ())
+    if place is None or not place.rank:
+        report("making sure that each task fits")
+        evaluation = replace(evaluation, harness=_name_harness(evaluation), harness_limit=options["harness_limit"])
+        found = check_task(evaluation, against)
+        evaluation = replace(evaluation, documents=found.documents)
+    other = replace(evaluation, model=against, output=str(Path(options["output"]) / "against")) if against else None
+    machines = _meet(place, [evaluation, *([other] if other else [])], report) if place else None
+    try:
+        before = run_evaluation(other, device, report, machines, "against") if other else None
+        findings = run_evaluation(evaluation, device, report, machines, "subject")
+    finally:
+        if machines is not None:
+            machines.leave()
+    if not findings:
+        return {"command": "evaluate", "passed": True, "machine_number": options["machines"]["rank"]}
     findings["notes"] += found.notes
     if before is not None:
         findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length", "losses", "lm_eval")}

@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.prove.ranks.interleaving import Interleaving
 from ulysses_cli.prove.ranks.rank_server import start_process
 
+CHECK_SECONDS = 1.0
+CONNECT_SECONDS = 600.0  # for the ranks of other machines to come
 CAUSE_WAIT_SECONDS = 2.0  # after one rank has failed, the rank that caused the failure may still be ending
 MAX_CPU_RANKS = 8  # of a proof
 OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for want of memory
@@ -47,12 +49,29 @@ class RankFailureError(Exception):
         return f"rank {self.rank}: {self.kind}: {self.message}"
 
 
+class Neighbours(Protocol):
+    """The machines of a world of ranks, of which this is one."""
+
+    @property
+    def place(self) -> Any: ...
+
+    def check(self) -> None:
+        """Raises where another machine is gone."""
+
+
 def run_on_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", time_limit: float = 600.0
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    time_limit: float = 600.0,
+    machines: Neighbours | None = None,
+    name: str = "",
 ) -> Any:
     """Runs `function(device, *args)` on every rank of a new world and returns rank 0's result. No rank outlives this
-    call."""
-    world = World(num_ranks, device, time_limit)
+    call. With `machines` each starts its share of the ranks, and returns None where rank 0 is on another one; `name`
+    parts this world from others of the same machines."""
+    world = World(num_ranks, device, time_limit, machines, name)
     try:
         world.start(function, args)
         return world.wait()
@@ -89,21 +108,36 @@ def run_interleaved(
 class World:
     """The ranks that run one function, and the temporary folder that they share."""
 
-    def __init__(self, num_ranks: int, device: str, time_limit: float) -> None:
+    def __init__(
+        self, num_ranks: int, device: str, time_limit: float, machines: Neighbours | None = None, name: str = ""
+    ) -> None:
         self.num_ranks, self.device, self.time_limit = num_ranks, device, time_limit
+        self.machines, self.name = machines, name
         self.folder = Path(tempfile.mkdtemp(prefix="ulysses-ranks-"))
-        self.processes: list[Any] = []
+        self.processes: dict[int, Any] = {}  # by rank
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], interleavings: Sequence[Interleaving] = ()
     ) -> None:
-        for rank in range(self.num_ranks):
+        machine = self.machines.place if self.machines is not None else None
+        num_here, first, endpoint = self.num_ranks, 0, ""
+        if machine is not None:
+            num_here = self.num_ranks // machine.count
+            first, endpoint = machine.rank * num_here, machine.endpoint
+        for local_rank in range(num_here):
+            rank = first + local_rank
             own = (interleavings[rank], *args) if interleavings else args
-            place = RankPlace(rank, self.num_ranks, str(self.folder), self.device, self.time_limit)
-            self.processes.append(start_process(_serve, (place, function, own), self.device))
+            meeting = (endpoint, self.name) if endpoint else None
+            place = RankPlace(
+                rank, self.num_ranks, str(self.folder), self.device, self.time_limit, local_rank, num_here, meeting
+            )
+            self.processes[rank] = start_process(_serve, (place, function, own), self.device)
 
     def wait(self) -> Any:
-        _wait(self.processes, self.folder, self.time_limit)
+        check = self.machines.check if self.machines is not None else None
+        _wait(self.processes, self.folder, self.time_limit, check)
+        if 0 not in self.processes:
+            return None
         with open(self.folder / "result", "rb") as stream:
             return pickle.load(stream)  # noqa: S301 - written by our own rank, in our own temporary folder
 
@@ -115,32 +149,42 @@ class World:
             return failure
 
     def end(self) -> None:
-        for process in self.processes:
+        for process in self.processes.values():
             if process.is_alive():
                 process.kill()
-        for process in self.processes:
+        for process in self.processes.values():
             process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's number and what all ranks of its world share."""
+    """A rank's number and what all ranks of its world share. `meeting`: the endpoint of the machines' store and the
+    world's name there; None on one machine, whose ranks meet in the folder."""
 
     rank: int
     num_ranks: int
     folder: str
     device: str
     time_limit: float
+    local_rank: int
+    num_here: int
+    meeting: tuple[str, str] | None = None
 
 
-def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
+def _wait(processes: dict[int, Any], folder: Path, time_limit: float, check: Callable[[], None] | None) -> None:
     end = time.monotonic() + time_limit
-    open_ranks = dict(enumerate(processes))
+    open_ranks = dict(processes)
     while open_ranks:
-        ready = wait([process.sentinel for process in open_ranks.values()], timeout=max(0.0, end - time.monotonic()))
+        left = max(0.0, end - time.monotonic())
+        sentinels = [process.sentinel for process in open_ranks.values()]
+        ready = wait(sentinels, timeout=left if check is None else min(left, CHECK_SECONDS))
+        if not ready and check is not None and left:
+            check()
+            continue
         if not ready:
-            raise RankFailureError(min(open_ranks), "time", f"not done in {time_limit:.0f} s", _read_log(folder, 0))
+            first = min(open_ranks)
+            raise RankFailureError(first, "time", f"not done in {time_limit:.0f} s", _read_log(folder, first))
         for rank, process in list(open_ranks.items()):
             if process.is_alive():
                 continue
@@ -152,9 +196,9 @@ def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
                 raise _find_killed(processes, folder) or _find_first(folder) or _describe_end(process, rank, folder)
 
 
-def _find_killed(processes: list[Any], folder: Path) -> RankFailureError | None:
+def _find_killed(processes: dict[int, Any], folder: Path) -> RankFailureError | None:
     """A rank that a signal ended wrote no failure; the others then fail because it is gone."""
-    for rank, process in enumerate(processes):
+    for rank, process in processes.items():
         if process.exitcode is not None and process.exitcode < 0:
             return _describe_end(process, rank, folder)
     return None
@@ -188,17 +232,23 @@ def _serve(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]
     log = os.open(Path(folder) / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(place.local_rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(place.num_here), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch, dist = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     try:
-        device = torch.device(place.device, rank) if place.device == "cuda" else torch.device("cpu")
+        device = torch.device(place.device, place.local_rank) if place.device == "cuda" else torch.device("cpu")
         if place.device == "cuda":
             torch.cuda.set_device(device)
         else:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
-        rank_store = importlib.import_module("ulysses_cli.train.processes.rank_store")
-        store = rank_store.open_file_store(str(Path(folder) / "rendezvous"), num_ranks)
+            num_cores = len(os.sched_getaffinity(0))
+            most = int(os.environ.get("OMP_NUM_THREADS") or num_cores)  # the user's choice
+            torch.set_num_threads(max(1, min(most, num_cores // place.num_here)))
+        if place.meeting is None:
+            rank_store = importlib.import_module("ulysses_cli.train.processes.rank_store")
+            store = rank_store.open_file_store(str(Path(folder) / "rendezvous"), num_ranks)
+        else:
+            machines = importlib.import_module("ulysses_cli.prove.ranks.machines")
+            store = machines.open_rank_store(*place.meeting, timedelta(seconds=CONNECT_SECONDS))
         dist.init_process_group(
             "nccl" if place.device == "cuda" else "gloo",
             store=store,

@@ -123,14 +123,16 @@ def build(
 def build_for_answers(
     plan: RunPlan, groups: Groups, device: torch.device, report: Callable[[str], None] = lambda _: None
 ) -> Engine:
-    """Collective over all ranks. Builds the model without an optimizer, its weights sharded over all ranks: an engine
-    that only computes losses and logits."""
+    """Collective over all ranks. Builds the model without an optimizer, its weights sharded over all ranks, or adapters
+    beside a base in fewer bits: an engine that only computes losses and logits."""
     import deepspeed
 
     recipe = plan.recipe
     deepspeed.init_distributed(dist_backend=dist.get_backend())
     ds_config = {**_make_engine_config(plan, None), "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-    ds_config["zero_optimization"] = {"stage": 3, "overlap_comm": True}
+    # a base in fewer bits is whole on each rank: ZeRO-3 would gather codes without their scales
+    is_sharded = recipe.parallel.zero_stage == 3
+    ds_config["zero_optimization"] = {"stage": 3, "overlap_comm": True} if is_sharded else {"stage": 0}
     kernel = REAL_PARTS.choose_kernel(plan, groups, device, ANY_MIX)
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
@@ -140,6 +142,8 @@ def build_for_answers(
     model = _load_model(plan, groups, config, attention, device, ds_config, REAL_PARTS, report)
     serve_layers(model, plan, groups, device, REAL_PARTS.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
+    if recipe.lora is not None:
+        REAL_PARTS.add_adapters(recipe, model)
     model.requires_grad_(False)
     head_rule = read_head_rule(config, 0.0)
     module = LossModel(model, apply_levers(model, plan, head_rule, device))
