@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import is_tiled, saves_input
-from ulysses_cli.plan.ledger.weights import SHARED_FIRST
+from ulysses_cli.plan.ledger.weights import SHARED_FIRST, has_norm_behind, is_fused_mlp
 from ulysses_cli.plan.models.layers import ExpertsMlp
 
 INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
@@ -88,7 +88,9 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
         gate_up = 2 * matrix - k * b * (hidden + 2 * inner) * tokens
         waiting = matrix if mlp.num_experts * inner * hidden > job.engine.reduce_bucket else 0
         gate = k * b * ((3 - trained) * inner - hidden) * tokens  # frozen matrices have not saved the gate times up
-        widest = max(results, down, gate + waiting, gate_up)
+        widest = max(
+            results, down, gate + waiting - _count_kept_views(job) * b * mlp.num_experts * inner * hidden, gate_up
+        )
     else:
         widest = max(results, 3 * k * b * inner * tokens, down)
     scaled = b * hidden * tokens * (job.shape.model_type in SCALED_BLOCKS)
@@ -97,7 +99,31 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     if is_shared_first(job):
         return widest + b * hidden * tokens * job.family.has_shared_gate
     widest += b * hidden * tokens - _compute_shared_saved(job, mlp, tokens) - _compute_input_gone(job, tokens)
-    return scaled + max(widest, b * mlp.shared_size * (tokens + max(tokens, hidden * trained)))
+    views = 3 * _count_kept_views(job) * b * mlp.num_experts * inner * hidden
+    own = b * mlp.shared_size * (tokens + max(tokens, hidden * trained))
+    return scaled + max(widest, max(own, _compute_shared_again(job, mlp, tokens)) - views)
+
+
+def _compute_shared_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """In addition to what is saved, while a shared expert that runs last is computed again with adapters: a frozen
+    matrix's result and its adapter's beside their sum, the residual, the other experts' result and the adapter's
+    gradient that waits."""
+    names = ("gate_proj", "up_proj", "gate_up_proj")
+    recomputes = job.levers.gradient_checkpointing is not False and not is_tiled(job)
+    if job.adapters is None or not (recomputes and job.adapters.adapts(*names)):
+        return 0
+    width = (1 + is_fused_mlp(job.family)) * mlp.shared_size + 3 * job.shape.hidden_size
+    return job.dtype_bytes * width * tokens
+
+
+def _count_kept_views(job: Job) -> int:
+    """1 where a recomputation keeps views of frozen experts until their products' backward, while they are gathered
+    again (zero/coordinator.py: Coordinator._release); else 0. A shared expert's backward comes before they are
+    gathered; when gate and up have their gradients, the view of the last matrices is gone."""
+    is_behind = has_norm_behind(job.shape) or not is_shared_first(job)
+    recomputes = job.levers.gradient_checkpointing is not False and not is_tiled(job)
+    is_gathered = job.zero_stage == 3 and job.world_size > 1
+    return int(job.adapters is not None and is_gathered and recomputes and is_behind)
 
 
 def _compute_input_gone(job: Job, tokens: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
-    CENTERED_NORMS,
     PRECISE_NORMS,
     compute_norm_backward,
     compute_norm_saved,
@@ -38,7 +37,7 @@ def compute_final_norm_forward(job: Job) -> int:
     precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
     if job.family.norm_parts == 0:
         precise = 0
-    elif job.shape.model_type in CENTERED_NORMS:
+    elif job.shape.centers_norms:
         precise = 8
     whole = 8 + 2 * b + precise
     if saves_norm_input(job):
@@ -51,7 +50,8 @@ def compute_final_norm_backward(job: Job) -> int:
     """As in a layer, and the gradient of what was scaled, b h S, until it is cast to float32. In tiles or fused: the
     gradients of input and output."""
     hidden, tokens, b = job.shape.hidden_size, job.local_tokens, job.dtype_bytes
-    is_cast = b < 4 and job.family.norm_parts > 0 and job.shape.model_type not in PRECISE_NORMS | CENTERED_NORMS
+    is_precise = job.shape.centers_norms or job.shape.model_type in PRECISE_NORMS
+    is_cast = b < 4 and job.family.norm_parts > 0 and not is_precise
     return compute_norm_backward(job, hidden) + (2 if saves_norm_input(job) else is_cast) * b * hidden * tokens
 
 

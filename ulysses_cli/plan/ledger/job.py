@@ -191,14 +191,14 @@ class Job:
 # benchmarks/results/estimate-families.json).
 COMPARED = frozenset(
     {
-        "afmoe", "apertus", "arcee", "bailing_hybrid", "bamba", "cohere", "cohere2", "cwm", "deepseek_v2",
-        "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint",
-        "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
-        "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
-        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
-        "iquestcoder", "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "mellum",
-        "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo",
-        "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+        "afmoe", "apertus", "arcee", "bailing_hybrid", "bamba", "cohere", "cohere2", "cohere2_moe", "cwm",
+        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1",
+        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+        "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+        "internlm3", "iquestcoder", "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama",
+        "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h",
+        "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
         "youtu",
     }

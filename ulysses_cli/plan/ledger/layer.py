@@ -22,8 +22,6 @@ PRECISE_NORMS = {
 }
 NATIVE_NORMS = {"jais2", "starcoder2"}  # torch's layer_norm in the model's dtype, which saves its input unchanged
 FLOAT32_NORMS = {"olmo"}  # the same of a float32 copy, without weights (modeling_olmo.py: OlmoLayerNorm)
-# They subtract the mean in float32 (modeling_cohere.py: CohereLayerNorm).
-CENTERED_NORMS = {"cohere", "cohere2", "cohere2_moe"}
 DROPOUT_MASK_BYTES = 1  # of an element
 
 
@@ -86,7 +84,7 @@ def compute_norm_backward(job: Job, width: int) -> int:
     if saves_norm_input(job):
         tile = (20 + scaled) * width * count_mlp_tile_tokens(job)
         return job.dtype_bytes * width * job.local_tokens + tile
-    if job.shape.model_type in CENTERED_NORMS:
+    if job.shape.centers_norms:
         return 12 * width * job.local_tokens
     if job.shape.model_type in FLOAT32_NORMS:
         return 8 * width * job.local_tokens
@@ -96,7 +94,7 @@ def compute_norm_backward(job: Job, width: int) -> int:
 def is_one_kernel(job: Job) -> bool:
     """A norm that saves its input alone. Only norms that divide by the root mean square and have weights are replaced
     (train/elementwise/interface.py: recognise_norm)."""
-    is_usual = job.family.norm_parts == 1 and job.shape.model_type not in CENTERED_NORMS
+    is_usual = job.family.norm_parts == 1 and not job.shape.centers_norms
     return job.shape.model_type in NATIVE_NORMS or (job.fused_norms and is_usual)
 
 
@@ -111,14 +109,14 @@ def saves_input_unchanged(job: Job) -> bool:
 
 
 def _count_norm_bytes(job: Job) -> int:
-    num_bytes = 8 if job.shape.model_type in CENTERED_NORMS else 4
+    num_bytes = 8 if job.shape.centers_norms else 4
     return num_bytes + _count_scaled_bytes(job) * job.trains("norm")
 
 
 def _count_scaled_bytes(job: Job) -> int:
     if job.family.norm_parts == 0:
         return 0
-    return 4 if job.shape.model_type in PRECISE_NORMS | CENTERED_NORMS else job.dtype_bytes
+    return 4 if job.shape.centers_norms or job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
 
 
 def compute_adapter_saved(job: Job, kind: Layer) -> int:

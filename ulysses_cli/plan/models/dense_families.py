@@ -68,6 +68,11 @@ def count_per_layer_embeddings(facts: ConfigFacts) -> int:
     return width * ((facts.find_count("vocab_size_per_layer_input") or 0) + facts.get_count("hidden_size")) + own
 
 
+def center(facts: ConfigFacts) -> bool:
+    """transformers: modeling_cohere.py, CohereLayerNorm; Command A may have RMSNorm instead."""
+    return facts.find("rms_norm_eps") is None
+
+
 GEMMA_4_EXTRAS = (
     *((name, "hidden_size_per_layer_input") for name in ("per_layer_input_gate", "per_layer_projection")),
     ("per_layer_model_projection", "hidden_size_per_layer_input"),
@@ -103,8 +108,10 @@ DENSE: dict[str, Family] = {
     "granite": Family(attention_scale="attention_multiplier"),
     "apertus": Family(query_key_norm="head", mlp_modules=PLAIN_MLP, is_mlp_gated=False, mlp_bias=False, mlp_extras=2),
     "arcee": Family(mlp_modules=PLAIN_MLP, is_mlp_gated=False),
-    "cohere": Family(norms_per_layer=1, query_key_norm="full", norms_queries="use_qk_norm", mlp_bias=False),
-    "cohere2": Family(norms_per_layer=1, mlp_bias=False, kind_of_layer=slide_but_every(4)),
+    "cohere": Family(
+        norms_per_layer=1, centers_norms=center, query_key_norm="full", norms_queries="use_qk_norm", mlp_bias=False
+    ),
+    "cohere2": Family(norms_per_layer=1, centers_norms=center, mlp_bias=False, kind_of_layer=slide_but_every(4)),
     "cwm": Family(qkv_bias=False, out_bias=False, kind_of_layer=slide_but_first_of(4)),
     "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
     "exaone4": Family(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ulysses_cli.plan.models.config_facts import ConfigFacts
 from ulysses_cli.plan.models.dense_families import (
+    center,
     slide,
     slide_but_every,
     slide_but_first_of,
@@ -75,6 +76,7 @@ EXPERTS: dict[str, Family] = {
     ),
     "cohere2_moe": Family(
         norms_per_layer=1,
+        centers_norms=center,
         mlp_bias=False,
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 0),

@@ -68,6 +68,7 @@ class Family:
     has_sinks: bool = False
     norms_per_layer: int = 2
     norm_parts: int = 1
+    centers_norms: Callable[[ConfigFacts], bool] = lambda facts: False
     is_mlp_gated: bool = True
     mlp_extras: int = 0
     has_experts: Chooses = _is_sparse

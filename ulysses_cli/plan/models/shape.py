@@ -82,6 +82,7 @@ class ModelShape:
     has_router_loss: bool = False
     logits_divisor: float = 1.0
     other_dropouts: tuple[tuple[str, float], ...] = ()
+    centers_norms: bool = False  # they subtract the mean in float32
     has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
 
@@ -237,6 +238,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         has_router_loss=bool(facts.find("output_router_logits")),
         logits_divisor=(facts.find_number("logits_scaling") or 1.0) / (facts.find_number("logit_scale") or 1.0),
         other_dropouts=tuple((each, rate) for each in DROPOUTS if (rate := facts.find_number(each))),
+        centers_norms=family is not None and family.centers_norms(facts),
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
     )
