@@ -79,6 +79,9 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     shape = read_model_shape(LONG, "test")
     read = 4 * count_read_weights(shape) + count_cache_bytes(shape, 4096, 1, 4, 0)
     assert prediction["token_seconds"] == pytest.approx(read / (3350e9 * 0.8))
+    each = prediction["prefill_seconds"] + 127 * prediction["token_seconds"]
+    assert prediction["questions"] > 100
+    assert prediction["questions_seconds"] == pytest.approx(prediction["questions"] * each)
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--gpu", "abacus")
     assert (result.returncode, json.loads(result.stdout)["problems"][0]["key"]) == (2, "--gpu")
 

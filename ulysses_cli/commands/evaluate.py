@@ -135,7 +135,7 @@ def evaluate(
     from ulysses_cli.commands.children.training import Machine
     from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Plan, Sources
     from ulysses_cli.launch import launcher
-    from ulysses_cli.plan.planner.generation import predict, predict_seconds
+    from ulysses_cli.plan.planner.generation import predict, predict_questions, predict_seconds
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
 
@@ -177,9 +177,12 @@ def evaluate(
         width = 4 if dtype is WeightsDtype.float32 else 2
         quantized = base.recipe["lora"]["quantize_base"] if "lora" in base.recipe else None
         predictions = [predict(shape, length, sp_size, num_ranks, width, quantized=quantized) for length in lengths]
+        num_questions = len(plan.tasks) * (samples or DEFAULT_SAMPLES)
         for each in predictions:
             seconds = predict_seconds(shape, each["length"], sp_size, width, kind) if kind is not None else None
             each["prefill_seconds"], each["token_seconds"] = seconds or (None, None)
+            each["questions"] = num_questions
+            each["questions_seconds"] = predict_questions(seconds, num_questions, num_ranks // sp_size)
         if output is Format.json:
             printing.print_json({"predictions": predictions, "notes": list(plan.notes)})
         else:

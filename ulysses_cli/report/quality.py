@@ -51,7 +51,7 @@ def format_quality(findings: Findings) -> str:
 
 def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> str:
     header = ["length", "cache per rank", "with activations", "weights per rank", "all weights"]
-    header += ["operations of a prefill per rank", "prefill", "later token"]
+    header += ["operations of a prefill per rank", "prefill", "later token", "questions", "all of them, at most"]
     cells = [
         [
             format_binary(each["length"]),
@@ -64,6 +64,8 @@ def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> s
                 "unknown" if each[key] is None else format_seconds(each[key])
                 for key in ("prefill_seconds", "token_seconds")
             ),
+            format_number(each["questions"]),
+            "unknown" if each["questions_seconds"] is None else format_seconds(each["questions_seconds"]),
         ]
         for each in predictions
     ]

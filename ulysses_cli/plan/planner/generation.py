@@ -18,6 +18,7 @@ from ulysses_cli.plan.resolved import compute_kv_heads, find_ring_size
 from ulysses_cli.plan.rows.order import count_shared_out
 
 STATE_BYTES = 4  # recurrent states are float32
+NEW_TOKENS = 128  # of the longest answers of tasks that are made
 
 
 def predict(
@@ -26,7 +27,7 @@ def predict(
     sp_size: int,
     num_ranks: int,
     bytes_per_number: int,
-    new_tokens: int = 128,
+    new_tokens: int = NEW_TOKENS,
     quantized: str | None = None,
 ) -> dict[str, Any]:
     """The prediction for a prompt of `length` tokens, for the fullest rank. Weights are those that are sharded; where
@@ -77,6 +78,15 @@ def predict_seconds(
     read = bytes_per_number * count_read_weights(shape)
     read += count_cache_bytes(shape, length, sp_size, bytes_per_number, 0)
     return prefill, read / (gpu.memory_gb_s * 1e9 * share.memory)
+
+
+def predict_questions(seconds: tuple[float, float] | None, num_questions: int, num_groups: int) -> float | None:
+    """Seconds of all questions of a length at most: each group answers questions of its own, one after the other; each
+    question has a prefill and an answer of full length. Weights are gathered once."""
+    if seconds is None:
+        return None
+    prefill, later = seconds
+    return -(-num_questions // num_groups) * (prefill + (NEW_TOKENS - 1) * later)
 
 
 def count_read_weights(shape: ModelShape, num_sequences: int = 1) -> int:
