@@ -34,6 +34,8 @@ class KimiBytes:
         # of modeling_bailing_hybrid.py keeps its input and its activation, and rounds the decay.
         is_narrow = job.family.has_narrow_gates
         self.forget = 3 * self.wide + MASK * width if is_narrow else 2 * self.wide
+        # A frozen A_log needs no logarithm for its gradient.
+        self.forget_saved = self.forget - self.wide * (is_narrow and job.adapters is not None)
         self.narrow = b * mixer.head_dim * is_narrow
         self.decay = self.wide if is_narrow else self.result
         self.rows = self.conv + self.decay + self.strength
@@ -82,8 +84,8 @@ def _count_projected(job: Job, own: KimiBytes) -> int:
 def _count_convolved(job: Job, own: KimiBytes) -> int:
     """From the convolution to the rule."""
     if saves_result(job):
-        return 2 * own.conv + own.forget + own.decay + own.strength
-    return own.conv + own.forget + own.strength * own.is_split + own.kernel_saved
+        return 2 * own.conv + own.forget_saved + own.decay + own.strength
+    return own.conv + own.forget_saved + own.strength * own.is_split + own.kernel_saved
 
 
 def compute_saved(job: Job, mixer: KimiDeltaMixer) -> int:
@@ -119,7 +121,7 @@ def compute_again(job: Job, mixer: KimiDeltaMixer) -> int:
     """As in the forward, with what is saved; without the rule where its result was saved."""
     own = KimiBytes(job, mixer)
     convolving, _, norming = _list_forward(job, own)
-    kept = own.conv + own.forget + 2 * own.narrow
+    kept = own.conv + own.forget_saved + 2 * own.narrow
     moments = [convolving + own.conv, norming + kept + own.norm_saved - 2 * own.wide]
     if not saves_result(job):
         around = own.hidden + own.conv + own.decay + own.strength
@@ -148,5 +150,5 @@ def list_backward(job: Job, mixer: KimiDeltaMixer) -> Iterator[tuple[str, int, i
         rule += _list_rule(own)
     yield "rule", before + left * tokens, (own.result + own.hidden + max(rule)) * tokens
     gates = own.conv + own.strength + own.hidden + 4 * own.wide  # gradients of the rule's inputs, and of the gate's
-    yield "forget gate", before + (own.conv + own.forget) * tokens, gates * tokens
+    yield "forget gate", before + (own.conv + own.forget_saved) * tokens, gates * tokens
     yield "convolution", before + own.conv * tokens, (own.hidden + 4 * own.conv) * tokens
