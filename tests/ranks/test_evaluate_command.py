@@ -129,9 +129,12 @@ def test_layers_that_need_tokens_in_order_have_no_ring() -> None:
     assert "3 does not divide the 4 attention heads, and convolution layers" in str(caught.value.problems[0])
 
 
-def test_one_rank_answers_and_an_untrained_model_finds_nothing(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [(), pytest.param(("--offload-weights",), marks=pytest.mark.check)])
+def test_one_rank_answers_and_an_untrained_model_finds_nothing(
+    model: str, weights: tuple[str, ...], tmp_path: Path
+) -> None:
     words = ("--suite", "niah_single_1", "--max-length", "1200", "--samples", "1", "--output", str(tmp_path))
-    result = run("evaluate", model, *WORDS, *words)
+    result = run("evaluate", model, *WORDS, *words, *weights)
     assert result.returncode == 0, result.stderr
     (row,) = json.loads(result.stdout)["scores"]
     assert (row["task"], row["length"], row["n"], row["score"]) == ("niah_single_1", 1200, 1, 0.0)

@@ -105,6 +105,7 @@ OWN_VALUES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"num_hidden_layers": 6},
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
     "cohere": {"use_qk_norm": True},
+    "hyperclovax": {"logits_scaling": 0.25, "residual_multiplier": 0.5, "use_post_norm": True},
     "kolibri1": {"num_hidden_layers": 5},
     "laguna": {"layer_types": ["full_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 8]},
     "mellum": {"layer_types": ["full_attention", "sliding_attention"]},

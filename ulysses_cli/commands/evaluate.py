@@ -82,6 +82,9 @@ def evaluate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run Python code that comes with the model")
     ] = False,
+    offload_weights: Annotated[
+        bool, typer.Option("--offload-weights", help="keep weights in host memory, for a model that GPUs cannot hold")
+    ] = False,
     nnodes: Annotated[int | None, typer.Option(min=1, help="machines that share the work; also NNODES")] = None,
     node_rank: Annotated[int | None, typer.Option(min=0, help="number of this machine, from 0; also NODE_RANK")] = None,
     master_addr: Annotated[
@@ -160,8 +163,9 @@ def evaluate(
         printing.print_message(f"machines: {nodes.describe()}")
     folder = to or Path("runs/evaluations") / name_results(model)
     question = ModelQuestion(
-        sp_size, num_ranks, max(lengths), dtype.value, tokenizer, "cuda" if slots else "cpu", trust_remote_code
-    )
+        sp_size, num_ranks, max(lengths), dtype.value, tokenizer, "cuda" if slots else "cpu", trust_remote_code,
+        offload_weights,
+    )  # fmt: skip
 
     def prepare(name: str) -> tuple[str, ModelShape]:
         found = find_model(name, folder / "models", trust_remote_code=trust_remote_code)
@@ -179,6 +183,7 @@ def evaluate(
         predictions = [predict(shape, length, sp_size, num_ranks, width, quantized=quantized) for length in lengths]
         num_questions = len(plan.tasks) * (samples or DEFAULT_SAMPLES)
         for each in predictions:
+            each["weights_are_on"] = "host" if offload_weights else "GPU"
             seconds = predict_seconds(shape, each["length"], sp_size, width, kind) if kind is not None else None
             each["prefill_seconds"], each["token_seconds"] = seconds or (None, None)
             each["questions"] = num_questions

@@ -57,7 +57,7 @@ def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> s
             format_binary(each["length"]),
             format_bytes(each["cache_bytes"]),
             NO_VALUE if each["prefill_bytes"] is None else format_bytes(each["prefill_bytes"]),
-            format_bytes(each["weight_bytes"]),
+            format_bytes(each["weight_bytes"]) + (", on the host" if each["weights_are_on"] == "host" else ""),
             format_bytes(each["gathered_weight_bytes"]),
             f"{each['prefill_flops'] / 1e12:,.1f} TFLOP",
             *(

@@ -40,6 +40,7 @@ class ModelQuestion:
     tokenizer: str | None
     device: str
     trust_remote_code: bool
+    offloads_weights: bool = False
 
 
 def name_results(model: str) -> str:
@@ -281,9 +282,19 @@ def prepare_model(
             **({"zero_stage": 2} if "lora" in own else {}),  # each rank holds the whole base
         },
         **({"lora": dict(own["lora"])} if "lora" in own else {}),
-        "memory": {"gradient_checkpointing": False, "tiled_mlp": True, "tiled_loss": True, "offload_optimizer": "none"},
+        "memory": {
+            "gradient_checkpointing": False,
+            "tiled_mlp": True,
+            "tiled_loss": True,
+            "offload_optimizer": "none",
+            "offload_param": "cpu" if question.offloads_weights else "none",
+        },
         "run": {"device": question.device},
     }
+    if "lora" in own and question.offloads_weights:
+        message = f"each GPU holds the whole base in {own['lora']['quantize_base']}, beside its adapters"
+        hint = "leave it out; or merge the adapters: ulysses export CHECKPOINT --to MODEL --merge-lora"
+        raise RecipeError([Problem("--offload-weights", message, hint)])
     if "lora" in own and find_spec("bitsandbytes") is None:
         message = f"its base is held in {own['lora']['quantize_base']} by bitsandbytes, which is not installed"
         hint = "pip install bitsandbytes; or merge the adapters: ulysses export CHECKPOINT --to MODEL --merge-lora"

@@ -47,6 +47,7 @@ STATE_NAMES: dict[type[Mixer], str] = {
     Mamba2Mixer: "mamba",
 }
 DROPOUTS = ("residual_dropout", "hidden_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop")
+SCALING_MULTIPLIES = ("hyperclovax",)  # modeling_hyperclovax.py: HyperCLOVAXForCausalLM.forward
 
 
 @dataclass(frozen=True)
@@ -236,12 +237,21 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         num_parameters=count_model(layers, facts, family) if family else None,
         inexact=find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),
-        logits_divisor=(facts.find_number("logits_scaling") or 1.0) / (facts.find_number("logit_scale") or 1.0),
+        logits_divisor=compute_logits_divisor(
+            model_type, facts.find_number("logits_scaling"), facts.find_number("logit_scale")
+        ),
         other_dropouts=tuple((each, rate) for each in DROPOUTS if (rate := facts.find_number(each))),
         centers_norms=family is not None and family.centers_norms(facts),
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
     )
+
+
+def compute_logits_divisor(model_type: str, scaling: float | None, factor: float | None) -> float:
+    """What logits are divided by: `logits_scaling`, by which HyperCLOVA X multiplies. Cohere's `logit_scale` is a
+    factor."""
+    divisor = scaling or 1.0
+    return (1.0 / divisor if model_type in SCALING_MULTIPLIES else divisor) / (factor or 1.0)
 
 
 def _check_heads(facts: ConfigFacts, reader: LayerReader, layers: tuple[Layer, ...]) -> None:

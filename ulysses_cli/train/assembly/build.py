@@ -132,7 +132,10 @@ def build_for_answers(
     ds_config = {**_make_engine_config(plan, None), "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
     # a base in fewer bits is whole on each rank: ZeRO-3 would gather codes without their scales
     is_sharded = recipe.parallel.zero_stage == 3
+    place = ds_config["zero_optimization"].get("offload_param")
     ds_config["zero_optimization"] = {"stage": 3, "overlap_comm": True} if is_sharded else {"stage": 0}
+    if place is not None:
+        ds_config["zero_optimization"]["offload_param"] = place
     kernel = REAL_PARTS.choose_kernel(plan, groups, device, ANY_MIX)
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)

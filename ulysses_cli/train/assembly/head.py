@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from ulysses_cli.plan.models.shape import compute_logits_divisor
 from ulysses_cli.plan.rows.order import Ring, deal_row
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.attention.documents import make_documents
@@ -22,9 +23,9 @@ HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs fa
 
 def read_head_rule(config: PretrainedConfig, z_loss_weight: float, token_loss: TokenLoss | None = None) -> HeadRule:
     """The rule of known families. check_head detects a model that does anything else."""
-    softcap, divisor = getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)  # of Cohere's models
-    return HeadRule(softcap, float(divisor or 1.0) / float(factor or 1.0), z_loss_weight, token_loss)
+    softcap, scaling = getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", None)
+    divisor = compute_logits_divisor(config.model_type, scaling, getattr(config, "logit_scale", None))
+    return HeadRule(softcap, divisor, z_loss_weight, token_loss)
 
 
 @torch.no_grad()
