@@ -16,8 +16,8 @@ help:  ## show this list
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	python -m pip install -q "$$(grep ^torch== constraints.txt)" setuptools wheel
-	python -m pip install -q -e ".[dev]" -c constraints.txt
+	python -m pip install -q --no-compile "$$(grep ^torch== constraints.txt)" setuptools wheel
+	python -m pip install -q --no-compile -e ".[dev]" -c constraints.txt
 	touch $@
 
 install: $(VENV)/installed  ## set up .venv with the tested versions
