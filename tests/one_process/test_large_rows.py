@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.large_rows import CASES, PAST, LargeCase, compare
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.rows.indexing import OPERATORS
+from ulysses_cli.plan.rows.census import OPERATORS
 
 NEEDED_BYTES = 12 * GIB  # the largest case takes 10.6 GiB
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -19,6 +19,7 @@ from support.rank_pool import run_on_ranks
 from support.tiers import count_examples
 from torch import Tensor
 
+from ulysses_cli.plan.rows import indexing
 from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, deal_rows
 from ulysses_cli.train.attention import blocks, gathered, keys, rounds
 from ulysses_cli.train.attention.documents import make_documents
@@ -371,3 +372,41 @@ def test_each_round_has_one_collective_each_way(lengths: tuple[int, ...]) -> Non
         following = [*fetched[1:], None]
         steps = [number for pair in zip(following, returned, strict=True) for number in pair if number is not None]
         assert backward == [fetched[0], *steps]
+
+
+def run_within(problem: Problem, ring_size: int, limit: int) -> tuple[int, int, bool]:
+    """Returns the farthest element that a kernel reaches in any tensor, without and with indices that end at `limit`,
+    and whether the results are the same bits."""
+    tensors, results, reaches = make_tensors(problem), [], []
+    for bound in (indexing.INT32_LIMIT, limit):
+        reached = [0]
+
+        def record(function: Any, *arguments: Any, reached: list[int] = reached) -> Any:
+            given = [each for each in arguments if isinstance(each, Tensor) and each.dim() == 3]
+            reached[0] = max(reached[0], *(each.size(0) * each.stride(0) for each in given))
+            return function(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(indexing, "INT32_LIMIT", bound)
+            kernel = operators.KERNELS["sdpa"]
+            recorded = kernel._replace(
+                forward=partial(record, kernel.forward), backward=partial(record, kernel.backward)
+            )
+            patch.setitem(operators.KERNELS, "sdpa", recorded)
+            results.append(run_ring(problem, tensors, ring_size, ALWAYS))
+            reaches.append(reached[0])
+    return reaches[0], reaches[1], all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "limit"),
+    [((1, 1), (1536,), 110_000), ((2, 2), (1536,), 60_000), ((2, 2), (256,) * 6, 60_000)],
+)
+def test_no_kernel_reaches_past_its_indices(layout: tuple[int, int], lengths: tuple[int, ...], limit: int) -> None:
+    """Chunks of heads are views of wider buffers: those that would reach too far are copied. Documents, each of which
+    takes room besides its tokens, are given to kernels in several calls."""
+    chunks = 4 if layout == (1, 1) else 2
+    problem = Problem(8, 2, 32, lengths, chunks=chunks, dtype=torch.bfloat16)
+    for before, after, is_same in run_on_ranks(math.prod(layout), run_within, problem, layout[0], limit):
+        assert after < limit <= before
+        assert is_same

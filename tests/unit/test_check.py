@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from support.recipes import VALID, check, load, make_shape
 
+from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
-from ulysses_cli.plan.resolved import compute_kv_heads, resolve
+from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules import check as check_module
 from ulysses_cli.plan.rules import files as check_files
 from ulysses_cli.plan.rules import model as check_model
@@ -613,12 +614,13 @@ def test_check_index_bounds() -> None:
     long = ("model.rope_scaling.type=yarn", "parallel.sp_size=8", "data.max_length=5Mi")
     assert check(*long, "memory.tiled_mlp=false", "memory.tiled_loss=false") == []
     assert only(*long, "memory.attention_head_chunks=1") == (
-        "command line: data.max_length: attention's queries of a rank would have 2,684,354,560 elements, past the "
-        "2^31 that kernels of this kind (attention) index safely\n\nhint: use more memory.attention_head_chunks, a "
-        "larger sp_size, or shorter or fewer rows"
+        "command line: data.max_length: one call of attention of a rank would have 2,684,354,560 elements, past the "
+        "2^31 that kernels of this kind (torch_varlen) index safely\n\nhint: use more memory.attention_head_chunks, a "
+        "larger sp_size, model.attn_implementation: flash_attention_3 on Hopper, or shorter or fewer rows"
     )
     assert check(*long, "memory.attention_head_chunks=2") == []
-    assert "attention's queries" in only(*long, "data.max_length=16Mi")
+    assert "one call of attention" in only(*long, "data.max_length=16Mi")
+    assert check(*long, "memory.attention_head_chunks=1", "model.attn_implementation=flash_attention_3") == []
     experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336}
     assert check(*long, **experts) == []
     assert "tokens of experts" in only(*long, "memory.tiled_mlp=false", **experts)

@@ -16,25 +16,29 @@ from support.paths import ROOT
 from test_order import WINDOWS
 from test_order import rows as draw_rows
 
+from ulysses_cli.plan.attention import BACK_ENDS, list_able, list_needs
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.fit import is_indexable
+from ulysses_cli.plan.rows.census import OPERATORS, IndexedOperator
 from ulysses_cli.plan.rows.indexing import (
+    BLOCK_TOKENS,
     INT32_LIMIT,
-    OPERATORS,
     PIECE_BYTES,
     WRAP_BYTES,
-    IndexedOperator,
+    CallSize,
     RowSizes,
+    count_indexed,
     count_ring_keys,
     list_excess,
     split_rows,
+    wraps,
 )
 from ulysses_cli.plan.rows.order import Ring, deal_rows, plan_keys
 from ulysses_cli.plan.rows.rounds import plan_rounds
 
-SIZES = RowSizes(1 << 20, 8, 1, 1, 1, tiled_mlp=True, is_quantized=False)
+SIZES = RowSizes(1 << 20, 8, 1, 1, tiled_mlp=True, is_quantized=False)
 
 
 def find_source(operator: IndexedOperator) -> Path | None:
@@ -42,6 +46,8 @@ def find_source(operator: IndexedOperator) -> Path | None:
     name = operator.source.split("|")[0].split(":")[0]
     if name.startswith("ulysses_cli/"):
         return ROOT / name
+    if "@" in name:  # a tag of a repository
+        return None
     spec = importlib.util.find_spec(name.split("/")[0])  # finds torch without importing it
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -71,13 +77,46 @@ def test_only_attention_bounds_a_dense_model() -> None:
     """A rank's kernel gets 4 heads of 128 for each token of the row, then 2 and 1 in chunks."""
     for chunks in (1, 2, 4):
         longest = INT32_LIMIT // (4 // chunks * 128)
-        assert list_excess(LLAMA, replace(SIZES, tokens=longest - 1, head_chunks=chunks)) == []
-        (excess,) = list_excess(LLAMA, replace(SIZES, tokens=longest, head_chunks=chunks))
-        assert (excess.operator, excess.numel) == ("attention", INT32_LIMIT)
+        assert list_excess(LLAMA, replace(SIZES, tokens=longest - BLOCK_TOKENS, head_chunks=chunks)) == []
+        (excess,) = list_excess(LLAMA, replace(SIZES, tokens=longest - 1, head_chunks=chunks))
+        assert (excess.operator, excess.numel) == ("torch_varlen", INT32_LIMIT), "auto counts on what is always there"
     job = Job(LLAMA, Layout(1, 1, 8), 5 << 20, Levers(head_chunks=2))
     assert job.local_tokens * LLAMA.hidden_size > INT32_LIMIT  # which others still refuse
     assert is_indexable(job)
     assert not is_indexable(replace(job, levers=Levers()))
+
+
+def test_a_back_end_is_bounded_by_its_own_indices() -> None:
+    """FlashAttention 3 counts in one head, FlashAttention 2 and torch's in all queries, others in all keys too. Widths
+    are filled up, and each document after the first begins a block later."""
+    call = CallSize(queries=1000, keys=3000, heads=8, kv_heads=4, head_dim=80)
+    assert count_indexed("flash_attention_3", call) == (3072 + 128) * 96
+    assert count_indexed("flash_attention_2", call) == count_indexed("torch_varlen", call) == 1024 * 8 * 96
+    assert count_indexed("flex_attention", call) == 3072 * 4 * 96
+    assert count_indexed("flash_attention_2", replace(call, head_dim=160)) == 1024 * 8 * 192
+    assert count_indexed("flash_attention_2", replace(call, num_documents=11)) == (1024 + 10 * 128 + 0) * 8 * 96
+
+
+def test_auto_takes_a_back_end_whose_indices_suffice() -> None:
+    """8 heads of 2 Mi tokens pass 2^31 in every back end but FlashAttention 3, which is named."""
+    sizes = replace(SIZES, tokens=2 << 20, sp_size=1, head_chunks=4)
+    ((need, _),) = list_needs(LLAMA, "bfloat16", sizes=sizes).items()
+    assert list_able(need, "cuda", (9, 0)) == ["flash_attention_3"]
+    assert list_able(need, "cuda", (10, 0)) == []
+    assert BACK_ENDS["torch_varlen"].find_obstacle(need, "cuda") == (
+        "would index 2,147,483,648 elements of one call, past the 2^31 of its 32 bits"
+    )
+    (excess,) = list_excess(LLAMA, sizes)
+    assert "model.attn_implementation: flash_attention_3" in excess.remedy
+    assert list_excess(LLAMA, replace(sizes, kernel="flash_attention_3")) == []
+    ((shorter, _),) = list_needs(LLAMA, "bfloat16", sizes=replace(sizes, tokens=1 << 20)).items()
+    assert len(list_able(shorter, "cuda", (9, 0))) == len(BACK_ENDS)
+
+
+def test_a_row_reaches_as_far_as_its_stride() -> None:
+    """8 of 32 heads of 1.2 Mi tokens are 1.3e9 elements that lie 5.0e9 apart."""
+    assert not wraps(1200 << 10, 8 * 128)
+    assert wraps(1200 << 10, 32 * 128)
 
 
 def test_a_ring_divides_the_longest_row() -> None:
@@ -85,9 +124,9 @@ def test_a_ring_divides_the_longest_row() -> None:
     for ring_size in (2, 8):
         sizes = replace(SIZES, sp_size=4 * ring_size, ring_size=ring_size, head_chunks=8)
         longest = ring_size * INT32_LIMIT // 128
-        assert list_excess(LLAMA, replace(sizes, tokens=longest // 3 * 2 - ring_size)) == []
-        (excess, *_) = list_excess(LLAMA, replace(sizes, tokens=longest))
-        assert (excess.name, excess.numel) == ("attention's queries", INT32_LIMIT)
+        assert list_excess(LLAMA, replace(sizes, tokens=longest - ring_size * BLOCK_TOKENS)) == []
+        (excess,) = list_excess(LLAMA, replace(sizes, tokens=longest))
+        assert (excess.name, excess.numel) == ("one call of attention", INT32_LIMIT)
 
 
 @given(draw_rows(), st.integers(1, 3), WINDOWS)

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import AttentionName
+from ulysses_cli.plan.rows.indexing import CallSize, RowSizes, find_overrun, size_call
 
 Device = Literal["cuda", "cpu"]
 Capability = tuple[int, int]  # a GPU's compute capability, such as (9, 0) of an H100
@@ -18,7 +19,7 @@ Capability = tuple[int, int]  # a GPU's compute capability, such as (9, 0) of an
 
 @dataclass(frozen=True)
 class Need:
-    """What a model needs of attention."""
+    """What a model needs of attention. `call`: the largest call of a rank, where it is known."""
 
     head_dim: int
     has_window: bool = False
@@ -26,10 +27,15 @@ class Need:
     has_sinks: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     has_more_keys: bool = False  # queries are the last of more keys, as on a ring
+    call: CallSize | None = None
 
 
 def list_needs(
-    shape: ModelShape, dtype: Literal["bfloat16", "float32"], *, has_more_keys: bool = False
+    shape: ModelShape,
+    dtype: Literal["bfloat16", "float32"],
+    *,
+    has_more_keys: bool = False,
+    sizes: RowSizes | None = None,
 ) -> dict[Need, tuple[AttentionMixer, ...]]:
     """What each kind of attention in a model needs, with its layers. Kinds differ in the width of their heads, where
     values that are narrower than keys count as wide as keys."""
@@ -44,6 +50,7 @@ def list_needs(
             has_sinks=any(mixer.has_sinks for mixer in mixers),
             dtype=dtype,
             has_more_keys=has_more_keys,
+            call=size_call(mixers[0], shape, sizes) if mixers and sizes is not None else None,
         ): tuple(mixers)
         for width, mixers in (by_width or {shape.head_dim: []}).items()
     }
@@ -55,6 +62,7 @@ class BackEnd:
     the compute capability of NVIDIA's GPUs. `speed_class`: auto tries a class only where none of a lower number is
     exact, and times those of one class. It is 0 on the generations of GPUs for which a kernel was `made_for`."""
 
+    name: str
     doc: str
     devices: tuple[Device, ...] = ("cuda",)
     lowest: Capability | None = (8, 0)
@@ -75,6 +83,8 @@ class BackEnd:
             return f"runs on {' and '.join(self.devices)} only"
         if device == "cuda" and capability is not None and not self.serves(capability):
             return f"needs {self.describe_capabilities()}, this GPU has {format_capability(capability)}"
+        if need.call is not None and (overrun := find_overrun(self.name, need.call)):
+            return overrun
         if need.head_dim > self.max_head_dim:
             return f"takes head_dim up to {self.max_head_dim}, this model has {need.head_dim}"
         if need.head_dim % self.head_dim_multiple:
@@ -122,26 +132,29 @@ MAX_CUDNN_LENGTHS = 8
 # Sinks need no kernel of their own: they only change the log-sum-exp. Every back end that returns it supports them
 # exactly, forward and backward (train/attention/kernels/operators.py). FlashAttention 3 itself checks only that the
 # capability is 8 or more, and ends the process where a kernel is missing; its backward exists for Hopper alone.
-BACK_ENDS: dict[str, BackEnd] = {
-    "flash_attention_4": BackEnd(
+_BACK_ENDS = (
+    BackEnd(
+        "flash_attention_4",
         "FlashAttention-4, Hopper and Blackwell",
         lowest=(9, 0),
         highest=(11, 9),
         made_for=(10, 11),
         has_softcap=False,
     ),
-    "flash_attention_3": BackEnd("FlashAttention-3, Hopper", lowest=(9, 0), highest=(9, 0), made_for=(9,)),
-    "flash_attention_2": BackEnd("FlashAttention-2, Ampere and newer", made_for=(8,)),
-    "torch_varlen": BackEnd("torch's own variable-length flash attention", has_softcap=False),
-    "cudnn": BackEnd(
+    BackEnd("flash_attention_3", "FlashAttention-3, Hopper", lowest=(9, 0), highest=(9, 0), made_for=(9,)),
+    BackEnd("flash_attention_2", "FlashAttention-2, Ampere and newer", made_for=(8,)),
+    BackEnd("torch_varlen", "torch's own variable-length flash attention", has_softcap=False),
+    BackEnd(
+        "cudnn",
         "cuDNN through torch, one document at a time",
         max_head_dim=128,
         has_window=False,
         has_softcap=False,
         takes_more_keys=False,  # torch passes a causal mask from the top left: pytorch#193630
     ),
-    "flex_attention": BackEnd("torch's compiled flex attention", speed_class=2, max_head_dim=512, head_dim_multiple=16),
-    "sdpa": BackEnd(
+    BackEnd("flex_attention", "torch's compiled flex attention", speed_class=2, max_head_dim=512, head_dim_multiple=16),
+    BackEnd(
+        "sdpa",
         "torch's own flash attention where it serves, otherwise plain torch in blocks; serves everything",
         devices=("cuda", "cpu"),
         lowest=None,
@@ -150,7 +163,8 @@ BACK_ENDS: dict[str, BackEnd] = {
         head_dim_multiple=1,
         takes_float32=True,
     ),
-}
+)
+BACK_ENDS: dict[str, BackEnd] = {back_end.name: back_end for back_end in _BACK_ENDS}
 assert set(BACK_ENDS) == set(get_args(AttentionName)) - {"auto"}
 
 

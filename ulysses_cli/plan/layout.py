@@ -160,3 +160,21 @@ def list_divisors(number: int) -> list[int]:
     """All divisors in rising order: the legal sizes of an axis."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
+
+
+@dataclass(frozen=True)
+class KvHeads:
+    """Key/value heads on each rank. Where they do not divide evenly, ranks share heads: a head goes to each rank whose
+    query heads need it, and its gradients are summed."""
+
+    num_local: int
+    is_repeated: bool
+
+
+def compute_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> KvHeads:
+    """The most key/value heads that the consecutive query heads of any rank need, of those that exchange heads."""
+    local_heads, group = num_heads // num_ranks, num_heads // num_kv_heads
+    needed = [
+        (rank * local_heads + local_heads - 1) // group - rank * local_heads // group + 1 for rank in range(num_ranks)
+    ]
+    return KvHeads(max(needed), is_repeated=num_kv_heads % num_ranks != 0)

@@ -6,22 +6,13 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
+from ulysses_cli.plan.layout import GPUS_PER_NODE, KvHeads, Layout, compute_kv_heads
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.recipe.schema import format_value, walk_settings
 
 PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a multiple wastes none
-
-
-@dataclass(frozen=True)
-class KvHeads:
-    """Key/value heads on each rank. Where they do not divide evenly, ranks share heads: a head goes to each rank whose
-    query heads need it, and its gradients are summed."""
-
-    num_local: int
-    is_repeated: bool
 
 
 @dataclass(frozen=True)
@@ -115,15 +106,6 @@ def compute_row_tokens(recipe: Recipe) -> int:
     """Tokens of a full row with its padding."""
     multiple = compute_pad_multiple(recipe)
     return math.ceil(recipe.data.max_length / multiple) * multiple
-
-
-def compute_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> KvHeads:
-    """The most key/value heads that the consecutive query heads of any rank need, of those that exchange heads."""
-    local_heads, group = num_heads // num_ranks, num_heads // num_kv_heads
-    needed = [
-        (rank * local_heads + local_heads - 1) // group - rank * local_heads // group + 1 for rank in range(num_ranks)
-    ]
-    return KvHeads(max(needed), is_repeated=num_kv_heads % num_ranks != 0)
 
 
 def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:

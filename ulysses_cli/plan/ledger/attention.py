@@ -16,6 +16,7 @@ from ulysses_cli.plan.ledger.layer import (
     saves_result,
 )
 from ulysses_cli.plan.ledger.weights import NORMS_OF_VALUES, has_norm_before
+from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.plan.rows.ring_share import RoundShare
 
 PRECISE_ROTARY = {"flex_olmo", "lfm3", "olmo", "olmo2", "olmo3"}  # cosines and sines are float32
@@ -54,6 +55,24 @@ def count_fused(job: Job) -> int:
     """q + k per token that live as long as v does, in addition to the rotated ones: a family that projects q, k and v
     together slices v out of the whole (transformers: modeling_phi3.py, Phi3Attention.forward)."""
     return job.query_width + job.kv_width if "qkv_proj" in job.family.attention_modules else 0
+
+
+def count_copy(job: Job, part: int, width: int) -> int:
+    """Elements per token of a chunk's part of a tensor of this width, where a rank that exchanges no heads copies it:
+    as a view it would reach farther than kernels index (train/attention/exchange.py). What is exchanged is copied too,
+    but then its buffer is gone."""
+    is_copied = job.layout.ulysses_size == 1 and part < width and wraps(job.local_tokens, width)
+    return part if is_copied else 0
+
+
+def _count_copied_rows(job: Job) -> int:
+    """Copies of a chunk's queries, keys and values."""
+    q, k, r = job.query_width, job.kv_width, job.chunk_kv_width
+    return (
+        count_copy(job, q // job.levers.head_chunks, q)
+        + count_copy(job, r, k)
+        + count_copy(job, r, k + count_fused(job))
+    )
 
 
 def compute_attention_saved(job: Job) -> int:
@@ -98,12 +117,12 @@ def compute_attention_forward(job: Job) -> int:
     h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
     own = h * has_norm_before(job.shape) + q + 2 * k + 2 * count_gate(job)
     if job.layout.ulysses_size == 1:
-        widest = q if n == 1 else q + q // n
+        widest = (q if n == 1 else q + q // n) + _count_copied_rows(job)
     elif n == 1:
         widest = max(2 * (q + 2 * r), q + 2 * r + 3 * q)
     else:
         widest = max(q + 2 * (q // n + 2 * r) + q // n, q + q // n + 2 * r + 2 * (q // n))
-    widest = max([widest, *list_ring_forward(job, q, 2 * r)])
+    widest = max([widest, *(_count_copied_rows(job) + each for each in list_ring_forward(job, q, 2 * r))])
     widest = max(count_rotating(job), widest + count_fused(job))
     return (job.dtype_bytes * (own + widest) + 4 * job.shape.num_heads) * job.local_tokens
 
@@ -177,10 +196,13 @@ def list_kernel_runs(job: Job) -> Iterator[tuple[int, int]]:
     q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
     is_split = job.layout.ulysses_size > 1
     if n > 1:
-        rows, room = 3 * (q // n) + 2 * r if is_split else 0, _count_room_bytes(job)
+        copied = _count_copied_rows(job) + 2 * count_copy(job, q // n, q)
+        rows, room = 3 * (q // n) + 2 * r if is_split else copied, _count_room_bytes(job)
     else:
         rows, room = (
-            (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if saves_slices(job) else q) if is_split else 0,
+            (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if saves_slices(job) else q)
+            if is_split
+            else _count_copied_rows(job),
             0,
         )
     own, gradients = b * (q + rows + count_gate(job)) + room, b * (q // n + 2 * r)

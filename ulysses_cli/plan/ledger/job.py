@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
-from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.layout import Layout, compute_kv_heads
 from ulysses_cli.plan.ledger.weights import Adapters, Weights, count_norms, find_alike, list_weights, trains
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
@@ -25,7 +25,7 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import choose_layout, compute_kv_heads, compute_row_tokens, make_layout
+from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, make_layout
 from ulysses_cli.plan.rows.order import Ring
 from ulysses_cli.plan.rows.ring_share import RingShare, measure_ring
 

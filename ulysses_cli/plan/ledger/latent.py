@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from ulysses_cli.plan.ledger.attention import (
     compute_input_norm_saved,
+    count_copy,
     list_ring_backward,
     list_ring_forward,
     saves_slices,
@@ -107,12 +108,19 @@ def _count_exchanging(job: Job, widths: LatentWidths) -> int:
     q, v, n = widths.queries, widths.values, job.levers.head_chunks
     rows, padding = widths.rows // n, (2 * q // n - v // n) * widths.is_padded
     if job.layout.ulysses_size == 1:
+        copied = _count_copied(job, widths)
         on_ring = [each + padding for each in list_ring_forward(job, q, (q + v) // n)]
-        return max([v + (v // n) * (n > 1) + padding, *on_ring])
+        return copied + max([v + (v // n) * (n > 1) + padding, *on_ring])
     arriving = max(4 * q, 2 * q + 2 * v) if widths.is_padded else 2 * widths.rows
     result = v if n > 1 else 0
     on_ring = [each + padding for each in list_ring_forward(job, q, (q + v) // n)]
     return max([result + max(arriving // n, rows + v // n + padding, rows + 3 * v // n), *on_ring])
+
+
+def _count_copied(job: Job, widths: LatentWidths) -> int:
+    """Copies of a chunk's queries, keys and values; values are a view of what was expanded."""
+    n, q, v = job.levers.head_chunks, widths.queries, widths.values
+    return 2 * count_copy(job, q // n, q) + count_copy(job, v // n, widths.expanded)
 
 
 def compute_forward(job: Job, mixer: AttentionMixer) -> int:
@@ -158,6 +166,7 @@ def list_backward(job: Job, mixer: AttentionMixer) -> Iterator[tuple[str, int, i
         yield "exchange", rest, b * (own + room - gone + max(first, rows + of_results)) * tokens, 0
         own += rows + (2 * v // n - v * (gone > 0) if saves_slices(job) else v)
     kernel = FLOAT * (q + widths.heads) // n + b * (4 * q - v) // n * widths.is_padded
+    own += _count_copied(job, widths) + 2 * count_copy(job, v // n, v)
     own, gradients = b * (own + room - gone), b * widths.rows // n
     for num_bytes, share in list_ring_backward(job, q // n, (q + v) // n) or [(gradients, 1.0)]:
         yield "attention", rest, (own + max(gradients, num_bytes)) * tokens, round(share * kernel) * tokens

@@ -78,10 +78,10 @@ def is_indexable(job: Job) -> bool:
         sp_size=job.layout.sp_size,
         ring_size=job.layout.ring_size,
         head_chunks=job.levers.head_chunks,
-        kv_heads=job.chunk_kv_width // job.layout.ulysses_size // job.shape.head_dim,
         tiled_mlp=job.levers.tiled_mlp,
         is_quantized=job.quantized is not None,
         num_rows=job.batch,
+        kernel=job.kernel,
     )
     return not list_excess(job.shape, sizes)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from ulysses_cli.plan.flops import compute_layers_flops, count_idle
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.layout import Layout, compute_kv_heads
 from ulysses_cli.plan.ledger.adapters.quantized import compute_spared
 from ulysses_cli.plan.ledger.job import Job, is_known
 from ulysses_cli.plan.ledger.snapshots import compute_prefill
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.resolved import compute_kv_heads, find_ring_size
+from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.order import count_shared_out
 
 STATE_BYTES = 4  # recurrent states are float32

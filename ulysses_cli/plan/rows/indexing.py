@@ -1,17 +1,13 @@
-"""A list of every operator of a step that may see 2^31 elements or more, and of how wide its indices are in its source.
-Rules and the planner refuse what a refused operator would see; ranks run in pieces what the list says is tiled.
-
-Sources: torch 2.13, FlashAttention 2.8 and their neighbours as installed; files of CUDA that no wheel holds are named
-by their place in the project's repository.
-"""
+"""How far a step's tensors reach where an operator's indices have 32 bits, by the census (census.py). Rules and the
+planner refuse what a refused operator would see; ranks run in pieces what the census says is tiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
+from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.models.layers import AttentionMixer, ExpertsMlp
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rows.order import CHUNKS
@@ -26,178 +22,9 @@ PIECE_BYTES = 256 << 20  # large enough for full speed, and what a piece needs b
 TILED = "memory.tiled_mlp"
 TILES = f"{TILED}: auto, or "
 
-Verdict = Literal["safe", "tiled", "refused"]
-
-
-@dataclass(frozen=True)
-class IndexedOperator:
-    """`index`: the type of an element's index. `source`: file and line of it, and after a bar the text that stands
-    there. safe: indices have 64 bits, or the operator splits itself. tiled: a call gets pieces of fewer than 2^31
-    elements. refused: a tensor of 2^31 elements in one call is refused."""
-
-    name: str
-    where: str
-    index: str
-    source: str
-    verdict: Verdict
-
-
-OPERATORS: tuple[IndexedOperator, ...] = (
-    IndexedOperator(
-        "embedding",
-        "the rows' tokens become hidden states",
-        "unsigned 32 bits, of bytes, times the row's size",
-        "aten/src/ATen/native/cuda/IndexKernelUtils.cu:20|out + blockIdx.x * (int32_t)out_stride + off",
-        "tiled",
-    ),
-    IndexedOperator(
-        "embedding_backward",
-        "gradient of the embedding's weight",
-        "int, of threads: one for each element of the gradient",
-        "aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu|const int gid = blockIdx.x * blockDim.x + threadIdx.x",
-        "tiled",
-    ),
-    IndexedOperator(
-        "fused_rms_norm",
-        "norms of one pass",
-        "unsigned 32 bits: block times width",
-        "aten/src/ATen/native/cuda/layer_norm_kernel.cu|const T * block_row = X + i1 * N",
-        "tiled",
-    ),
-    IndexedOperator(
-        "fused_rms_norm_backward",
-        "norms of one pass",
-        "int: row times width",
-        "aten/src/ATen/native/cuda/layer_norm_kernel.cu|int load_idx = i1*N+i2",
-        "tiled",
-    ),
-    IndexedOperator(
-        "linear",
-        "projections of queries, keys, values and output; the head of an untiled loss; adapters",
-        "unknown: cuBLAS is closed; sizes are int, offsets are not documented",
-        "aten/src/ATen/cuda/CUDABlas.cpp|CUDABLAS_GEMM_ARGTYPES",
-        "tiled",
-    ),
-    IndexedOperator(
-        "linear_backward",
-        "gradients of the same; the weight's sums over tokens",
-        "unknown: cuBLAS is closed",
-        "aten/src/ATen/cuda/CUDABlas.cpp|CUDABLAS_GEMM_ARGTYPES",
-        "tiled",
-    ),
-    IndexedOperator(
-        "mlp",
-        "MLPs and norms in tiles of tokens (memory.tiled_mlp)",
-        "any: a tile has about as many tokens as the model is wide",
-        "ulysses_cli/plan/tiles.py:20|def compute_num_mlp_tiles",
-        "tiled",
-    ),
-    IndexedOperator(
-        "tiled_loss",
-        "head and cross-entropy in tiles (memory.tiled_loss)",
-        "any: a tile's float32 logits take 256 MiB",
-        "ulysses_cli/plan/tiles.py:9|LOSS_TILE_BYTES = 256 << 20",
-        "tiled",
-    ),
-    IndexedOperator(
-        "elementwise",
-        "residuals, activations, casts, softcaps, masks, rotary embedding of transformers",
-        "splits itself into parts of 32-bit indices",
-        "torch/include/ATen/native/cuda/Loops.cuh:129|for (auto& sub_iter : iter.with_32bit_indexing())",
-        "safe",
-    ),
-    IndexedOperator(
-        "reduction",
-        "gradients of biases, sinks and transformers' norms; sums of losses",
-        "splits itself into parts of 32-bit indices",
-        "torch/include/ATen/native/cuda/Reduce.cuh:1237|for (auto& sub_iter : iter.with_32bit_indexing())",
-        "safe",
-    ),
-    IndexedOperator(
-        "compiled",
-        "rotary embedding and gated activations of one pass",
-        "64 bits where a size does not fit 32, with a guard on the size",
-        "torch/_inductor/codegen/simd.py:2969|def can_use_32bit_indexing",
-        "safe",
-    ),
-    IndexedOperator(
-        "copy",
-        "exchange buffers, slices of heads, contiguous copies, copies to the host and back",
-        "bytes in size_t where both are contiguous, else as elementwise",
-        "torch/include/ATen/native/cuda/Loops.cuh:129|for (auto& sub_iter : iter.with_32bit_indexing())",
-        "safe",
-    ),
-    IndexedOperator(
-        "all_to_all",
-        "exchange of heads, keys of a ring, edges of convolutions",
-        "size_t counts, in torch and in NCCL",
-        "torch/include/torch/csrc/distributed/c10d/Utils.hpp:625|size_t computeLengthsAndOffsets",
-        "safe",
-    ),
-    IndexedOperator(
-        "concatenation",
-        "rotary embedding of transformers, joined losses of tiles",
-        "32 bits only where every input fits, else a copy for each input",
-        "aten/src/ATen/native/cuda/Shape.cu|const bool all32BitIndexable",
-        "safe",
-    ),
-    IndexedOperator(
-        "log_softmax",
-        "an untiled loss, forward and backward",
-        "int64_t: block times classes",
-        "aten/src/ATen/native/cuda/SoftMax.cu:708|input += static_cast<int64_t>(blockIdx.x) * classes",
-        "safe",
-    ),
-    IndexedOperator(
-        "nll_loss",
-        "an untiled loss, forward and backward",
-        "64-bit accessor",
-        "aten/src/ATen/native/cuda/Loss.cu|PackedTensorAccessor64<scalar_t, 2> input",
-        "safe",
-    ),
-    IndexedOperator(
-        "dropout",
-        "dropout of adapters",
-        "uint64_t where 32 bits do not suffice",
-        "aten/src/ATen/native/cuda/Dropout.cu|cuda::detail::canUse32BitIndexMath(self)",
-        "safe",
-    ),
-    IndexedOperator(
-        "attention",
-        "attention kernels of every back end, forward and backward: one call gets a chunk of the heads",
-        "FlashAttention 2: int in the accumulator of dq, in releases up to 2.8.3 (fixed by #2260); cuDNN is closed",
-        "csrc/flash_attn/src/flash_bwd_kernel.h|params.seqlen_q_rounded * params.h * params.d_rounded",
-        "refused",
-    ),
-    IndexedOperator(
-        "experts",
-        "matrices of experts outside tiles (memory.tiled_mlp: false)",
-        "int32_t: sizes and offsets of groups",
-        "torch/include/ATen/native/cuda/GroupMMCommon.cuh:34|const int32_t* offs",
-        "refused",
-    ),
-    IndexedOperator(
-        "convolution",
-        "short convolutions, forward and backward",
-        "32-bit accessors in torch, uint32_t in causal-conv1d; cuDNN is closed",
-        "aten/src/ATen/native/cuda/DepthwiseConv2d.cu|PackedTensorAccessor32<scalar_t, 4, DefaultPtrTraits> input",
-        "refused",
-    ),
-    IndexedOperator(
-        "recurrence",
-        "delta nets and scans",
-        "32 bits in Triton's kernels unless they cast",
-        "mamba_ssm/ops/triton/ssd_chunk_scan.py|pid_bc = tl.program_id(axis=1)",
-        "refused",
-    ),
-    IndexedOperator(
-        "quantized_linear",
-        "linear layers of a base in 4 or 8 bits",
-        "int: rows and columns of the activations",
-        "bitsandbytes/backends/cuda/ops.py:58|[ct.c_void_p] * 3 + [ct.c_float, ct.c_int32, ct.c_int32, ct.c_void_p]",
-        "refused",
-    ),
-)
+BLOCK_TOKENS = 128  # kernels round a document's tokens up, and begin each document after the first as many later
+FLASH_3_WIDTHS = (64, 96, 128, 192, 256)  # heads are filled up to the next of these
+ALWAYS_THERE = "torch_varlen"  # what `auto` can count on wherever it runs; others may not be installed
 
 
 @dataclass(frozen=True)
@@ -208,10 +35,10 @@ class RowSizes:
     sp_size: int
     ring_size: int
     head_chunks: int
-    kv_heads: int  # on a rank, in a chunk
     tiled_mlp: bool
     is_quantized: bool
     num_rows: int = 1
+    kernel: str = "auto"
 
     @property
     def local_tokens(self) -> int:
@@ -230,20 +57,62 @@ class Excess:
     key: str = "data.max_length"
 
 
+@dataclass(frozen=True)
+class CallSize:
+    """What one call of an attention kernel gets: tokens of `num_documents`, and heads filled up to one width."""
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    num_documents: int = 1
+
+
+def count_indexed(kernel: str, call: CallSize) -> int:
+    """The elements that a back end's 32-bit indices run over in this call; the census names the lines. Kernels may also
+    address rows by their stride in 32 bits: those get no row that reaches farther (`wraps`)."""
+    queries, keys = (_fill(tokens + BLOCK_TOKENS * (call.num_documents - 1)) for tokens in (call.queries, call.keys))
+    width = _fill(call.head_dim, 32 if call.head_dim <= 128 else 64)
+    if kernel == "flash_attention_3":
+        width = next((each for each in FLASH_3_WIDTHS if each >= call.head_dim), width)
+        return (max(queries, keys) + BLOCK_TOKENS) * width
+    if kernel in ("flash_attention_2", "torch_varlen", "sdpa"):
+        return queries * call.heads * width
+    return max(queries * call.heads, keys * call.kv_heads) * width
+
+
+def find_overrun(kernel: str, call: CallSize) -> str:
+    """Why this back end's indices do not suffice for a call, or ''."""
+    numel = count_indexed(kernel, call)
+    return f"would index {numel:,} elements of one call, past the 2^31 of its 32 bits" if numel >= INT32_LIMIT else ""
+
+
+def _fill(number: int, multiple: int = BLOCK_TOKENS) -> int:
+    return -(-number // multiple) * multiple
+
+
+def size_call(mixer: AttentionMixer, shape: ModelShape, sizes: RowSizes) -> CallSize:
+    """The largest call of a layer on any rank."""
+    ranks = sizes.sp_size // sizes.ring_size * sizes.head_chunks
+    queries = -(-sizes.tokens // sizes.ring_size)  # tokens of the ranks that exchange heads
+    return CallSize(
+        queries=queries,
+        keys=count_ring_keys(shape, sizes) if sizes.ring_size > 1 else queries,
+        heads=max(1, mixer.num_heads // ranks),
+        kv_heads=compute_kv_heads(mixer.num_heads, mixer.num_kv_heads, ranks).num_local,
+        head_dim=max(mixer.head_dim, mixer.value_head_dim),
+    )
+
+
 def list_excess(shape: ModelShape, sizes: RowSizes) -> list[Excess]:
     """Tensors of 2^31 elements that one call of a refused operator would see."""
     return [excess for excess in _walk_tensors(shape, sizes) if excess.numel >= INT32_LIMIT]
 
 
 def _walk_tensors(shape: ModelShape, sizes: RowSizes) -> Iterator[Excess]:
-    heads = max(1, shape.num_heads * sizes.ring_size // sizes.sp_size // sizes.head_chunks)
-    shared = -(-sizes.tokens // sizes.ring_size)  # tokens of the ranks that exchange heads
-    chunks = "more memory.attention_head_chunks, a larger sp_size, or " if heads > 1 else "a larger sp_size, or "
-    yield Excess("attention", "attention's queries", shared * heads * shape.head_dim, chunks)
-    if sizes.ring_size > 1:
-        yield Excess(
-            "attention", "keys of a ring", count_ring_keys(shape, sizes) * sizes.kv_heads * shape.head_dim, chunks
-        )
+    calls = [_measure_attention(mixer, shape, sizes) for mixer in shape.attentions]
+    yield from sorted(calls, key=lambda excess: -excess.numel)[:1]
     for kind in shape.layer_kinds:
         if isinstance(kind.mlp, ExpertsMlp) and not sizes.tiled_mlp:
             width = kind.mlp.num_per_token * max(shape.hidden_size, 2 * kind.mlp.inner_size)
@@ -261,6 +130,15 @@ def _walk_tensors(shape: ModelShape, sizes: RowSizes) -> Iterator[Excess]:
             yield Excess(operator, name, numel, "a larger sp_size, or ")
         else:
             yield Excess(operator, name, sizes.local_tokens * shape.intermediate_size, TILES, TILED)
+
+
+def _measure_attention(mixer: AttentionMixer, shape: ModelShape, sizes: RowSizes) -> Excess:
+    call = size_call(mixer, shape, sizes)
+    kernel = ALWAYS_THERE if sizes.kernel == "auto" else sizes.kernel
+    remedy = "more memory.attention_head_chunks, a larger sp_size, or " if call.heads > 1 else "a larger sp_size, or "
+    if kernel != "flash_attention_3" and count_indexed("flash_attention_3", call) < INT32_LIMIT:
+        remedy = f"{remedy.removesuffix('or ')}model.attn_implementation: flash_attention_3 on Hopper, or "
+    return Excess(kernel, "one call of attention", count_indexed(kernel, call), remedy)
 
 
 def count_ring_keys(shape: ModelShape, sizes: RowSizes) -> int:
@@ -287,6 +165,12 @@ def count_widest(shape: ModelShape, *, tiled_mlp: bool, tiled_loss: bool) -> int
     widths += [] if tiled_mlp else [shape.intermediate_size]
     widths += [] if tiled_loss else [shape.vocab_size]
     return 2 * max(widths)  # a family may join two projections in one
+
+
+def wraps(num_rows: int, row_stride: int) -> bool:
+    """Whether a kernel that addresses rows of a tensor in 32 bits would reach another element. What counts is the
+    stride: a few heads of a wide buffer lie as far apart as all of them."""
+    return num_rows * row_stride >= INT32_LIMIT
 
 
 def runs_in_pieces(num_bytes: int) -> bool:

@@ -13,7 +13,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import compute_kv_heads, find_ring_size
+from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.indexing import RowSizes, list_excess
 
 Problems = Iterator[Problem]
@@ -170,16 +170,15 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
     """No call of an operator that counts in 32 bits sees a tensor of 2^31 elements (plan/rows/indexing.py)."""
     sp_size, chunks, lora = recipe.parallel.sp_size, recipe.memory.attention_head_chunks, recipe.lora
     num_ranks = _count_ulysses_ranks(recipe, shape) or sp_size
-    parts = shape.common_heads if chunks == "auto" else num_ranks * chunks
     sizes = RowSizes(
         tokens=recipe.train.per_device_train_batch_size * recipe.data.max_length,
         sp_size=sp_size,
         ring_size=sp_size // num_ranks,
-        head_chunks=max(1, shape.num_heads // num_ranks) if chunks == "auto" else chunks,
-        kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, parts).num_local,
+        head_chunks=max(1, shape.common_heads // num_ranks) if chunks == "auto" else chunks,
         tiled_mlp=recipe.memory.tiled_mlp is not False,
         is_quantized=lora is not None and lora.quantize_base is not None,
         num_rows=recipe.train.per_device_train_batch_size,
+        kernel=recipe.model.attn_implementation,
     )
     for excess in list_excess(shape, sizes):
         yield Problem(

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from ulysses_cli.plan.attention import list_needs
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.plan.rows.indexing import RowSizes
 from ulysses_cli.train.assembly.adapters import add_adapters
 from ulysses_cli.train.assembly.first_rank import choose_on_first
 from ulysses_cli.train.assembly.loading import ModelOptions, load_pretrained, start_from_random
@@ -60,8 +61,9 @@ def _choose_kernels(
 ) -> KernelChoice:
     """A kernel for each width of heads."""
     shape, recipe = plan.shape, plan.recipe
-    choices, has_more_keys = {}, groups.ring_axis.size > 1
-    for need, mixers in list_needs(shape, recipe.model.dtype, has_more_keys=has_more_keys).items():
+    has_more_keys, sizes = groups.ring_axis.size > 1, _measure_rows(plan)
+    needs, choices = list_needs(shape, recipe.model.dtype, has_more_keys=has_more_keys, sizes=sizes), {}
+    for need, mixers in needs.items():
         window = min(shape.windows) if need.has_window else None
         num_heads, num_kv_heads = (
             (mixers[0].num_heads, mixers[0].num_kv_heads) if mixers else (shape.num_heads, shape.num_kv_heads)
@@ -71,6 +73,21 @@ def _choose_kernels(
         search = KernelSearch(need, device, window, KernelWorkload(mix, heads, kv_heads), presence)
         choices[need.head_dim] = choose_kernel(recipe.model.attn_implementation, search, uses_cache=True)
     return join_choices(choices)
+
+
+def _measure_rows(plan: RunPlan) -> RowSizes:
+    """What decides the largest call of a kernel."""
+    recipe, layout = plan.recipe, plan.layout
+    num_rows = recipe.train.per_device_train_batch_size
+    return RowSizes(
+        tokens=num_rows * recipe.data.max_length,
+        sp_size=layout.sp_size,
+        ring_size=layout.ring_size,
+        head_chunks=plan.levers.head_chunks,
+        tiled_mlp=plan.levers.tiled_mlp,
+        is_quantized=False,
+        num_rows=num_rows,
+    )
 
 
 def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device) -> ElementwiseChoice:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ulysses_cli.plan.rows.order import count_tokens
 from ulysses_cli.plan.rows.rounds import Round
-from ulysses_cli.train.attention.keys import copy_joined, split_joined
+from ulysses_cli.train.attention.keys import add_runs, copy_runs, make_block, view_block
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.telemetry.clock import part_of_step
 
@@ -41,19 +41,16 @@ def walk_blocks(k: Tensor, v: Tensor, rounds: Sequence[Round], ring: SequenceAxi
     releases them before it asks for the next, so that no third block exists."""
     coming: _Transfer | None = None
     for at in range(len(rounds)):
-        keys, values = (k, v) if coming is None else split_joined(coming.wait(), *k.shape[1:])
+        keys, values = (k, v) if coming is None else view_block(coming.wait(), (k, v))
         coming = _start_fetch(k, v, rounds[at + 1], ring) if at + 1 < len(rounds) else None
         yield keys, values
         del keys, values
 
 
 def _start_fetch(k: Tensor, v: Tensor, after: Round, ring: SequenceAxis) -> _Transfer:
-    heads, dim = k.shape[1:]
-    send, at = k.new_empty(count_tokens(after.sent), heads * (dim + v.size(2))), 0
-    for run in after.sent:
-        copy_joined(send[at : at + run.stop - run.start], k, v, run)
-        at += run.stop - run.start
-    received = send.new_empty(after.num_keys, send.size(1))
+    send = make_block((k, v), count_tokens(after.sent))
+    copy_runs(view_block(send, (k, v)), (k, v), after.sent)
+    received = make_block((k, v), after.num_keys)
     return _start(received, send, ring, source=ring.rank - after.shift, target=ring.rank + after.shift)
 
 
@@ -62,14 +59,14 @@ class ReturningGradients:
     ranks' blocks return to them while the next block is computed."""
 
     def __init__(self, k: Tensor, v: Tensor, ring: SequenceAxis, precision: torch.dtype) -> None:
-        self.sums = tuple(torch.zeros(tensor.shape, dtype=precision, device=k.device) for tensor in (k, v))
+        self.sums = torch.zeros(k.shape, dtype=precision, device=k.device), v.new_zeros(v.shape, dtype=precision)
         self._ring = ring
         self._coming: tuple[Round, _Transfer] | None = None
 
     def send(self, joined: Tensor, after: Round) -> None:
-        """Takes the gradients of a round's block, keys and values side by side. Collective over the ring."""
+        """Takes the gradients of a round's block. Collective over the ring."""
         self.wait()
-        received = joined.new_empty(count_tokens(after.sent), joined.size(1))
+        received = make_block(self.sums, count_tokens(after.sent), joined.dtype)
         source, target = self._ring.rank + after.shift, self._ring.rank - after.shift
         self._coming = after, _start(received, joined, self._ring, source=source, target=target)
 
@@ -78,11 +75,7 @@ class ReturningGradients:
         if self._coming is None:
             return
         (after, transfer), self._coming = self._coming, None
-        parts, at = split_joined(transfer.wait(), *self.sums[0].shape[1:]), 0
-        for run in after.sent:
-            for total, part in zip(self.sums, parts, strict=True):
-                total[slice(*run)] += part[at : at + run.stop - run.start]
-            at += run.stop - run.start
+        add_runs(self.sums, view_block(transfer.wait(), self.sums), after.sent)
 
 
 def _start(received: Tensor, send: Tensor, ring: SequenceAxis, *, source: int, target: int) -> _Transfer:

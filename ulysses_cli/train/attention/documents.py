@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
+from ulysses_cli.plan.rows.indexing import CallSize, find_overrun
 from ulysses_cli.plan.rows.order import KeyPlan, Order, QueryPart, TokenRun, check_order, cut_runs, plan_keys
 from ulysses_cli.plan.rows.rounds import MAX_SHARES, Round, plan_rounds
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
@@ -32,7 +34,7 @@ class Documents:
     key_cu_seqlens: torch.Tensor
     order: Order = ()  # empty: one rank holds all tokens
     max_shares: float = MAX_SHARES
-    calls: dict[tuple[int | None, int], KernelCalls] = field(default_factory=dict)
+    calls: dict[tuple[int | None, int, KernelHeads], KernelCalls] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -72,33 +74,77 @@ class Documents:
             parts += [rows[start:stop] for start, stop in cut_runs(order[ring_rank], first, first + tokens)]
         return torch.cat(parts).view(batch, tokens)
 
-    def plan_calls(self, window_tokens: int | None, ring: SequenceAxis) -> KernelCalls:
-        """Which keys this rank needs under a window, and its kernel calls. Made once per row and window."""
-        key = (window_tokens, ring.rank)
+    def plan_calls(self, window_tokens: int | None, ring: SequenceAxis, heads: KernelHeads) -> KernelCalls:
+        """Which keys this rank needs under a window, and its kernel calls. Made once per row, window and kind of
+        layer."""
+        key = (window_tokens, ring.rank, heads)
         if key not in self.calls:
-            self.calls[key] = self._make_calls(window_tokens, ring)
+            self.calls[key] = self._make_calls(window_tokens, ring, heads)
         return self.calls[key]
 
-    def _make_calls(self, window_tokens: int | None, ring: SequenceAxis) -> KernelCalls:
+    def _make_calls(self, window_tokens: int | None, ring: SequenceAxis, heads: KernelHeads) -> KernelCalls:
         order = self.order or ((TokenRun(0, self.num_tokens),),)
         if len(order) != ring.size:
             raise ValueError(f"the rows are dealt to {len(order)} ranks of a ring of {ring.size}")
         if ring.size == 1:
-            whole = slice(0, self.num_tokens)
-            return KernelCalls(None, (KernelCall(whole, whole, self),))
+            whole = TokenRun(0, self.num_tokens)
+            parts = heads.cut(QueryPart(whole, whole, self.lengths, self.key_lengths))
+            if len(parts) == 1:
+                return KernelCalls(None, (KernelCall(slice(*whole), slice(*whole), self),))
+            return KernelCalls(None, self._list_calls(parts, heads))
         check_order(order, self.num_tokens)
         rounds = plan_rounds(self.lengths, order, window_tokens, ring.rank, self.max_shares)
         if rounds:
-            return KernelCalls(rounds=tuple((each, self._list_calls(each.parts)) for each in rounds))
+            return KernelCalls(rounds=tuple((each, self._list_calls(each.parts, heads)) for each in rounds))
         plan = plan_keys(self.lengths, order, window_tokens, ring.rank)
-        return KernelCalls(plan, self._list_calls(plan.parts))
+        return KernelCalls(plan, self._list_calls(plan.parts, heads))
 
-    def _list_calls(self, parts: Sequence[QueryPart]) -> tuple[KernelCall, ...]:
+    def _list_calls(self, parts: Sequence[QueryPart], heads: KernelHeads) -> tuple[KernelCall, ...]:
         device = self.cu_seqlens.device
         return tuple(
             KernelCall(slice(*part.queries), slice(*part.keys), make_documents(part.lengths, device, part.key_lengths))
-            for part in parts
+            for whole in parts
+            for part in heads.cut(whole)
         )
+
+
+class KernelHeads(NamedTuple):
+    """The heads of this rank's kernel calls, whose indices bound the tokens of a call (plan/rows/indexing.py)."""
+
+    kernel: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def cut(self, part: QueryPart) -> list[QueryPart]:
+        """As few calls as these indices allow: usually one. Kernels leave room after each document, so that what
+        counts besides tokens is how many there are. One document is never cut."""
+        if not self._find_overrun(sum(part.lengths), sum(part.key_lengths), len(part.lengths)):
+            return [part]
+        if len(part.lengths) == 1:
+            raise ValueError(
+                f"attention of a document of {part.lengths[0]:,} queries and {part.key_lengths[0]:,} keys in one call: "
+                f"{self.kernel} {self._find_overrun(part.lengths[0], part.key_lengths[0], 1)}; use more chunks of heads"
+            )
+        middle = len(part.lengths) // 2
+        query, key = part.queries.start + sum(part.lengths[:middle]), part.keys.start + sum(part.key_lengths[:middle])
+        first = QueryPart(
+            TokenRun(part.queries.start, query),
+            TokenRun(part.keys.start, key),
+            part.lengths[:middle],
+            part.key_lengths[:middle],
+        )
+        last = QueryPart(
+            TokenRun(query, part.queries.stop),
+            TokenRun(key, part.keys.stop),
+            part.lengths[middle:],
+            part.key_lengths[middle:],
+        )
+        return [*self.cut(first), *self.cut(last)]
+
+    def _find_overrun(self, queries: int, keys: int, num_documents: int) -> str:
+        call = CallSize(queries, keys, self.num_heads, self.num_kv_heads, self.head_dim, num_documents)
+        return find_overrun(self.kernel, call)
 
 
 @dataclass(frozen=True, eq=False)

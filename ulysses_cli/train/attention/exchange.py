@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.train.attention.heads import Spans, find_pattern
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.telemetry.clock import part_of_step
@@ -20,8 +21,8 @@ from ulysses_cli.train.telemetry.clock import part_of_step
 
 
 def exchange_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis) -> list[Tensor]:
-    """Takes tensors [B, S, all heads, D], returns tensors [T, h, D], views of one buffer. `spans` lists which heads of
-    each tensor each rank gets. Neighbours with the same D share a collective; each other D has one of its own.
+    """Takes tensors [B, S, all heads, D], returns tensors [T, h, D], usually views of one buffer. `spans` lists which
+    heads of each tensor each rank gets. Neighbours with the same D share a collective; each other D has its own.
 
     `slices` is emptied: each tensor is released as soon as it is copied.
     """
@@ -38,7 +39,8 @@ def _exchange_group_in(slices: list[Tensor], spans: Sequence[Spans], axis: Seque
         parts = [
             part[:, :, rank_spans[0].start : rank_spans[0].stop] for part, rank_spans in zip(slices, spans, strict=True)
         ]
-        return [(part if part.stride(-1) == 1 else part.contiguous()).flatten(0, 1) for part in parts]
+        rows = [(part if part.stride(-1) == 1 else part.contiguous()).flatten(0, 1) for part in parts]
+        return [_bound_reach(row) for row in rows]
     batch, tokens, _, dim = slices[0].shape
     widths = [sum(rank_spans[rank].num_heads for rank_spans in spans) for rank in range(axis.size)]
     send = slices[0].new_empty(sum(widths) * batch * tokens * dim)
@@ -53,7 +55,14 @@ def _exchange_group_in(slices: list[Tensor], spans: Sequence[Spans], axis: Seque
     del send, segments
     # With one row in the batch, tokens arrive in the row's order and nothing is moved.
     rows = received.transpose(0, 1).reshape(-1, width, dim)
-    return list(rows.split([rank_spans[axis.rank].num_heads for rank_spans in spans], dim=1))
+    del received
+    return [_bound_reach(row) for row in rows.split([rank_spans[axis.rank].num_heads for rank_spans in spans], dim=1)]
+
+
+def _bound_reach(row: Tensor) -> Tensor:
+    """Kernels may address a row by its stride in 32 bits. A view of a buffer that is wider than the row is copied where
+    such an address would wrap; the ledger counts that copy (plan/ledger/attention.py)."""
+    return row.contiguous() if wraps(row.size(0), row.stride(0)) else row
 
 
 def exchange_out(

@@ -16,8 +16,11 @@ from ulysses_cli.plan.rows.order import KeyPlan, Move, TokenRun
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.telemetry.clock import part_of_step
 
+Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
+
 # Shapes. n tokens of this rank, m keys that its queries attend to, h key/value heads on this rank, D and V numbers of a
-# key and of a value. k and v travel side by side, h x (D + V) numbers for each token.
+# key and of a value. A block of tokens travels as one flat tensor, all its keys before all its values: where it arrives
+# both are contiguous, and a kernel addresses no more than it reads.
 
 
 def fetch_keys(k: Tensor, v: Tensor, plan: KeyPlan | None, ring: SequenceAxis) -> tuple[Tensor, Tensor]:
@@ -25,28 +28,27 @@ def fetch_keys(k: Tensor, v: Tensor, plan: KeyPlan | None, ring: SequenceAxis) -
     and [m, h, V]. Collective over the ring; a plan in which no rank needs another's keys has no collective."""
     if plan is None or not plan.is_shared:
         return k, v
-    heads, dim = k.shape[1:]
     outgoing = plan.moves[ring.rank]
     incoming = [source[ring.rank] for source in plan.moves]
-    send = k.new_empty(_count(outgoing, ring), heads * (dim + v.size(2)))
-    at = 0
+    send = make_block((k, v), _count(outgoing, ring))
+    blocks = _cut_blocks(send, (k, v), outgoing, ring)
     for target, moves in enumerate(outgoing):
-        for move in moves if target != ring.rank else ():
-            copy_joined(send[at : at + _measure(move)], k, v, move.source)
-            at += _measure(move)
-    received = send.new_empty(_count(incoming, ring), send.size(1))
-    _trade(received, send, incoming, outgoing, ring)
-    del send
-    keys, at = received.new_empty(plan.num_keys, received.size(1)), 0
+        if target != ring.rank:
+            copy_runs(blocks[target], (k, v), [move.source for move in moves])
+    received = make_block((k, v), _count(incoming, ring))
+    _trade(received, send, (k, v), incoming, outgoing, ring)
+    del send, blocks
+    keys, values = k.new_empty(plan.num_keys, *k.shape[1:]), v.new_empty(plan.num_keys, *v.shape[1:])
+    blocks = _cut_blocks(received, (k, v), incoming, ring)
     for source, moves in enumerate(incoming):
+        at = 0
         for move in moves:
-            target = keys[slice(*move.target)]
-            if source == ring.rank:
-                copy_joined(target, k, v, move.source)
-                continue
-            target.copy_(received[at : at + _measure(move)])
-            at += _measure(move)
-    return split_joined(keys, heads, dim)
+            size = _measure(move)
+            run = slice(*move.source) if source == ring.rank else slice(at, at + size)
+            for total, part in zip((keys, values), (k, v) if source == ring.rank else blocks[source], strict=True):
+                total[slice(*move.target)] = part[run]
+            at += size
+    return keys, values
 
 
 def return_gradients(
@@ -56,40 +58,37 @@ def return_gradients(
     returns those of its own tokens, summed over all ranks of the ring in float32 or better. They travel as `dtype`."""
     if plan is None or not plan.is_shared:
         return dkeys.to(dtype), dvalues.to(dtype)
-    heads, dim = dkeys.shape[1:]
+    grads = dkeys, dvalues
     outgoing = [source[ring.rank] for source in plan.moves]  # to those whose tokens they are
     incoming = plan.moves[ring.rank]
-    send = torch.empty(_count(outgoing, ring), heads * (dim + dvalues.size(2)), dtype=dtype, device=dkeys.device)
-    at = 0
+    send = make_block(grads, _count(outgoing, ring), dtype)
+    blocks = _cut_blocks(send, grads, outgoing, ring)
     for source, moves in enumerate(outgoing):
-        for move in moves if source != ring.rank else ():
-            copy_joined(send[at : at + _measure(move)], dkeys, dvalues, move.target)
-            at += _measure(move)
-    received = send.new_empty(_count(incoming, ring), send.size(1))
-    _trade(received, send, incoming, outgoing, ring)
-    del send
-    own = plan.moves[ring.rank][ring.rank]
+        if source != ring.rank:
+            copy_runs(blocks[source], grads, [move.target for move in moves])
+    received = make_block(grads, _count(incoming, ring), dtype)
+    _trade(received, send, grads, incoming, outgoing, ring)
+    del send, blocks
+    own, precision = plan.moves[ring.rank][ring.rank], torch.promote_types(dtype, torch.float32)
     num_own = sum(_measure(move) for move in own)
-    total = received.new_zeros(num_own, received.size(1), dtype=torch.promote_types(dtype, torch.float32))
-    for move in own:
-        copy_joined(total[slice(*move.source)], dkeys, dvalues, move.target)
-    at = 0
+    totals = [grad.new_zeros(num_own, *grad.shape[1:], dtype=precision) for grad in grads]
+    blocks = _cut_blocks(received, grads, incoming, ring)
+    for total, grad in zip(totals, grads, strict=True):
+        for move in own:
+            total[slice(*move.source)] = grad[slice(*move.target)]
     for target, moves in enumerate(incoming):
-        for move in moves if target != ring.rank else ():
-            total[slice(*move.source)] += received[at : at + _measure(move)]
-            at += _measure(move)
-    return split_joined(total.to(dtype), heads, dim)
+        if target != ring.rank:
+            add_runs(totals, blocks[target], [move.source for move in moves])
+    dk, dv = (total.to(dtype) for total in totals)
+    return dk, dv
 
 
 def _trade(
-    received: Tensor, send: Tensor, incoming: Sequence[Sequence[Move]], outgoing: Sequence[Sequence[Move]],
+    received: Tensor, send: Tensor, like: Pair, incoming: Sequence[Sequence[Move]], outgoing: Sequence[Sequence[Move]],
     ring: SequenceAxis,
 ) -> None:  # fmt: skip
     """One collective on the ring. All its ranks reach it, since they derive the same plan from the same lengths."""
-    splits = (
-        [0 if rank == ring.rank else sum(map(_measure, moves)) for rank, moves in enumerate(part)]
-        for part in (incoming, outgoing)
-    )
+    splits = ([tokens * _count_width(like) for tokens in _count_by_rank(part, ring)] for part in (incoming, outgoing))
     with part_of_step("exchange"):
         dist.all_to_all_single(received, send, *splits, group=ring.group)
 
@@ -98,19 +97,54 @@ def _measure(move: Move) -> int:
     return move.source.stop - move.source.start
 
 
+def _count_by_rank(moves_by_rank: Sequence[Sequence[Move]], ring: SequenceAxis) -> list[int]:
+    """Tokens that travel to or from each other rank."""
+    return [0 if rank == ring.rank else sum(map(_measure, moves)) for rank, moves in enumerate(moves_by_rank)]
+
+
 def _count(moves_by_rank: Sequence[Sequence[Move]], ring: SequenceAxis) -> int:
-    """Tokens that travel to or from other ranks."""
-    return sum(_measure(move) for rank, moves in enumerate(moves_by_rank) if rank != ring.rank for move in moves)
+    return sum(_count_by_rank(moves_by_rank, ring))
 
 
-def copy_joined(target: Tensor, k: Tensor, v: Tensor, run: TokenRun) -> None:
-    """Copies a run of tokens of keys and values into rows of the joined form."""
-    part, (heads, dim) = slice(*run), k.shape[1:]
-    keys, values = split_joined(target, heads, dim)
-    keys.copy_(k[part])
-    values.copy_(v[part])
+def _cut_blocks(
+    flat: Tensor, like: Pair, moves_by_rank: Sequence[Sequence[Move]], ring: SequenceAxis
+) -> list[tuple[Tensor, Tensor]]:
+    """Views what travels as each rank's block."""
+    sizes = [tokens * _count_width(like) for tokens in _count_by_rank(moves_by_rank, ring)]
+    return [view_block(part, like) for part in flat.split(sizes)]
 
 
-def split_joined(joined: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Views rows of the joined form as keys and values."""
-    return joined[:, : heads * dim].unflatten(1, (heads, dim)), joined[:, heads * dim :].unflatten(1, (heads, -1))
+def _count_width(like: Pair) -> int:
+    """Numbers of a token in a block."""
+    return sum(tensor.size(1) * tensor.size(2) for tensor in like)
+
+
+def make_block(like: Pair, num_tokens: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A flat tensor for keys and values, or their gradients, with heads like these."""
+    return like[0].new_empty(num_tokens * _count_width(like), dtype=dtype)
+
+
+def view_block(flat: Tensor, like: Pair) -> tuple[Tensor, Tensor]:
+    """Views a block's keys [m, h, D] and values [m, h, V], both contiguous."""
+    (heads, dim), (_, value_dim) = like[0].shape[1:], like[1].shape[1:]
+    num_tokens = flat.numel() // _count_width(like)
+    keys, values = flat.split([num_tokens * heads * dim, num_tokens * heads * value_dim])
+    return keys.view(num_tokens, heads, dim), values.view(num_tokens, heads, value_dim)
+
+
+def copy_runs(block: Pair, source: Pair, runs: Sequence[TokenRun]) -> None:
+    """Copies runs of tokens of keys and values into a block."""
+    at = 0
+    for run in runs:
+        for target, part in zip(block, source, strict=True):
+            target[at : at + run.stop - run.start] = part[slice(*run)]
+        at += run.stop - run.start
+
+
+def add_runs(totals: Sequence[Tensor], block: Pair, runs: Sequence[TokenRun]) -> None:
+    """Adds a block to runs of tokens of keys and values."""
+    at = 0
+    for run in runs:
+        for total, part in zip(totals, block, strict=True):
+            total[slice(*run)] += part[at : at + run.stop - run.start]
+        at += run.stop - run.start

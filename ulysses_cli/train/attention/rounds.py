@@ -18,7 +18,7 @@ from ulysses_cli.train.attention.kernel_task import KernelTask, cut
 from ulysses_cli.train.attention.kernels.merging import add_sinks, merge
 from ulysses_cli.train.attention.kernels.operators import attend, list_options, run_backward
 from ulysses_cli.train.attention.kernels.rule import Rule, get_precision, make_lse
-from ulysses_cli.train.attention.keys import split_joined
+from ulysses_cli.train.attention.keys import make_block, view_block
 
 
 def attend_in_rounds(rows: Sequence[Tensor], sinks: Tensor | None, task: KernelTask) -> tuple[Tensor, Tensor]:
@@ -57,10 +57,8 @@ def backward_in_rounds(
         is_own, joined = each.shift == 0, None
         sums = returning.sums
         if not is_own:  # the sum of two calls is rounded once, more are summed in float32 or better
-            joined = keys.new_zeros(
-                keys.size(0), keys.size(1) * (k.size(2) + v.size(2)), dtype=precision if len(parts) > 2 else q.dtype
-            )
-            sums = split_joined(joined, *k.shape[1:])
+            joined = make_block((k, v), keys.size(0), precision if len(parts) > 2 else q.dtype).zero_()
+            sums = view_block(joined, (k, v))
         for query_heads, key_heads, part in task.walk(parts):
             own = part.queries, query_heads
             tensors = dout[own], *cut((q, keys, values), query_heads, key_heads, part), out[own]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ulysses_cli.train.attention.documents import Documents, KernelCalls
+from ulysses_cli.train.attention.documents import Documents, KernelCalls, KernelHeads
 from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
 from ulysses_cli.train.attention.gathered import attend_gathered, backward_gathered
 from ulysses_cli.train.attention.heads import Chunk, HeadPlan, plan_heads
@@ -58,10 +58,16 @@ def ulysses_attention(
             )
     documents.check_num_tokens(batch, tokens, axis.size * ring.size)
     plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
-    calls = documents.plan_calls(rule.window_tokens, ring)
+    calls = documents.plan_calls(rule.window_tokens, ring, measure_heads(plan, axis, kernel, max(dim, v.size(3))))
     call = _Call(calls, rule, axis, ring, kernel, plan, is_saving_results())
     out: Tensor = _Attention.apply(q, k, v, sinks, call)
     return out
+
+
+def measure_heads(plan: HeadPlan, axis: SequenceAxis, kernel: str, head_dim: int) -> KernelHeads:
+    """Of this rank's largest chunk."""
+    chunks = [(chunk.queries[axis.rank].num_heads, chunk.keys[axis.rank].num_heads) for chunk in plan.chunks]
+    return KernelHeads(kernel, max(queries for queries, _ in chunks), max(keys for _, keys in chunks), head_dim)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
 from ulysses_cli.train.attention.heads import plan_heads
 from ulysses_cli.train.attention.kernel_task import KernelTask
 from ulysses_cli.train.attention.kernels.rule import Rule
-from ulysses_cli.train.attention.ulysses import choose_way
+from ulysses_cli.train.attention.ulysses import choose_way, measure_heads
 from ulysses_cli.train.generation.attention import Part, attend_to_own, attend_to_prefix, join_parts
 from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 from ulysses_cli.train.recurrence.heads_exchange import gather_rows, scatter_rows
@@ -134,8 +134,9 @@ class GenerationCache:
         layer.ages = self._list_ages(layer.num_kept)
         num_own = len(layer.ages)
         layer.prefix = k.new_empty(own.num_heads, num_own, k.size(3)), v.new_empty(own.num_heads, num_own, v.size(3))
-        calls = documents.plan_calls(rule.window_tokens, ring)
         plan = plan_heads(q.size(2), k.size(2), axis.size, num_head_chunks)
+        heads = measure_heads(plan, axis, kernel, max(q.size(3), v.size(3)))
+        calls = documents.plan_calls(rule.window_tokens, ring, heads)
         out = q.new_empty(*q.shape[:3], v.size(3))
         for chunk in plan.chunks:
             rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], axis)

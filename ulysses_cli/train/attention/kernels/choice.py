@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -162,7 +162,7 @@ def _find_reluctance(name: str, search: KernelSearch) -> str:
 def _try(name: str, search: KernelSearch, *, is_timed: bool) -> TrialResult:
     request = TrialRequest(
         name,
-        search.need,
+        replace(search.need, call=None),
         str(search.device),
         search.window_tokens,
         search.work.cut() if is_timed else (),
