@@ -15,7 +15,7 @@ import pytest
 
 from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.train import agent
-from ulysses_cli.train.agent import LOST_SECONDS, LostStore, RankSignals
+from ulysses_cli.train.agent import LostMachine, RankSignals
 
 RANK = """
     import signal, sys, time
@@ -62,28 +62,32 @@ def test_the_agents_own_messages_are_masked(tmp_path: Path) -> None:
     assert json.loads(failure.read_text())[0]["exit_code_wanted"] == 2
 
 
-def test_an_agent_whose_store_is_gone_ends_once_its_ranks_have_ended(
+def test_an_agent_asks_which_machine_is_lost_and_ends_its_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has ended and was not waited for does not count as running."""
     codes: list[int] = []
     signals = RankSignals(agent.list_children())
     monkeypatch.setattr(signals, "end", codes.append)
-    seconds, failure = [LOST_SECONDS - 1], tmp_path / "failure.json"
-    lost = LostStore(signals, lambda: seconds[0], failure)
+    asked, answers, failure = list[bool](), {True: "", False: ""}, tmp_path / "failure.json"
+
+    def find_lost(has_ranks: bool) -> str:
+        asked.append(has_ranks)
+        return answers[has_ranks]
+
+    lost = LostMachine(signals, find_lost, failure)
     rank = subprocess.Popen(["sleep", "600"])
     try:
+        answers[False] = "the machine with number 0 has not answered for 41 s"
         lost.check()
-        seconds[0] = LOST_SECONDS + 1
-        lost.check()
-        assert codes == [], "a rank runs, and has a time-out of its own"
+        assert (asked, codes) == ([True], [])
         rank.kill()
         while agent.is_running(rank.pid):
             time.sleep(0.001)
         lost.check()
-        assert codes == [FAILED]
+        assert (asked, codes) == ([True, False], [FAILED])
         (record,) = json.loads(failure.read_text())
-        assert record["message"] == "the machine with number 0 has not answered for 41 s"
+        assert record["message"] == answers[False]
         assert record["is_cause"]
     finally:
         rank.kill()

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from ulysses_cli.run_folder.seal import KEY, Seal
-from ulysses_cli.train.processes import rendezvous
+from ulysses_cli.train.processes import rendezvous, waiting
 from ulysses_cli.train.processes.ending import ASK_SECONDS, END_SECONDS, MeetingError, SharedEnd
 from ulysses_cli.train.processes.rank_store import listen
 from ulysses_cli.train.processes.rendezvous import (
@@ -39,7 +39,7 @@ from ulysses_cli.train.processes.rendezvous import (
     make_handler,
     open_store,
 )
-from ulysses_cli.train.processes.waiting import Heartbeats, StoreCalls, name_missing, report_waiting
+from ulysses_cli.train.processes.waiting import Heartbeats, Signs, StoreCalls, name_missing, report_waiting
 
 OURS, THEIRS = Seal("o" * 40), Seal("t" * 40)
 TIMEOUT = timedelta(seconds=20)
@@ -203,7 +203,7 @@ class Machines:
         """Joins with addresses by which the master would come last."""
         address = f"10.0.0.{node_rank}" if node_rank else "127.0.0.1"
         endpoint = f"127.0.0.1:{self.port}"
-        own = {"node_rank": node_rank, "join_seconds": 60}
+        own = {"node_rank": node_rank, "join_seconds": 60, "lost_seconds": 90}
         params = RendezvousParameters("ulysses", endpoint, "x", 2, 2, local_addr=address, **own)
         try:
             made = make_handler(params, lambda _: None).next_rendezvous()
@@ -230,6 +230,66 @@ def test_machines_with_one_key_meet_in_order_and_another_key_is_refused(machines
     with pytest.raises(MeetingError, match=f"another key than the run at 127.0.0.1:{machines.port}") as refused:
         open_store(f"127.0.0.1:{machines.port}", THEIRS, None, 60.0)
     assert "ULYSSES_RUN_KEY" in refused.value.hint
+
+
+class CuttableStore:
+    """A store that a machine can be cut off from."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.is_cut = store, False
+
+    def add(self, key: str, amount: int) -> int:
+        if self.is_cut:
+            raise RuntimeError("the machine is lost")
+        return self.store.add(key, amount)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.store.get(key) for key in keys]
+
+
+def test_signs_name_the_machine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever machines do: only those count that have met, and a new meeting forgets old silences."""
+    monkeypatch.setattr(waiting, "SIGN_SECONDS", 0.01)
+    store = dist.HashStore()
+    ends: list[Any] = [CuttableStore(store) for _ in range(3)]
+    first, second, third = (Signs(end, own, 3, StoreCalls()) for own, end in enumerate(ends))
+
+    def wait_for(seconds: float) -> None:
+        end = time.monotonic() + 60
+        while first.find_quietest()[0] < seconds:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    assert first.find_quietest() == (0.0, 0), "they have not met"
+    for each in (first, second, third):
+        each.watch()
+    ends[1].is_cut = True
+    wait_for(1.0)
+    assert first.find_quietest()[1] == 1
+    assert third.find_quietest()[1] == 1
+    first.pause()
+    assert first.find_quietest() == (0.0, 0)
+    first.watch()
+    assert first.find_quietest()[0] < 1.0
+    wait_for(1.0)
+    for end in ends:
+        end.is_cut = True
+
+
+def test_ranks_may_end_by_themselves_before_a_lost_machine_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = object.__new__(rendezvous.SealedHandler)
+    handler.lost_seconds, handler.node_rank, handler.signs = 100.0, 0, None
+    called, silent = [0.0], [0.0]
+    monkeypatch.setattr(rendezvous.CALLS, "find_longest", lambda: called[0])
+    monkeypatch.setattr(handler, "find_quietest", lambda: (silent[0], 2))
+    for seconds, with_ranks, without in ((99.0, "", "has not answered for 99 s"), (101.0, "for 101 s", "for 101 s")):
+        called[0] = seconds
+        assert handler.find_lost(has_ranks=True).endswith(with_ranks)
+        assert bool(handler.find_lost(has_ranks=True)) == bool(with_ranks)
+        assert handler.find_lost(has_ranks=False).endswith(without)
+    called[0], silent[0] = 0.0, 101.0
+    assert handler.find_lost(has_ranks=True) == "the machine with number 2 has given no sign for 101 s"
+    assert handler.find_lost(has_ranks=False) == "", "machines may come back while nothing is done"
 
 
 def test_two_machines_with_one_rank_are_refused(machines: Machines) -> None:

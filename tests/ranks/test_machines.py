@@ -20,6 +20,8 @@ from support.forked import Command, write_program
 from support.generated_docs import DOCS
 from support.paths import ROOT
 
+from ulysses_cli.launch.rendezvous import LOST_SECONDS
+
 STEP_TIMEOUT, MARGIN, SAVE_STEPS, CUT_SECONDS = 8, 60, 40, 4.0
 SLOW_SECONDS, LONG_SECONDS = 0.3, 2.0  # for each of the tensors of a checkpoint
 MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", "--master-port=29431", "parallel.dp_shard_size=2"]
@@ -41,18 +43,24 @@ def lan() -> Iterator[list[str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 1], ids=["the rendezvous host", "the other host"])
-@pytest.mark.parametrize("moment", ["in a step", "in a save"])
+@pytest.mark.parametrize("moment", ["loading the model", "rehearsal: save", "in a step", "in a save"])
 def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[str], lost: int, moment: str) -> None:
-    """In a save each rank goes on writing for longer than the command may take to end."""
+    """In a save each rank goes on writing for longer than the command may take to end. Ranks that load or rehearse take
+    longer than that, too."""
     runs, commands, in_save = Runs(tmp_path), [], moment == "in a save"
+    in_step, words = moment == "in a step", ["run.rehearsal=true"] if moment.startswith("rehearsal") else []
+    plan = {"pause": LONG_SECONDS} if in_save else None if in_step else {"stay": moment, "seconds": 600.0}
     for rank, name in enumerate(lan):
         runs.environ |= {networks.NETWORK: name}
-        peer, plan = commands[0] if commands else None, {"pause": LONG_SECONDS} if in_save else None
-        commands.append(runs.start("run", *MACHINES, *ENDLESS, f"--node-rank={rank}", peer=peer, plan=plan))
+        peer = commands[0] if commands else None
+        commands.append(runs.start("run", *MACHINES, *ENDLESS, *words, f"--node-rank={rank}", peer=peer, plan=plan))
 
     def is_moment() -> bool:
-        saving = f"step-{SAVE_STEPS}.writing" in runs.list_checkpoints("run")
-        return saving if in_save else runs.count_steps("run") > SAVE_STEPS
+        if in_save:
+            return f"step-{SAVE_STEPS}.writing" in runs.list_checkpoints("run")
+        if in_step:
+            return runs.count_steps("run") > SAVE_STEPS
+        return all((commands[0].pids / f"stays-{rank}").exists() for rank in range(2))
 
     assert wait_until(commands[0], is_moment), commands[0].read_stderr()
     networks.ip("-n", lan[lost], "link", "set", "eth0", "down")
@@ -62,7 +70,23 @@ def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[st
     for command, output in zip(commands, outputs, strict=True):
         assert command.returncode == 1, output
         assert "Traceback" not in output
-        assert in_save or "the newest checkpoint is " in output
+        assert not in_step or "the newest checkpoint is " in output
+        if not in_step and not in_save:
+            assert re.search(r"the machine with number [01] has (not answered|given no sign) for \d+ s", output), output
+
+
+@pytest.mark.full
+def test_a_long_load_is_waited_for(tmp_path: Path, lan: list[str]) -> None:
+    """For longer than a lost machine would be."""
+    runs, commands = Runs(tmp_path), []
+    plan = {"stay": "loading the model", "seconds": 1.0 + LOST_SECONDS + 10.0}
+    for rank, name in enumerate(lan):
+        runs.environ |= {networks.NETWORK: name}
+        peer = commands[0] if commands else None
+        words = [*MACHINES, *ENDLESS, "run.step_timeout=1", "train.max_steps=2", f"--node-rank={rank}"]
+        commands.append(runs.start("run", *words, peer=peer, plan=None if rank else plan))
+    outputs = [command.communicate(timeout=300)[1] for command in commands]
+    assert [command.returncode for command in commands] == [0, 0], outputs
 
 
 @pytest.mark.full
@@ -144,6 +168,27 @@ def test_a_machine_that_is_cut_off_and_comes_back_goes_on(tmp_path: Path, lan: l
     assert [command.returncode for command in commands] == [0, 0], outputs
     assert runs.read_losses("run") == runs.read_losses("whole")
     assert runs.read_model("run") == runs.read_model("whole")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_lans", [1, 2])
+def test_a_master_given_by_name_that_means_127_0_1_1_to_itself(tmp_path: Path, num_lans: int) -> None:
+    """With one address it is found. With two the command is refused and says what to write."""
+    if why := networks.find_obstacle():
+        pytest.skip(f"network namespaces are not permitted here: {why}")
+    with networks.open_networks(2, num_lans) as lan:
+        runs, commands = Runs(tmp_path), []
+        words = [each.replace("10.231.7.1", "zeta") for each in MACHINES]
+        for rank, name in enumerate(lan[: 3 - num_lans]):
+            runs.environ |= {networks.NETWORK: name, networks.HOST: NAMES[rank], networks.KNOWN: "10.231.7.1 zeta"}
+            peer = commands[0] if commands else None
+            commands.append(runs.start("run", *words, *ENDLESS, "train.max_steps=2", f"--node-rank={rank}", peer=peer))
+        outputs = [command.communicate(timeout=300)[1] for command in commands]
+    if num_lans == 1:
+        assert [command.returncode for command in commands] == [0, 0], outputs
+    else:
+        assert commands[0].returncode == 2
+        assert "it has 2 addresses: 10.231.7.1 (eth0), 10.231.8.1 (eth1)" in outputs[0]
 
 
 PAGE = (DOCS / "machines.md").read_text().replace("10.0.0.", "10.231.7.")

@@ -226,7 +226,7 @@ def _be_command(words: Sequence[str], cwd: str, env: Mapping[str, str], files: S
     if network := env.get(networks.NETWORK):
         networks.enter(network)
         if host := env.get(networks.HOST):
-            networks.take_host_name(host, Path(files[0]).with_name("hosts"))
+            networks.take_host_name(host, Path(files[0]).with_name("hosts"), env.get(networks.KNOWN, ""))
     preload()
     on_start.append(kill_points.arm)
     _run("ulysses_cli", words)

@@ -53,7 +53,9 @@ def arm(module: str, environ: Mapping[str, str]) -> None:
     if environ["RANK"] == "1":
         hang_when_signalled()
     plan = json.loads(environ.get(PLAN, "{}"))
-    if "pause" in plan:
+    if "stay" in plan:
+        watch_phases(StayInPhase(plan, pids))
+    elif "pause" in plan:
         write_slowly(plan["pause"])
     elif environ["RANK"] == "0" and plan and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if "phase" in plan:
@@ -149,6 +151,18 @@ class KillAtPhase:
             case "agent":
                 return [agent]
         return [int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])]
+
+
+class StayInPhase:
+    """Keeps this rank for some seconds in the first phase whose name starts with the plan's."""
+
+    def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
+        self.plan, self.file = plan, pids / f"stays-{os.environ['RANK']}"
+
+    def __call__(self, phase: str, step: int | None) -> None:
+        if phase.startswith(self.plan["stay"]) and not self.file.exists():
+            self.file.touch()
+            time.sleep(self.plan["seconds"])
 
 
 def hang_when_signalled() -> None:

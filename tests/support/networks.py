@@ -13,6 +13,7 @@ from pathlib import Path
 
 NETWORK = "TEST_NETWORK"  # in a command's environment: the machine on which it runs
 HOST = "TEST_HOST"  # and the machine's own name, which its hosts file gives 127.0.1.1, as Ubuntu's does
+KNOWN = "TEST_KNOWN_HOST"  # a further line of the hosts file
 CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS = 0x40000000, 0x04000000, 0x00020000  # linux/sched.h
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 1 << 18  # linux/mount.h
 LISTENS = "0A"  # net/tcp_states.h
@@ -32,15 +33,16 @@ def find_obstacle() -> str:
 
 
 @contextmanager
-def open_networks(count: int) -> Iterator[list[str]]:
-    """Opens machines. Number N has 10.231.7.N+1 on eth0 and 10.231.8.N+1 on eth1, on two networks that all share."""
+def open_networks(count: int, lans: int = 2) -> Iterator[list[str]]:
+    """Opens machines. Number N has 10.231.7.N+1 on eth0 and 10.231.8.N+1 on eth1, on two networks that all share; with
+    `lans` 1, on the first alone."""
     switch, *names = [f"ulysses-{os.getpid()}-{name}" for name in ("switch", *range(count))]
     with ExitStack() as stack:
         for name in (switch, *names):
             ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
             ip("-n", name, "link", "set", "lo", "up")
-        for at in range(2):
+        for at in range(lans):
             ip("-n", switch, "link", "add", f"lan{at}", "type", "bridge")
             ip("-n", switch, "link", "set", f"lan{at}", "up")
             for number, name in enumerate(names):
@@ -60,10 +62,11 @@ def enter(name: str) -> None:
             raise OSError(ctypes.get_errno(), "setns")
 
 
-def take_host_name(host: str, hosts: Path) -> None:
+def take_host_name(host: str, hosts: Path, known: str = "") -> None:
     """Gives this process, and all that it starts, a host name of its own and a hosts file at the place of the real
-    one."""
-    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
+    one. `known`: a further line, unless it names this machine."""
+    known = "" if known.endswith(f" {host}") else known
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n{known}\n")
     libc = ctypes.CDLL(None, use_errno=True)
     root, none = b"/", b"none"
     if libc.unshare(CLONE_NEWUTS | CLONE_NEWNS) or libc.mount(none, root, None, MS_REC | MS_PRIVATE, None):

@@ -104,15 +104,14 @@ def _start_daemons(folder: Path) -> Iterator[Cluster]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     with ExitStack() as stack:
-        names = stack.enter_context(networks.open_networks(len(MACHINES)))
+        names = stack.enter_context(networks.open_networks(len(MACHINES), lans=1))
         stack.callback(_kill_all, names)  # a daemon's end leaves the steps of its jobs running
         cluster = Cluster(folder, names)
-        hosts = "127.0.0.1 localhost\n" + "".join(f"10.231.7.{at + 1} {name}\n" for name, at in MACHINES.items())
-        for name in names:
+        for name, host in zip(names, MACHINES, strict=True):
             place = Path("/etc/netns") / name
             place.mkdir(parents=True)
             stack.callback(shutil.rmtree, place)
-            (place / "hosts").write_text(hosts)
+            (place / "hosts").write_text(write_hosts(host))
 
         def start(name: str, command: list[str], host: str | None = None) -> None:
             inside = ["unshare", "--uts", "bash", "-c", 'hostname "$0"; exec "$@"', host, *command] if host else command
@@ -139,6 +138,14 @@ def _start_daemons(folder: Path) -> Iterator[Cluster]:
 
         cluster.wait(is_idle, cluster.read_logs)
         yield cluster
+
+
+def write_hosts(own: str) -> str:
+    """Returns a node's hosts file, in which its own name means 127.0.1.1, as on Debian. The controller's daemon listens
+    by that name, so its own has the address."""
+    addresses = {name: f"10.231.7.{at + 1}" for name, at in MACHINES.items()}
+    addresses |= {own: "127.0.1.1"} if own != "ctl" else {}
+    return "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items())
 
 
 def _kill_all(names: list[str]) -> None:

@@ -35,8 +35,8 @@ run: {output_dir: runs/My Run_1, report_to: [wandb]}
 """
 
 
-def make(world_size: int = 16, kind: str = "h100", **options: Any) -> ClusterJob:
-    recipe = parse_recipe(RECIPE, "my.yaml").recipe
+def make(world_size: int = 16, kind: str = "h100", text: str = RECIPE, **options: Any) -> ClusterJob:
+    recipe = parse_recipe(text, "my.yaml").recipe
     overrides = ("train.max_steps=20", "data.max_length=128Ki")
     return make_job(recipe, Path("my.yaml"), overrides, world_size, TABLE.get_gpu(kind), **options)
 
@@ -81,6 +81,67 @@ def test_kubeflows_own_models_read_every_key() -> None:
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     assert [each["valueFrom"]["secretKeyRef"]["key"] for each in container["env"]] == ["HF_TOKEN", "WANDB_API_KEY"]
     assert "amd.com/gpu" in write_kubernetes(make(kind="mi300x"), RECIPE, "f", image="i", claim="c")
+
+
+S3 = RECIPE.replace("a.jsonl", "me/texts").replace("{output_dir", "{checkpoint_uri: s3://mine/run, output_dir")
+GS = S3.replace("s3://", "gs://").replace("me/texts", "s3://mine/texts.jsonl")
+
+
+@pytest.mark.parametrize("text", [S3, GS], ids=["s3", "gs"])
+def test_pods_resume_from_an_address_alone(text: str) -> None:
+    """They have no volume. Keys come from a secret, the file of a service account from another one."""
+    job = make(text=text, max_restarts=99)
+    written = write_kubernetes(job, text, "f", image="i")
+    runtime = list(yaml.safe_load_all(written))[1]
+    spec = runtime["spec"]["template"]["spec"]
+    assert spec["failurePolicy"]["maxRestarts"] == 99
+    pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert volumes["work"] == {"emptyDir": {}}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+    read = {each["name"]: each.get("valueFrom", {}).get("secretKeyRef") for each in container["env"]}
+    names = {"HF_TOKEN", "WANDB_API_KEY", "ULYSSES_RUN_KEY"}
+    assert {name for name, reference in read.items() if reference and not reference.get("optional")} == names
+    assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"} <= read.keys()
+    assert all(f'--from-literal={name}="${name}"' in written for name, reference in read.items() if reference)
+    if text is GS:
+        assert volumes["gs"] == {"secret": {"secretName": "my-run-1-gs"}}
+        (path,) = [each["value"] for each in container["env"] if each["name"] == "GOOGLE_APPLICATION_CREDENTIALS"]
+        (mount,) = [each for each in container["volumeMounts"] if each["name"] == "gs"]
+        assert path == f"{mount['mountPath']}/key.json"
+        assert "create secret generic my-run-1-gs --from-file=key.json=" in written
+    alone = write_kubernetes(make(8, text=text), text, "f", image="i")
+    assert "ULYSSES_RUN_KEY" not in alone, "one machine makes a key by itself"
+    assert "ULYSSES_RUN_KEY" not in write_kubernetes(job, text, "f", image="i", claim="c"), "it is on the volume"
+
+
+def test_a_place_that_outlives_machines_is_asked_for() -> None:
+    with pytest.raises(RecipeError, match="one place that outlives its pods"):
+        write_kubernetes(make(), RECIPE, "f", image="i")
+    local = S3.replace("me/texts", "a.jsonl")
+    with pytest.raises(RecipeError, match=r"a\.jsonl is a path, and pods without a volume do not have it"):
+        write_kubernetes(make(text=local), local, "f", image="i")
+    with pytest.raises(RecipeError, match="one place that outlives its machines"):
+        write_skypilot(make(8, text=S3), "f", image="i", bucket="s3://x", volume="v")
+
+
+def test_a_task_for_skypilot_resumes_from_an_address_alone() -> None:
+    text = write_skypilot(make(16, text=GS), "f", image="i")
+    task = yaml.safe_load(text)
+    assert "volumes" not in task
+    keys = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
+    assert list(task["secrets"]) == ["HF_TOKEN", "WANDB_API_KEY", "ULYSSES_RUN_KEY", *keys]
+    assert all(f"--secret {name}" in text for name in task["secrets"])
+    assert list(task["file_mounts"]) == [task["envs"]["GOOGLE_APPLICATION_CREDENTIALS"]]
+
+
+def test_the_batch_script_says_which_keys_of_buckets_reach_it() -> None:
+    for text in (S3, GS):
+        script = write_slurm(make(text=text), "f")
+        (line,) = [line for line in script.splitlines() if "AWS_ACCESS_KEY_ID" in line]
+        assert line.startswith("# ")
+        assert ("GOOGLE_APPLICATION_CREDENTIALS" in line) == (text is GS)
 
 
 SKY_CHECK = """
@@ -190,7 +251,7 @@ def test_the_image_is_clean() -> None:
         3,
         [
             ["slurm", "--hours", "12"],
-            ["k8s", "--image", "me/u:1", "--claim", "data"],
+            ["k8s", "--image", "me/u:1", "--claim", "data", "--max-restarts", "3"],
             ["sky", "--image", "me/u:1", "--bucket", "s3://mine"],
         ],
     ),

@@ -8,7 +8,9 @@ import shutil
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from ulysses_cli.host import network
@@ -16,6 +18,7 @@ from ulysses_cli.launch import launcher, rendezvous, results, start_lock
 from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.launcher import make_agent_args, make_environment
 from ulysses_cli.launch.nodes import Nodes
+from ulysses_cli.launch.rendezvous import LOST_SECONDS
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.run_end import format_failure, format_interruption
 from ulysses_cli.run_folder import run_key
@@ -34,9 +37,8 @@ def test_the_agents_command_line(tmp_path: Path) -> None:
     assert not folder.exists()
     assert list(tmp_path.iterdir()) == []
     assert alone[:3] == ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=0"]
-    assert {f"--rdzv-endpoint={folder}/agent", "--rdzv-conf=store_type=file,node_rank=0,join_seconds=600.0"} < set(
-        alone
-    )
+    place_of_all = "--rdzv-conf=store_type=file,node_rank=0,join_seconds=600.0,lost_seconds=inf"
+    assert {f"--rdzv-endpoint={folder}/agent", place_of_all} < set(alone)
     assert alone[-1] == "--log-dir=x"
     assert environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert len(environ[KEY]) == 64
@@ -45,16 +47,15 @@ def test_the_agents_command_line(tmp_path: Path) -> None:
 def test_the_key_of_several_machines_is_on_no_command_line(tmp_path: Path) -> None:
     both = [Nodes(2, rank, "127.0.0.1", 1234, 8) for rank in range(2)]
     open_rendezvous = rendezvous.open_rendezvous
-    with open_rendezvous(both[1], tmp_path, {}, 9.0) as second, open_rendezvous(both[0], tmp_path, {}, 9.0) as first:
+    with open_rendezvous(both[1], tmp_path, {}, 9, 5) as second, open_rendezvous(both[0], tmp_path, {}, 9, 5) as first:
         args = [make_agent_args(node, 3, each) for node, each in zip(both, (first, second), strict=True)]
         environ = make_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "cuda", 8, first)
         assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     assert first.key == second.key
     assert not (tmp_path / "key").exists(), "it ends with the run"
     assert "--rdzv-endpoint=127.0.0.1:1234" in args[0]
-    assert all(
-        f"--rdzv-conf=store_type=tcp,node_rank={rank},join_seconds=9.0" in each for rank, each in enumerate(args)
-    )
+    for rank, each in enumerate(args):
+        assert f"--rdzv-conf=store_type=tcp,node_rank={rank},join_seconds=9,lost_seconds={5 + LOST_SECONDS}" in each
     assert "--max-restarts=3" in args[0]
     ids = {word for each in args for word in each if word.startswith("--rdzv-id=")}
     assert len(ids) == 1
@@ -125,6 +126,46 @@ def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(RecipeError, match="gpu01 is the name of no machine"):
         network.find_route("gpu01")
+
+
+@pytest.mark.parametrize("meaning", ["127.0.1.1", "nothing"])
+def test_a_master_that_knows_itself_by_a_loopback_address_takes_its_own(
+    meaning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM gives the master by name. The others reach it by another address than it does itself."""
+    entries = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7", "fe80::1%eth0", "fd00::7"]}
+    state = SimpleNamespace(isup=True)
+
+    def list_addresses() -> dict[str, list[SimpleNamespace]]:
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return {
+            name: [SimpleNamespace(address=each, family=families[":" in each]) for each in known]
+            for name, known in entries.items()
+        }
+
+    def look_up(*_: object, **__: object) -> list[object]:
+        if meaning == "nothing":
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (meaning, 9))]
+
+    monkeypatch.setattr(psutil, "net_if_addrs", list_addresses)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(entries, state))
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "zeta.cluster")
+    monkeypatch.setattr(network, "NAME_SECONDS", 0.0)
+    assert network.find_route("zeta", is_here=True) == network.Route("10.0.0.7", "eth0")
+    for host, is_here in (("zeta", False), ("alpha", True)):
+        with pytest.raises(RecipeError):
+            network.find_route(host, is_here=is_here)
+    entries["ib0"] = ["10.1.0.7"]
+    with pytest.raises(RecipeError) as refused:
+        network.find_route("zeta", is_here=True)
+    (problem,) = refused.value.problems
+    assert problem.message.endswith("it has 2 addresses: 10.0.0.7 (eth0), 10.1.0.7 (ib0)")
+    assert problem.hint.endswith("--master-addr 10.0.0.7")
+    entries |= {"ib0": [], "eth0": []}
+    with pytest.raises(RecipeError, match="no interface has an address"):
+        network.find_route("zeta", is_here=True)
 
 
 def test_the_users_environment_wins() -> None:

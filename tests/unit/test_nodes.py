@@ -88,17 +88,21 @@ CLUSTERS = {
 }  # fmt: skip
 
 
+RANKS = ("NODE_RANK", "SLURM_NODEID", "PET_NODE_RANK", "RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_each_kind_of_cluster_is_read(name: str) -> None:
-    environ = CLUSTERS[name]
+def test_each_kind_of_cluster_is_read(name: str, rank: int) -> None:
+    environ = CLUSTERS[name] | {variable: str(rank) for variable in RANKS if variable in CLUSTERS[name]}
     port = 1234 if any("PORT" in variable for variable in environ) else 29400
     nodes = find_nodes(16, environ)
-    assert nodes == Nodes(2, 1, "gpu01", port, 8)
-    assert "this is number 1, by " in nodes.describe()
+    assert nodes == Nodes(2, rank, "gpu01", port, 8)
+    assert f"this is number {rank}, by " in nodes.describe()
     for variable in environ:
         rest = {key: value for key, value in environ.items() if key != variable}
         try:
-            assert find_nodes(16, rest).count > 1 or variable == "RANK", variable  # WORLD_SIZE alone means nothing
+            assert find_nodes(16, rest).count == 2 or variable == "RANK", variable  # WORLD_SIZE alone means nothing
         except RecipeError as error:  # what is left of it never makes a run of one machine
             assert all(problem.hint for problem in error.problems)
 
@@ -114,7 +118,23 @@ def test_each_kind_of_cluster_is_read(name: str) -> None:
             {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
             "mpirun started",
         ),
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, "SLURM gave this job 2 machines, but"),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, "SLURM gave this job 2 machines"),
+        ({"SLURM_NNODES": "2"}, r"SLURM gave this job 2 machines \(SLURM_NNODES\)"),
+        ({"PBS_NUM_NODES": "2", "PBS_JOBID": "7"}, r"PBS gave this job 2 machines \(PBS_NUM_NODES\)"),
+        ({"PBS_NUM_NODES": "some"}, "PBS_NUM_NODES is some"),
+        ({"PBS_NODEFILE": "/none"}, "PBS_NODEFILE names a file that cannot be read"),
+        ({"LSB_MCPU_HOSTS": "gpu01 8 gpu02 8"}, r"LSF gave this job 2 machines \(LSB_MCPU_HOSTS\)"),
+        ({"LSB_HOSTS": "gpu01 gpu01 gpu02"}, r"LSF gave this job 2 machines \(LSB_HOSTS\)"),
+        ({"FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "0", "PMI_SIZE": "2"}, r"Flux gave .* \(FLUX_JOB_NNODES\)"),
+        ({"NHOSTS": "3"}, "Grid Engine gave this job 3 machines"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, r"an MPI launcher gave this job 2 processes \(PMI_SIZE\)"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
+        ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}, "SkyPilot gave this job 2 machines"),
+        ({"DSTACK_NODES_IPS": "10.0.0.1\n10.0.0.2"}, "dstack gave this job 2 machines"),
+        ({"SKYPILOT_NODE_RANK": "0"}, "SKYPILOT_NODE_RANK is 0, but SKYPILOT_NUM_NODES does not name"),
+        ({"DSTACK_NODE_RANK": "0"}, "DSTACK_NODE_RANK is 0, but DSTACK_NODES_NUM does not name"),
+        ({"NODE_RANK": "0", "NUM_TRAINERS": "8"}, "NODE_RANK is 0, but NNODES or NUM_NODES does not name"),
+        ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}, "a launcher, such as deepspeed"),
         ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}, "torchrun started this command once for each process"),
         ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "PET_NNODES is 1:4"),
         ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}, "2 machines need --master-addr: SkyPilot has not set"),
@@ -126,6 +146,31 @@ def test_a_job_of_several_machines_that_cannot_be_read_is_refused(environ: dict[
         find_nodes(16, environ)
     assert refused.value.problems[0].hint
     assert find_nodes(16, environ, nnodes=1) == Nodes(processes_here=16), "an option decides"
+
+
+def test_a_job_of_one_machine_is_read_as_one(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("gpu01\ngpu01\n")
+    for environ in (
+        {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "gpu01"},
+        {"PBS_NUM_NODES": "1", "PBS_NODEFILE": str(tmp_path / "nodes")},
+        {"LSB_MCPU_HOSTS": "gpu01 8", "LSB_HOSTS": "gpu01 gpu01"},
+        {"FLUX_JOB_NNODES": "1", "PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+        {"NUM_NODES": "1", "NODE_RANK": "0", "NUM_TRAINERS": "8"},
+        {"NNODES": "1", "NODE_RANK": "0"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0", "WORLD_SIZE": "1", "RANK": "0"},
+        {"WORLD_SIZE": "16"},
+    ):
+        assert find_nodes(16, environ) == Nodes(processes_here=16), environ
+
+
+def test_an_option_does_not_hide_that_the_command_was_started_several_times() -> None:
+    repeated = {**CLUSTERS["srun"], "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
+    launched = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}
+    for environ in (repeated, launched):
+        for rank in (None, 0, 1):
+            with pytest.raises(RecipeError, match="started this command"):
+                find_nodes(16, environ, nnodes=2, node_rank=rank)
 
 
 @pytest.mark.parametrize(

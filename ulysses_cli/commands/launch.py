@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Gpu
     from ulysses_cli.validate import Validated
 
+MAX_RESTARTS = 10
 GpuOption = Annotated[
     str | None, typer.Option("--gpu", help="kind of GPU, such as h200  [default: the cheapest per token that fits]")
 ]
@@ -59,10 +60,16 @@ def slurm(
 def k8s(
     words: RecipeWords,
     image: Annotated[str, typer.Option(help="container image with ulysses; docker/Dockerfile builds one")],
-    claim: Annotated[str, typer.Option(help="volume claim with the data; the run writes there, too")],
+    claim: Annotated[
+        str | None,
+        typer.Option(help="volume claim with the data; the run writes there, too  [not needed with checkpoint_uri]"),
+    ] = None,
     gpu: GpuOption = None,
     gpus_per_node: PerNodeOption = None,
     queue: Annotated[str | None, typer.Option(help="Kueue's local queue")] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="how often all pods start again after a failure or an early stop")
+    ] = MAX_RESTARTS,
     out: OutOption = None,
     dry_run: DryRunOption = False,
     force: ForceOption = False,
@@ -74,10 +81,11 @@ def k8s(
     Examples:
       ulysses launch k8s my.yaml --image me/ulysses:1 --claim data --gpu h100
       ulysses launch k8s my.yaml --image me/ulysses:1 --claim data --queue team-a --dry-run
+      ulysses launch k8s my.yaml run.checkpoint_uri=s3://mine/run --image me/ulysses:1 --max-restarts 100
     """
     from ulysses_cli.launch.jobs.kubernetes import write_kubernetes
 
-    job, text = _make_job(words, gpu, gpus_per_node, online=online)
+    job, text = _make_job(words, gpu, gpus_per_node, max_restarts=max_restarts, online=online)
     target = Target(out or job.recipe.with_suffix(".k8s.yaml"), dry_run, force)
     target.write(job, lambda file: write_kubernetes(job, text, file, image=image, claim=claim, queue=queue))
 
@@ -140,7 +148,13 @@ class Target:
 
 
 def _make_job(
-    words: list[str], gpu: str | None, gpus_per_node: int | None, hours: float | None = None, *, online: bool
+    words: list[str],
+    gpu: str | None,
+    gpus_per_node: int | None,
+    hours: float | None = None,
+    *,
+    max_restarts: int = MAX_RESTARTS,
+    online: bool,
 ) -> tuple[ClusterJob, str]:
     """Returns the job of a valid recipe, and the recipe's text."""
     from ulysses_cli.launch.jobs.job import make_job
@@ -156,9 +170,8 @@ def _make_job(
         end_with(valid.problems, Format.text)
     recipe, world_size, file = valid.loaded.recipe, valid.resolved.layout.world_size, Path(files[0])
     kind = or_exit(lambda: _choose_gpu(gpu, valid))
-    job = or_exit(
-        lambda: make_job(recipe, file, tuple(overrides), world_size, kind, gpus_per_node=gpus_per_node, hours=hours)
-    )
+    settings: dict[str, Any] = {"gpus_per_node": gpus_per_node, "hours": hours, "max_restarts": max_restarts}
+    job = or_exit(lambda: make_job(recipe, file, tuple(overrides), world_size, kind, **settings))
     return job, file.read_text(encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 
 NAME_SECONDS = 60.0  # clusters register the names of machines while these start
 ANY_PORT = 9  # the address is only routed; nothing is sent to the port
+CONTAINERS = ("docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "lxc", "podman")  # their interfaces' names
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,12 @@ class Route:
     interface: str
 
 
-def find_route(host: str) -> Route:
-    """Raises RecipeError if there is no route, or if it leads to this machine itself."""
+def find_route(host: str, *, is_here: bool = False) -> Route:
+    """`is_here`: this machine is the one that others reach as `host`. Raises RecipeError if there is no route, or if it
+    leads to this machine itself."""
+    is_own_name = is_here and _shorten(host) == _shorten(socket.gethostname())
+    if is_own_name and _finds_no_other(host):
+        return _find_own_route(host)
     family, address = _resolve(host)
     if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and not _means_loopback(host):
         message = f"{host} is {address[0]} on this machine, where no other machine can reach it"
@@ -34,6 +39,29 @@ def find_route(host: str) -> Route:
             raise _refuse(f"no route to {host} ({address[0]}): {error.strerror}", "check the network") from None
         own = probe.getsockname()[0]
     return Route(own, find_interface(own))
+
+
+def _find_own_route(host: str) -> Route:
+    """This machine's only address. Raises RecipeError where it has several: the others reach it by one of them."""
+    import psutil  # slow to import, and only several machines need it
+
+    states = psutil.net_if_stats()
+    entries = [
+        Route(entry.address.partition("%")[0], str(name))
+        for name, known in psutil.net_if_addrs().items()
+        for entry in known
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and states[name].isup and not name.startswith(CONTAINERS)
+    ]
+    routes = [each for each in entries if _is_seen_outside(each.address)]
+    routes = [each for each in routes if ":" not in each.address] or routes
+    if len(routes) == 1:
+        return routes[0]
+    own = f"{host} means this machine itself here, or nothing"
+    if not routes:
+        raise _refuse(f"{own}, and no interface has an address", "check the network")
+    listed = ", ".join(f"{each.address} ({each.interface})" for each in routes)
+    hint = f"give all machines the one by which they reach this one: --master-addr {routes[0].address}"
+    raise _refuse(f"{own}, and it has {len(routes)} addresses: {listed}", hint)
 
 
 def find_interface(address: str) -> str:
@@ -63,6 +91,24 @@ def _resolve(host: str) -> tuple[int, tuple[str, int]]:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
+
+
+def _shorten(name: str) -> str:
+    return name.partition(".")[0].lower()
+
+
+def _finds_no_other(host: str) -> bool:
+    """Whether all that the name means here is a loopback address, as in Debian's 127.0.1.1, or nothing."""
+    try:
+        entries = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
+    except socket.gaierror:
+        return True
+    return not _means_loopback(host) and all(_is_loopback(str(entry[4][0])) for entry in entries)
+
+
+def _is_seen_outside(address: str) -> bool:
+    read = ipaddress.ip_address(address)
+    return not (read.is_loopback or read.is_link_local)
 
 
 def _means_loopback(host: str) -> bool:

@@ -7,9 +7,10 @@ Holds facts and reads texts. nodes.py decides what wins.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from ulysses_cli.plan.exit_codes import DONE, STOPPED
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -101,19 +102,106 @@ NO_CLUSTER = ClusterEnvironment("no cluster", (), "", "")
 
 def find_cluster(environ: Mapping[str, str], command: str = "train") -> ClusterEnvironment:
     """Returns the cluster that started this command. Raises RecipeError where its variables tell of a job that this
-    command cannot be one process of."""
-    if "TORCHELASTIC_RUN_ID" in environ:
-        hint = f"leave torchrun out: `ulysses {command}` starts the processes of a machine itself"
-        raise refuse("torchrun started this command once for each process", hint)
+    command cannot be one process of, or of several machines that they do not let it tell apart."""
+    cluster = find_named_cluster(environ, command)
+    if cluster is NO_CLUSTER:
+        _refuse_unread_job(environ, command)
+    elif read_number(environ, cluster.count) is None:
+        message = f"{cluster.name} started this command, but has not set {cluster.count}"
+        raise refuse(message, "give --nnodes (1: this machine alone), --node-rank and --master-addr")
+    return cluster
+
+
+def find_named_cluster(environ: Mapping[str, str], command: str = "train") -> ClusterEnvironment:
+    """Returns the cluster for what options leave out. Raises RecipeError where the command was started several times on
+    this machine."""
     cluster = next((each for each in CLUSTERS if all(environ.get(mark) for mark in each.marks)), NO_CLUSTER)
+    hint = f"leave it out: `ulysses {command}` starts the processes of a machine itself"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        raise refuse("torchrun started this command once for each process", hint)
+    if environ.get("LOCAL_RANK") and environ.get("WORLD_SIZE"):
+        message = "a launcher, such as deepspeed, started this command once for each process (LOCAL_RANK, WORLD_SIZE)"
+        raise refuse(message, hint)
     if cluster.tasks and (num_tasks := _count_tasks(environ.get(cluster.tasks, ""))) > 1:
         message = f"{cluster.name} started this command {num_tasks} times on each machine ({cluster.tasks})"
         raise refuse(message, f"{PROCESSES_BY_RECIPE}: write {cluster.line.replace('train', command)}")
-    num_allotted = read_count(environ, "SLURM_JOB_NUM_NODES") or 1
-    if cluster is NO_CLUSTER and num_allotted > 1:
-        message = f"SLURM gave this job {num_allotted} machines, but the command was started on this one alone"
-        raise refuse(message, f"write srun --ntasks-per-node=1 ulysses {command} ..., or --nnodes 1 to use one machine")
     return cluster
+
+
+def refuse_lone_rank(environ: Mapping[str, str], *, is_alone: bool) -> None:
+    """Raises RecipeError where a variable gives this machine a number and none says how many machines there are; if the
+    machine `is_alone`, where the number is above 0. SLURM gives a batch script on its only machine the number 0."""
+    for each in (BY_HAND, *CLUSTERS):
+        rank = read_number(environ, each.rank)
+        counts = [other.count for other in (BY_HAND, *CLUSTERS) if other.rank == each.rank]
+        is_counted = any(read_number(environ, name) is not None for name in counts)
+        if (rank and (is_alone or not is_counted)) or (rank == 0 and not is_counted and each.name != "SLURM"):
+            message = f"{each.rank} is {rank}, but {' or '.join(counts)} does not name several machines"
+            raise refuse(message, f"set {counts[0]}, or give --nnodes (1: this machine alone)")
+
+
+def _refuse_unread_job(environ: Mapping[str, str], command: str) -> None:
+    for job in UNREAD_JOBS:
+        if (count := job.count(environ, job.variable)) > 1:
+            message = f"{job.name} gave this job {count} {job.unit} ({job.variable}), but not which of them this is"
+            each = f"{job.start} ulysses {command} ... --nnodes {count} --node-rank {job.rank} --master-addr FIRST"
+            line = job.line.replace("train", command) or each
+            raise refuse(message, f"write {line}; or --nnodes 1 to use this machine alone")
+
+
+def _read_plain(environ: Mapping[str, str], name: str) -> int:
+    return read_count(environ, name) or 1
+
+
+def _count_words(environ: Mapping[str, str], name: str) -> int:
+    """Of a list of machines, which may hold a machine once for each of its cores."""
+    return len(set(environ.get(name, "").split()))
+
+
+def _count_pairs(environ: Mapping[str, str], name: str) -> int:
+    """Of LSF's list: each machine, and its number of cores."""
+    return len(set(environ.get(name, "").split()[::2]))
+
+
+def _count_lines(environ: Mapping[str, str], name: str) -> int:
+    """Of a file with a line for each machine, or for each of its cores."""
+    try:
+        lines = Path(environ.get(name) or "/dev/null").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(
+            f"{name} names a file that cannot be read: {error}", "give --nnodes (1: this machine alone)"
+        ) from None
+    return len({line.split()[0] for line in lines if line.strip()})
+
+
+@dataclass(frozen=True)
+class UnreadJob:
+    """A variable that tells of several machines, or processes, without saying which of them this is. `count` reads it.
+    `start`: a program that starts a command on each machine; `rank`: the machine's number there."""
+
+    name: str
+    variable: str
+    count: Callable[[Mapping[str, str], str], int] = _read_plain
+    start: str = "on each machine"
+    rank: str = "N"
+    line: str = ""
+    unit: str = "machines"
+
+
+UNREAD_JOBS = (
+    UnreadJob("SLURM", "SLURM_JOB_NUM_NODES", line="srun --ntasks-per-node=1 ulysses train ..."),
+    UnreadJob("SLURM", "SLURM_NNODES", line="srun --ntasks-per-node=1 ulysses train ..."),
+    UnreadJob("SkyPilot", "SKYPILOT_NODE_IPS", _count_words),
+    UnreadJob("dstack", "DSTACK_NODES_IPS", _count_words),
+    UnreadJob("Flux", "FLUX_JOB_NNODES", start="flux run --tasks-per-node=1", rank="$FLUX_TASK_RANK"),
+    UnreadJob("PBS", "PBS_NUM_NODES"),
+    UnreadJob("PBS", "PBS_NODEFILE", _count_lines),
+    UnreadJob("LSF", "LSB_MCPU_HOSTS", _count_pairs),
+    UnreadJob("LSF", "LSB_HOSTS", _count_words),
+    UnreadJob("Grid Engine", "NHOSTS"),
+    UnreadJob("an MPI launcher", "MV2_COMM_WORLD_SIZE", rank="$MV2_COMM_WORLD_RANK", unit="processes"),
+    UnreadJob("an MPI launcher", "PMI_SIZE", rank="$PMI_RANK", unit="processes"),
+)
 
 
 def read_number(environ: Mapping[str, str], name: str) -> int | None:

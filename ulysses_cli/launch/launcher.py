@@ -39,7 +39,8 @@ def make_agent_args(nodes: Nodes, max_restarts: int, rendezvous: Rendezvous, ext
     args = [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.processes_here}", f"--max-restarts={max_restarts}"]
     store = "file" if rendezvous.folder else "tcp"
     args += ["--rdzv-backend=ulysses", f"--rdzv-endpoint={rendezvous.endpoint}"]
-    args += [f"--rdzv-conf=store_type={store},node_rank={nodes.rank},join_seconds={rendezvous.join_seconds}"]
+    seconds = f"join_seconds={rendezvous.join_seconds},lost_seconds={rendezvous.lost_seconds}"
+    args += [f"--rdzv-conf=store_type={store},node_rank={nodes.rank},{seconds}"]
     args += [f"--rdzv-id={Seal(rendezvous.key).name_run()}", f"--local-addr={rendezvous.address}"]
     return [*args, *extra]
 

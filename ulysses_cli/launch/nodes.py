@@ -8,14 +8,15 @@ from pathlib import Path
 
 from ulysses_cli.launch.environments import (
     BY_HAND,
-    CLUSTERS,
     NO_CLUSTER,
     ClusterEnvironment,
     find_cluster,
     find_first_host,
+    find_named_cluster,
     read_count,
     read_number,
     refuse,
+    refuse_lone_rank,
 )
 from ulysses_cli.launch.hostfile import read_hostfile
 
@@ -55,11 +56,14 @@ def find_nodes(
     which win over the cluster's own variables. Several machines that cannot be told apart are an error, never one."""
     hosts = read_hostfile(hostfile) if hostfile is not None else None
     given = nnodes or (len(hosts.names) if hosts else None) or read_count(environ, BY_HAND.count)
-    cluster = find_cluster(environ, command) if given is None else _find_named_cluster(environ)
+    if given is None:
+        refuse_lone_rank(environ, is_alone=False)
+    find = find_cluster if given is None else find_named_cluster
+    cluster = NO_CLUSTER if nnodes == 1 else find(environ, command)
     count = given or read_count(environ, cluster.count) or 1
     if count == 1:
         if nnodes is None:
-            _refuse_lone_rank(environ)
+            refuse_lone_rank(environ, is_alone=True)
         return _describe_single(world_size, environ, node_rank)
     rank = node_rank if node_rank is not None or hosts is None else hosts.find_rank()
     rank = rank if rank is not None else read_number(environ, BY_HAND.rank)
@@ -101,19 +105,6 @@ def _name_source(nnodes: int | None, hostfile: Path | None, given: int | None, c
         return str(hostfile)
     by = BY_HAND if given else cluster
     return f"{by.name} ({', '.join(filter(None, (by.count, by.rank, by.master_addr)))})"
-
-
-def _find_named_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
-    """Returns the cluster for what options leave out."""
-    return next((each for each in CLUSTERS if all(environ.get(mark) for mark in each.marks)), NO_CLUSTER)
-
-
-def _refuse_lone_rank(environ: Mapping[str, str]) -> None:
-    """Raises RecipeError where a variable gives this machine a number above 0, and none says how many there are."""
-    for each in (BY_HAND, *CLUSTERS):
-        if rank := read_number(environ, each.rank):
-            message = f"{each.rank} is {rank}, but {each.count} does not name several machines"
-            raise refuse(message, f"set {each.count}, or give --nnodes (1: this machine alone)")
 
 
 def _describe_single(world_size: int, environ: Mapping[str, str], node_rank: int | None) -> Nodes:

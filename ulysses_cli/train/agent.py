@@ -20,7 +20,6 @@ from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, SignalListener
 from ulysses_cli.train.guard.masked_log import open_masked
 
-LOST_SECONDS = 40.0  # a call to the store takes milliseconds
 NOW = signal.SIGINT  # the command sends it to end ranks without a checkpoint
 
 
@@ -62,18 +61,17 @@ class RankSignals:
         os._exit(code)
 
 
-class LostStore:
-    """Ends the agent when no rank is left and the machines' store no longer answers: its host is gone, and torch would
-    wait for it. While ranks run, their own time-out decides."""
+class LostMachine:
+    """Ends the agent and its ranks when another machine is lost: torch and ranks that load would wait for it.
+    `find_lost` takes whether ranks run and returns which machine is lost, or ''."""
 
-    def __init__(self, signals: RankSignals, find_longest: Callable[[], float], failure_file: Path) -> None:
-        self.signals, self.find_longest, self.failure_file = signals, find_longest, failure_file
+    def __init__(self, signals: RankSignals, find_lost: Callable[[bool], str], failure_file: Path) -> None:
+        self.signals, self.find_lost, self.failure_file = signals, find_lost, failure_file
 
     def check(self) -> None:
-        seconds = self.find_longest()
-        if seconds < LOST_SECONDS or any(is_running(rank) for rank in self.signals.find_ranks()):
+        message = self.find_lost(any(is_running(rank) for rank in self.signals.find_ranks()))
+        if not message:
             return
-        message = f"the machine with number 0 has not answered for {seconds:.0f} s"
         hint = "look at its log; a machine that is lost or cut off ends the run on all others"
         failure = {"message": message, "hint": hint, "is_cause": True, "time": time.time()}
         self.failure_file.write_text(json.dumps([failure]))
@@ -129,7 +127,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     from ulysses_cli.train.processes.ending import MeetingError
 
     meeting, failures = rendezvous.register(say), []
-    checks.append(LostStore(signals, rendezvous.CALLS.find_longest, failure_file).check)
+    checks.append(LostMachine(signals, meeting.find_lost, failure_file).check)
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
     except SystemExit:

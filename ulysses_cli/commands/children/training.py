@@ -263,7 +263,8 @@ def _launch(
             rank_args.append("--pretend")
             nodes, device = Nodes(), "cpu"
     with ExitStack() as stack:
-        rendezvous = stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ, run.join_timeout))
+        meeting = open_rendezvous(nodes, valid.run_dir, os.environ, run.join_timeout, run.step_timeout)
+        rendezvous = stack.enter_context(meeting)
         aside = set_results_aside(valid.run_dir) if place.starts_anew else None
         agent_args = launcher.make_agent_args(nodes, run.max_restarts, rendezvous, options.agent_args)
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)

@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
 from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE
+from ulysses_cli.plan.files.addresses import find_address, get_scheme
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.rules.files import is_local
 
 GRACE_SECONDS = 120  # a rank takes at most a minute to save and end
 WARNING_SECONDS = 300  # before the end of a job's time
 NAME_LENGTH = 40
 TRACKER_SECRETS = {"wandb": "WANDB_API_KEY"}
+RUN_KEY = "ULYSSES_RUN_KEY"  # machines without a shared disk cannot share it through a file
+S3_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+S3_SETTINGS = ("AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+GS_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """`secrets`: names of environment variables; a file never holds their values. `hours`: None for no limit."""
+    """`secrets`: names of environment variables; a file never holds their values. Those of `optional_secrets` may be
+    left out, as where machines have a role at the bucket's owner. `schemes`: of the addresses that the run opens.
+    `local_inputs`: paths that the recipe reads. `hours`: None for no limit."""
 
     name: str
     recipe: Path
@@ -36,6 +44,19 @@ class ClusterJob:
     hours: float | None
     max_restarts: int
     stop_code: int
+    optional_secrets: tuple[str, ...] = ()
+    schemes: frozenset[str] = frozenset()
+    checkpoint_uri: str | None = None
+    local_inputs: tuple[str, ...] = ()
+
+    @property
+    def is_kept_in_bucket(self) -> bool:
+        """The run resumes from an address alone."""
+        return self.checkpoint_uri is not None and get_scheme(self.checkpoint_uri) != "file"
+
+    def with_key(self) -> ClusterJob:
+        """The job on machines that share no disk."""
+        return self if self.num_nodes == 1 else replace(self, secrets=(*self.secrets, RUN_KEY))
 
     def list_words(self, recipe: str | None = None) -> list[str]:
         """Returns the command line. `recipe`: the file's path where the job runs, if that is another one."""
@@ -67,7 +88,9 @@ def make_job(
         hint = "change the parallel sizes, or give --gpus-per-node a number that divides them"
         raise refuse(f"{world_size} processes do not fill machines of {per_node} GPUs evenly", hint)
     run = recipe.run
-    is_on_hub = recipe.model.name_or_path is not None and not Path(recipe.model.name_or_path).expanduser().is_dir()
+    model = recipe.model.name_or_path
+    is_on_hub = model is not None and not Path(model).expanduser().is_dir() and not find_address(model)
+    schemes = frozenset(get_scheme(each) for each in _list_addresses(recipe))
     of_trackers = [TRACKER_SECRETS[name] for name in run.report_to if name in TRACKER_SECRETS]
     return ClusterJob(
         name=name_job(run.run_name or Path(run.output_dir).name),
@@ -77,11 +100,28 @@ def make_job(
         gpus_per_node=per_node,
         gpu=gpu,
         run_dir=Path(run.output_dir),
-        secrets=(*(["HF_TOKEN"] if is_on_hub else []), *of_trackers),
+        secrets=(*(["HF_TOKEN"] if is_on_hub or "hf" in schemes else []), *of_trackers),
         hours=hours,
         max_restarts=max_restarts,
         stop_code=choose_job_stop_code(run.stop_exit_code),
+        optional_secrets=(*S3_SECRETS, *S3_SETTINGS) if "s3" in schemes else (),
+        schemes=schemes,
+        checkpoint_uri=run.checkpoint_uri,
+        local_inputs=tuple(each for each in _list_inputs(recipe) if not find_address(each) and is_local(each)),
     )
+
+
+def _list_inputs(recipe: Recipe) -> list[str]:
+    """Returns names and paths of the model, its tokenizer and all data."""
+    tokenizer = recipe.model.tokenizer
+    names = [recipe.model.name_or_path, tokenizer if tokenizer != "bytes" else None]
+    for dataset in (*recipe.data.datasets, *recipe.data.eval_datasets):
+        names += [dataset.path] if dataset.path is not None else list(dataset.data_files or ())
+    return [name for name in names if name is not None]
+
+
+def _list_addresses(recipe: Recipe) -> list[str]:
+    return list(filter(None, (recipe.run.checkpoint_uri, *map(find_address, _list_inputs(recipe)))))
 
 
 def choose_job_stop_code(given: int | None) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ulysses_cli.launch.jobs.job import GRACE_SECONDS, ClusterJob
+from ulysses_cli.launch.environments import refuse
+from ulysses_cli.launch.jobs.job import GRACE_SECONDS, GS_FILE, ClusterJob
 from ulysses_cli.launch.jobs.yaml_text import dump_yaml
 from ulysses_cli.plan.exit_codes import USAGE
 
@@ -20,19 +21,32 @@ ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 HEAD = """\
 # {description}
 # Written by `ulysses launch k8s`; submit it with: kubectl apply -f {file}
-# Needs Kubeflow Trainer 2.2 or 2.3, and a volume claim `{claim}` that all pods can write. It holds local data, if the
-# recipe names any, and {run_dir}.
+# Needs Kubeflow Trainer 2.2 or 2.3{claim}
 {secrets}"""
+ON_CLAIM = """, and a volume claim `{claim}` that all pods can write. It holds local data, if the
+# recipe names any, and {run_dir}."""
+IN_BUCKET = """. Each pod has a disk of its own, which ends with it: a run resumes from
+# {uri}."""
 SECRETS = """\
-# Secrets are named here and held by the cluster:
+# Secrets are named here and held by the cluster{optional}:
 #   kubectl create secret generic {name} {literals}
+"""
+OPTIONAL = "; leave out what pods do not need, as those with a role"
+GS_SECRET, GS_FOLDER, GS_KEY = "{name}-gs", "/credentials", "key.json"
+GS_HELP = """\
+# The key of a service account, as a file:
+#   kubectl create secret generic {name} --from-file=key.json="$GOOGLE_APPLICATION_CREDENTIALS"
 """
 
 
 def write_kubernetes(
-    job: ClusterJob, recipe_text: str, file: str, *, image: str, claim: str, queue: str | None = None
+    job: ClusterJob, recipe_text: str, file: str, *, image: str, claim: str | None = None, queue: str | None = None
 ) -> str:
-    """Returns a YAML file of three documents, with comments that say what it needs."""
+    """Returns a YAML file of three documents, with comments that say what it needs. Without a volume `claim` each pod
+    has a disk of its own."""
+    if claim is None:
+        _require_bucket(job)
+        job = job.with_key()
     objects = [
         {
             "apiVersion": "v1",
@@ -43,15 +57,26 @@ def write_kubernetes(
         make_runtime(job, image, claim),
         make_train_job(job, queue),
     ]
-    literals = " ".join(f'--from-literal={name}="${name}"' for name in job.secrets)
+    literals = " ".join(f'--from-literal={name}="${name}"' for name in (*job.secrets, *job.optional_secrets))
+    optional = OPTIONAL if job.optional_secrets else ""
+    secrets = SECRETS.format(name=f"{job.name}-secrets", literals=literals, optional=optional) if literals else ""
     head = HEAD.format(
         description=job.describe(),
         file=file,
-        claim=claim,
-        run_dir=job.run_dir,
-        secrets=SECRETS.format(name=f"{job.name}-secrets", literals=literals) if literals else "",
+        claim=(ON_CLAIM if claim else IN_BUCKET).format(claim=claim, run_dir=job.run_dir, uri=job.checkpoint_uri),
+        secrets=secrets + (GS_HELP.format(name=GS_SECRET.format(name=job.name)) if "gs" in job.schemes else ""),
     )
     return head + "---\n".join(dump_yaml(each) for each in objects)
+
+
+def _require_bucket(job: ClusterJob) -> None:
+    hint = "give --claim, a volume claim that all pods can write"
+    if not job.is_kept_in_bucket:
+        message = "the run needs one place that outlives its pods"
+        raise refuse(message, f"{hint}, or set run.checkpoint_uri to an address")
+    if job.local_inputs:
+        message = f"{job.local_inputs[0]} is a path, and pods without a volume do not have it"
+        raise refuse(message, f"{hint}, or name the data by an address or on the hub")
 
 
 def make_train_job(job: ClusterJob, queue: str | None) -> dict[str, Any]:
@@ -71,39 +96,44 @@ def make_train_job(job: ClusterJob, queue: str | None) -> dict[str, Any]:
     }
 
 
-def make_runtime(job: ClusterJob, image: str, claim: str) -> dict[str, Any]:
+def make_runtime(job: ClusterJob, image: str, claim: str | None) -> dict[str, Any]:
     """Trainer sets PET_NNODES, PET_NODE_RANK and PET_MASTER_ADDR in the container `node`, and ulysses reads them. A pod
     that ends with another code than 0 restarts the whole set. A mistake in the recipe would come again, so it ends it.
     """
     limits = {_name_resource(job): job.gpus_per_node}
+    secret = f"{job.name}-secrets"
+    references: list[dict[str, Any]] = [{"name": secret, "key": name} for name in job.secrets]
+    references += [{"name": secret, "key": name, "optional": True} for name in job.optional_secrets]
+    env: list[dict[str, Any]] = [{"name": each["key"], "valueFrom": {"secretKeyRef": each}} for each in references]
+    own_disk: dict[str, Any] = {"emptyDir": {}}
+    volumes: list[dict[str, Any]] = [
+        {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
+        {"name": "work", **({"persistentVolumeClaim": {"claimName": claim}} if claim else own_disk)},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # a pod's own holds 64 MiB, and NCCL needs more
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "recipe", "mountPath": RECIPES},
+        {"name": "work", "mountPath": SHARED},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    if "gs" in job.schemes:
+        env.append({"name": GS_FILE, "value": f"{GS_FOLDER}/{GS_KEY}"})
+        volumes.append({"name": "gs", "secret": {"secretName": GS_SECRET.format(name=job.name)}})
+        mounts.append({"name": "gs", "mountPath": GS_FOLDER, "readOnly": True})
     container = {
         "name": "node",
         "image": image,
         "command": job.list_words(f"{RECIPES}/{job.recipe.name}"),
         "workingDir": SHARED,
-        "env": [
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-secrets", "key": name}}}
-            for name in job.secrets
-        ],
+        "env": env,
         "resources": {"limits": limits},
-        "volumeMounts": [
-            {"name": "recipe", "mountPath": RECIPES},
-            {"name": "work", "mountPath": SHARED},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": mounts,
     }
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "containers": [container],
-        "volumes": [
-            {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
-            {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
-            {
-                "name": "shared-memory",
-                "emptyDir": {"medium": "Memory"},
-            },  # a pod's own holds 64 MiB, and NCCL needs more
-        ],
+        "volumes": volumes,
     }
     is_mistake = {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [USAGE]}}
     replicated = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ulysses_cli.launch.environments import refuse
-from ulysses_cli.launch.jobs.job import ClusterJob
+from ulysses_cli.launch.jobs.job import GS_FILE, S3_SECRETS, ClusterJob
 from ulysses_cli.launch.jobs.yaml_text import dump_yaml
 
 WORKDIR = "~/sky_workdir"
@@ -30,24 +30,31 @@ ACCELERATORS = {  # SkyPilot's names of the kinds in hardware.yaml
 HEAD = """\
 # {description}
 # Written by `ulysses launch sky`; submit it with: sky jobs launch {file}
-# {place}
+{secrets}# {place}
 """
 IN_BUCKET = "The bucket keeps checkpoints and the model: name one that you own."
 ON_VOLUME = "The volume keeps checkpoints and the model: all machines must be able to write it."
+BY_ADDRESS = "Machines have disks of their own; the run resumes from {uri}."
+SECRETS = """\
+# with the secrets that it names, from your environment: {options}
+"""
+GS_PLACE = "/tmp/gs-key.json"
+GS_SOURCE = "~/.config/gcloud/application_default_credentials.json"
 
 
 def write_skypilot(
     job: ClusterJob, file: str, *, image: str, bucket: str | None = None, volume: str | None = None, spot: bool = False
 ) -> str:
     """`bucket`: an address such as s3://name, for one machine; `volume`: a SkyPilot volume. Either is mounted where the
-    run writes."""
+    run writes; a run with an address of its own (run.checkpoint_uri) needs none of them."""
     if job.gpu.key not in ACCELERATORS:
         raise refuse(f"SkyPilot's name of {job.gpu.key} is not known here", f"use one of {', '.join(ACCELERATORS)}")
     if job.run_dir.is_absolute():
         hint = "give a path below the folder that SkyPilot copies, such as runs/mine"
         raise refuse(f"run.output_dir is {job.run_dir}", hint)
-    if (bucket is None) == (volume is None):
-        raise refuse("the run needs one place that outlives its machines", "give --bucket or --volume, not both")
+    if (bucket is not None and volume is not None) or (bucket is volume is None and not job.is_kept_in_bucket):
+        hint = "give --bucket or --volume, not both, or set run.checkpoint_uri to an address"
+        raise refuse("the run needs one place that outlives its machines", hint)
     if bucket is not None and job.num_nodes > 1:
         message = (
             f"{job.num_nodes} machines cannot save one checkpoint in a mounted bucket: each sees only what it wrote"
@@ -61,17 +68,29 @@ def write_skypilot(
     }
     place = f"{WORKDIR}/{job.run_dir}"
     # MOUNT_CACHED writes like a disk; plain MOUNT cannot rename a folder, which makes a checkpoint whole
-    kept = (
-        {"file_mounts": {place: {"source": bucket, "mode": "MOUNT_CACHED"}}} if bucket else {"volumes": {place: volume}}
-    )
+    mounts: dict[str, Any] = {place: {"source": bucket, "mode": "MOUNT_CACHED"}} if bucket else {}
+    envs = {}
+    if "gs" in job.schemes:
+        mounts[GS_PLACE], envs[GS_FILE] = GS_SOURCE, GS_PLACE
+    job = job if bucket or volume else job.with_key()
+    secrets = (*job.secrets, *(S3_SECRETS if "s3" in job.schemes else ()))
     task: dict[str, Any] = {
         "name": job.name,
         "num_nodes": job.num_nodes,
         "resources": resources,
         "workdir": ".",
-        **kept,
-        **({"secrets": dict.fromkeys(job.secrets)} if job.secrets else {}),
+        **({"file_mounts": mounts} if mounts else {}),
+        **({"volumes": {place: volume}} if volume else {}),
+        **({"envs": envs} if envs else {}),
+        **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
         "run": f"{job.write_command()}\n",
     }
-    head = HEAD.format(description=job.describe(), file=file, place=IN_BUCKET if bucket else ON_VOLUME)
+    where = IN_BUCKET if bucket else ON_VOLUME if volume else BY_ADDRESS.format(uri=job.checkpoint_uri)
+    options = " ".join(f"--secret {name}" for name in secrets)
+    head = HEAD.format(
+        description=job.describe(),
+        file=file,
+        place=where,
+        secrets=SECRETS.format(options=options) if options else "",
+    )
     return head + dump_yaml(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from ulysses_cli.launch.jobs.job import WARNING_SECONDS, ClusterJob
+from ulysses_cli.launch.jobs.job import GS_FILE, WARNING_SECONDS, ClusterJob
 
 SCRIPT = """\
 #!/bin/bash
@@ -44,6 +44,7 @@ SECRETS = """
 # secrets come from the environment of sbatch; this file holds none
 {checks}
 """
+MAY_BE_SET = "# so do these, where they are set: {names}"
 
 
 def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) -> str:
@@ -65,6 +66,8 @@ def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) ->
     options |= settings
     lines = [f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in options.items()]
     checks = [f': "${{{name}:?set it before sbatch}}"' for name in job.secrets]
+    if names := [*job.optional_secrets, *([GS_FILE] if "gs" in job.schemes else [])]:
+        checks.append(MAY_BE_SET.format(names=" ".join(names)))
     return SCRIPT.format(
         description=job.describe(),
         file=shlex.quote(file),

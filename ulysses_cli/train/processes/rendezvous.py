@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import pickle
 import socket
 import threading
 import time
@@ -35,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from ulysses_cli.run_folder.seal import KEY, ForgedError, Seal, find_seal
 from ulysses_cli.train.processes.ending import MeetingError, SharedEnd, asking_the_store
 from ulysses_cli.train.processes.rank_store import listen, open_file_store
-from ulysses_cli.train.processes.waiting import Heartbeats, StoreCalls, name_missing, report_waiting
+from ulysses_cli.train.processes.waiting import Signs, StoreCalls, name_missing, report_waiting
 
 Say = Callable[[str], object]
 NAME = "ulysses"
@@ -43,7 +42,8 @@ STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
 ANSWER_SECONDS = 60.0  # for a running master to answer
 CHECK_SECONDS = 0.2
-SILENT_SECONDS = 30.0  # agents give a sign every five seconds
+SILENT_SECONDS = 30.0  # agents give a sign every two seconds
+LOST_SECONDS = 40.0  # a call to the store takes milliseconds
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
 KEY_HINT = (
     f"the key is {KEY}, or run.output_dir/key where that is not set: give every machine the same, or one shared disk"
@@ -150,7 +150,9 @@ class SealedHandler(DynamicRendezvousHandler):
     end: SharedEnd
     say: Say
     join_seconds: float
+    lost_seconds: float
     num_meetings = 0
+    signs: Signs | None  # of several machines
 
     def _get_world(self) -> tuple[int, int]:
         """Uses --node-rank: torch orders machines by their names, but the display and the model are on machine 0."""
@@ -161,26 +163,25 @@ class SealedHandler(DynamicRendezvousHandler):
         return self.node_rank, num_machines
 
     def _get_store(self) -> Any:
-        prefix, heartbeats = f"round {self._state_holder.state.round}", Heartbeats()
-
         def check() -> None:
             """Called while this agent waits for the others, also at the end of a run that succeeded here: torch would
             wait for five minutes then."""
-            if (found := self.backend.get_state()) is None:
-                return
-            state = pickle.loads(found[0])  # noqa: S301 - sealed by an agent of this run
-            seconds = heartbeats.find_longest({one: state.last_heartbeats.get(one) for one in state.participants})
+            self.backend.get_state()
+            seconds, number = self.find_quietest()
             if seconds >= SILENT_SECONDS:
-                raise dist.DistStoreError(f"the agent of another machine has given no sign for {seconds:.0f} s")
+                raise dist.DistStoreError(describe_silence(number, seconds))
 
+        prefix = f"round {self._state_holder.state.round}"
         return SealedStore(super()._get_store(), self.backend.seal, prefix, check)
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self.signs is not None:  # a machine that is lost has until run.join_timeout to come back
+            self.signs.pause()
         self.num_meetings += 1
         self.store.add(name_arrivals(self.node_rank), 1)
         try:
             with report_waiting(self._name_missing, self.say):
-                return super().next_rendezvous()
+                met = super().next_rendezvous()
         except RendezvousTimeoutError:
             message = f"{self._name_missing()} at {self.endpoint} within {self.join_seconds:g} s"
             hint = (
@@ -188,6 +189,20 @@ class SealedHandler(DynamicRendezvousHandler):
                 "run.join_timeout gives them more time"
             )
             raise MeetingError(message, hint) from None
+        if self.signs is not None:
+            self.signs.watch()
+        return met
+
+    def find_quietest(self) -> tuple[float, int]:
+        return self.signs.find_quietest() if self.signs is not None else (0.0, self.node_rank)
+
+    def find_lost(self, *, has_ranks: bool) -> str:
+        """Returns what is to be said of a machine that is lost, or ''. While ranks run, they may end by themselves
+        first, and with a better message; those that load or rehearse have no time-out of their own."""
+        called, (silent, number) = CALLS.find_longest(), self.find_quietest()
+        if called >= (self.lost_seconds if has_ranks else LOST_SECONDS):
+            return f"the machine with number 0 has not answered for {called:.0f} s"
+        return describe_silence(number, silent) if has_ranks and silent >= self.lost_seconds else ""
 
     def num_nodes_waiting(self) -> int:
         """torch asks again and again while ranks run."""
@@ -202,6 +217,10 @@ class SealedHandler(DynamicRendezvousHandler):
         wanted = self.settings.max_nodes
         ranks = [rank for rank in range(wanted) if self.store.add(name_arrivals(rank), 0) < self.num_meetings]
         return name_missing(ranks, wanted)
+
+
+def describe_silence(number: int, seconds: float) -> str:
+    return f"the machine with number {number} has given no sign for {seconds:.0f} s"
 
 
 def name_arrivals(node_rank: int) -> str:
@@ -229,6 +248,8 @@ def make_handler(
     assert isinstance(handler, SealedHandler)
     handler.backend, handler.endpoint, handler.node_rank = backend, params.endpoint, node_rank
     handler.store, handler.say, handler.join_seconds = store, say, join_seconds
+    handler.lost_seconds = float(params.get("lost_seconds", "inf"))
+    handler.signs = Signs(store, node_rank, params.max_nodes, CALLS) if params.max_nodes > 1 else None
     handler.end = SharedEnd(store, seal, node_rank)
     return handler
 
@@ -239,6 +260,9 @@ class Meeting:
 
     errors: list[MeetingError] = field(default_factory=list)
     handlers: list[SealedHandler] = field(default_factory=list)
+
+    def find_lost(self, has_ranks: bool) -> str:
+        return next(filter(None, (handler.find_lost(has_ranks=has_ranks) for handler in self.handlers)), "")
 
     def tell_failure(self) -> None:
         """The other machines may find the store gone instead, which ends them too."""

@@ -1,13 +1,17 @@
-"""Says which machines are missing while the others wait for them, and limits how long one call to their store takes."""
+"""Says which machines are missing while the others wait for them, times the calls to their store, and tells by signs in
+that store which machine is lost."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
 
 REPORT_SECONDS = 15.0
+SIGN_SECONDS = 2.0
 SHOWN = 8
 
 
@@ -43,11 +47,60 @@ class Heartbeats:
     def find_longest(self, beats: Mapping[Hashable, object]) -> float:
         """Takes the last heartbeat of each agent, which may be of any kind. Agents seen once are expected from
         then on. Returns the seconds of the longest silence."""
+        return max(self.list_silences(beats).values(), default=0.0)
+
+    def list_silences(self, beats: Mapping[Hashable, object]) -> dict[Hashable, float]:
+        """As `find_longest`, with the seconds of each agent."""
         now = self.clock()
         for agent, beat in beats.items():
             if agent not in self.seen or beat not in (None, self.seen[agent][0]):
                 self.seen[agent] = beat, now
-        return max((now - since for _, since in self.seen.values()), default=0.0)
+        return {agent: now - since for agent, (_, since) in self.seen.items()}
+
+
+class Signs:
+    """Gives this machine's sign in the machines' store every few seconds, and times the silence of the others. In a
+    thread: what machines do meanwhile may take any time. torch's heartbeats do not serve: a machine that was cut off
+    for some seconds gives none any more, though it goes on."""
+
+    def __init__(self, store: dist.Store, own: int, count: int, calls: StoreCalls) -> None:
+        self.store, self.own, self.count, self.calls = store, own, count, calls
+        self.heartbeats: Heartbeats | None = None  # while all machines are expected to give signs
+        self.silences: Mapping[Hashable, float] = {}
+        self._give()  # a machine that has met this one can read it
+        threading.Thread(target=self._work, name="signs of machines", daemon=True).start()
+
+    def watch(self) -> None:
+        """Call when all machines have met."""
+        self.silences, self.heartbeats = {}, Heartbeats()
+
+    def pause(self) -> None:
+        """Call before machines meet anew: one of them may have to come back first."""
+        self.heartbeats = None
+
+    def find_quietest(self) -> tuple[float, int]:
+        """Returns the longest silence, in seconds, and the number of the machine; its own number for none."""
+        silences = self.silences if self.heartbeats is not None else {}
+        return max(((seconds, int(str(who))) for who, seconds in silences.items()), default=(0.0, self.own))
+
+    def _work(self) -> None:
+        others = [number for number in range(self.count) if number != self.own]
+        with suppress(RuntimeError):  # the store is gone: the agent's own calls say so
+            while True:
+                time.sleep(SIGN_SECONDS)
+                self._give()
+                if (heartbeats := self.heartbeats) is not None:
+                    with self.calls.timed():
+                        signs = self.store.multi_get([name_sign(number) for number in others])
+                    self.silences = heartbeats.list_silences(dict(zip(others, signs, strict=True)))
+
+    def _give(self) -> None:
+        with self.calls.timed():
+            self.store.add(name_sign(self.own), 1)
+
+
+def name_sign(number: int) -> str:
+    return f"ulysses/signs/{number}"
 
 
 @contextmanager
