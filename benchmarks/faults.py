@@ -40,7 +40,10 @@ NUM_KILLS, CHAIN = 30, 5
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
 COLUMNS = ("injected", "survived", "refused", "lost")
 WALKED_STEP = 8
-WALKED = ["run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"]
+WALKED = [
+    *("run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"),
+    *(f"run.sample_steps={WALKED_STEP + 2}", "run.sample_prompts=[a]", "run.sample_max_new_tokens=8"),
+]
 WHO = {"all": "all ranks", "one": "one rank", "agent": "the agent", "command": "the command"}
 WALKS = [("command", signal.SIGTERM), *((who, signal.SIGKILL) for who in WHO)]
 

@@ -23,7 +23,7 @@ RECIPE = make_settings(
     parallel={"sp_size": 2},
     data={"eval_split": 0.02, "max_length": 256},
     train={"max_steps": 4, "gradient_accumulation_steps": 2},
-    run={"save_steps": 2, "eval_steps": 2},
+    run={"save_steps": 2, "eval_steps": 2, "sample_steps": 2, "sample_prompts": ["a"], "sample_max_new_tokens": 8},
 )
 PHASES = list_phases(num_steps=4, evaluated=2, saved=2)
 BEFORE_STEPS = ("start", "loading", "rehearsal")
@@ -94,6 +94,8 @@ def test_a_signal_ends_a_run_in_every_phase(runs: Runs, event: str) -> None:
         assert command.returncode == 0, output
         assert "warning: stopping after this step; Ctrl-C again, or a second signal, stops now" in output
         assert "stopped: by a signal after step " in output
+        newest = max(int(name[5:]) for name in runs.list_checkpoints(run))
+        assert f"the newest checkpoint is {run}/checkpoints/step-{newest}: continue from it with" in output
     check_resumed_run(runs, run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
@@ -70,6 +72,38 @@ def train_alone(recipe: Any) -> list[float]:
     harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3)
     train(harness.train_state)
     return harness.losses
+
+
+def stop_between_tokens(overrides: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]], str]:
+    """The last rank alone is asked to stop, while it says its third token at step 1."""
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
+    harness, lines = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3), list[dict[str, Any]]()
+    samples, state = Samples(PROMPTS, (), 20, str, lines.append), harness.train_state
+    is_last, phases = dist.get_rank() == dist.get_world_size() - 1, list[str]()
+    state.stop.is_asked = lambda: is_last and state.step == 1 and state.phase.endswith("token 3")
+    state.post_step_hooks = (*state.post_step_hooks, every(1, samples.run), lambda *_: phases.append(state.phase))
+    train(state)
+    return harness.losses, lines, phases[0]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides"),
+    [
+        pytest.param(2, ("parallel.zero_stage=2",), marks=pytest.mark.check),
+        pytest.param(4, ("parallel.dp_shard_size=2",), marks=pytest.mark.full),
+        pytest.param(4, ("parallel.dp_shard_size=2", "memory.offload_param=cpu"), marks=pytest.mark.full),
+    ],
+)
+def test_a_reason_to_stop_of_one_rank_ends_samples_of_all_between_tokens(
+    num_ranks: int, overrides: tuple[str, ...]
+) -> None:
+    results = run_on_ranks(num_ranks, stop_between_tokens, overrides)
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
+    plain = run_on_ranks(num_ranks, train_alone, recipe)[0]
+    for losses, lines, phase in results:
+        assert [line["step"] for line in lines] == [2], "the samples of step 1 were left out, those of step 2 were not"
+        assert re.fullmatch(r"sample [12] of 3, token [234]", phase), "groups read prompts of other lengths"
+        assert losses == plain
 
 
 @pytest.mark.full

@@ -158,6 +158,8 @@ def test_a_signal_stops_with_a_checkpoint_from_which_the_run_resumes_exactly(run
     assert (process.returncode, out) == (75, ""), err
     stopped = re.search(r"stopped: by a signal after step (\d) of 8", err)
     assert stopped, err
+    newest = f"stopped/checkpoints/step-{stopped[1]}"
+    assert f"the newest checkpoint is {newest}: continue from it with the same command and --resume auto" in err
     assert [path.name for path in (runs.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{stopped[1]}"]
     assert len(runs.read_losses("stopped")) == int(stopped[1]) < 8
 

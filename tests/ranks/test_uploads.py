@@ -6,14 +6,16 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.bucket_server import IS_INSTALLED, REASON, serve_bucket
-from support.faults import Runs
+from support.faults import Runs, wait_until
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.tiers import mark_by
@@ -117,7 +119,10 @@ def test_nothing_is_lost_when_ranks_are_killed_during_uploads(
     kill_and_resume(runs, seed, "s3://runs")
 
 
-def save_to(recipe: Recipe, folder: str, address: str, pause: float, policy: SavePolicy) -> dict[str, Any]:
+def save_to(
+    recipe: Recipe, folder: str, address: str, pause: float, policy: SavePolicy,
+    is_hurried: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:  # fmt: skip
     """Saves after each step of three. Each file takes `pause` seconds to arrive."""
     harness = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=policy)
     lines: list[str] = []
@@ -134,15 +139,14 @@ def save_to(recipe: Recipe, folder: str, address: str, pause: float, policy: Sav
     Bucket.put_file = put_slowly  # type: ignore[method-assign]
     failure = ""
     state = harness.train_state
+    harness.saves.is_hurried = is_hurried
     try:
         harness.saves.uploads.begin(-1)
-        for step in (1, 2):
-            state.num_steps = step
+        for step in (1, 2, 3):
+            state.num_steps, state.stop.is_asked = step, lambda: False
             train(state)
-            harness.saves.save(state)
-        state.num_steps = 3
-        train(state)
-        harness.saves.save_last(state)
+            state.stop.is_asked = is_hurried
+            (harness.saves.save_last if step == 3 else harness.saves.save)(state)
         harness.saves.finish_uploads(state)
     except CheckpointError as error:
         failure = str(error)
@@ -163,6 +167,44 @@ def test_a_save_waits_for_the_upload_before_it_and_says_so(tmp_path: Path, is_as
     assert sum(line.startswith(f"uploaded {address}/checkpoints/step-") for line in first["lines"]) == 3
     for step in (2, 3):
         assert fetch_checkpoint(Bucket(address), step, tmp_path / "copy") == ""
+
+
+@pytest.mark.check
+def test_a_rank_without_time_ends_the_wait_of_all(tmp_path: Path) -> None:
+    """Rank 1 alone is asked to stop. No save waits, and what follows the upload in progress is not begun."""
+    recipe, address = make_recipe("parallel.sp_size=2"), f"file://{tmp_path}/bucket"
+    results = run_on_ranks(2, save_in_a_hurry, recipe, str(tmp_path / "run"), address)
+    for result in results:
+        assert (result["failure"], result["steps"]) == ("", [])
+        assert any(line.endswith("another machine finds an earlier one") for line in result["lines"])
+        assert not any(line.startswith("uploaded ") for line in result["lines"])
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-3", "step-2", "step-1"]
+    assert not any(find_damage(path) for path in list_checkpoints(tmp_path / "run"))
+
+
+def save_in_a_hurry(recipe: Recipe, folder: str, address: str) -> dict[str, Any]:
+    """With a limit of one checkpoint, which is not applied while an older one is on its way."""
+    is_hurried = dist.get_rank() == 1
+    return save_to(recipe, folder, address, 15.0, SavePolicy(1), is_hurried=lambda: is_hurried)
+
+
+@pytest.mark.full
+def test_a_signal_while_an_upload_waits_ends_the_run_in_time(runs: Runs, tmp_path: Path) -> None:
+    words = [*WORDS, f"run.checkpoint_uri=file://{tmp_path}/bucket"]
+    process = runs.start("late", *words, "run.stop_timeout=16", plan={"upload_pause": 600})
+    wait_until(process, lambda: "waiting for the upload of checkpoints/step-2" in process.read_stderr())
+    process.send_signal(signal.SIGTERM)
+    at = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - at < 16
+    assert process.returncode == 0, err
+    assert "late/checkpoints/step-4 is not uploaded yet: after a signal there is no time to wait for it" in err
+    assert "the newest checkpoint is late/checkpoints/step-4: continue from it with" in err
+    code, err = runs.train("late", *words, "--resume", "auto")
+    assert code == 0, err
+    assert "resumed from late/checkpoints/step-4 after step 4" in err
+    assert f"uploaded file://{tmp_path}/bucket/checkpoints/step-4" in err
+    assert runs.read_losses("late") == runs.read_losses("plain")
 
 
 @pytest.mark.check

@@ -57,6 +57,8 @@ def arm(module: str, environ: Mapping[str, str]) -> None:
         watch_phases(StayInPhase(plan, pids))
     elif "pause" in plan:
         write_slowly(plan["pause"])
+    elif "upload_pause" in plan:
+        upload_slowly(plan["upload_pause"])
     elif environ["RANK"] == "0" and plan and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if "phase" in plan:
             watch_phases(KillAtPhase(plan, pids))
@@ -94,8 +96,8 @@ def read_collectives(pids: Path) -> list[list[str]]:
 
 
 def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[str, Any]]:
-    """Returns plans by event of a run, without `who` and `signal`. `evaluated` and `saved` are steps with an evaluation
-    and a save."""
+    """Returns plans by event of a run, without `who` and `signal`. `evaluated` is a step with an evaluation, `saved`
+    one with a save and a sample."""
     return {
         "start": {"phase": "reading inputs"},
         "loading": {"phase": "loading the model"},
@@ -103,8 +105,10 @@ def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[st
         "mid-step": {"phase": "micro-step 2", "step": evaluated - 1},
         "evaluation": {"phase": "evaluation", "step": evaluated},
         "save": {"phase": "saving", "step": saved},
+        "samples": {"phase": "sample 1 of 1, token 2", "step": saved},
         "last save": {"phase": "saving", "step": num_steps},
         "last evaluation": {"phase": "evaluation", "step": num_steps},
+        "last samples": {"phase": "sample 1 of 1, token 2", "step": num_steps},
         "export": {"phase": "writing the model"},
         "check of the export": {"phase": "loading what was exported"},
     }
@@ -193,6 +197,19 @@ def write_slowly(seconds: float) -> None:
             yield piece
 
     tensor_file._walk_bytes = walk_slowly
+
+
+def upload_slowly(seconds: float) -> None:
+    """Makes each file take that long to arrive in a bucket."""
+    from ulysses_cli.run_folder.bucket import Bucket
+
+    put = Bucket.put_file
+
+    def put_slowly(self: Bucket, *args: Any) -> None:
+        time.sleep(seconds)
+        put(self, *args)
+
+    Bucket.put_file = put_slowly  # type: ignore[method-assign]
 
 
 def find_rank(pids: Path, rank: int) -> int:

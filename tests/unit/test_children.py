@@ -155,6 +155,32 @@ def test_a_killed_prepare_worker_names_the_file_that_it_read(
     assert capsys.readouterr().err.startswith(output)
 
 
+STOPPING = """
+import os, signal, sys, time
+number = int(os.environ["NUMBER"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+os.kill(os.getppid(), number)
+time.sleep(0 if number == signal.SIGINT else 600)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, None), (signal.SIGTERM, 143)])
+def test_an_interrupted_preparation_says_how_to_go_on(
+    tmp_path: Path, number: int, code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("NUMBER", str(int(number)))
+    start = children.start_module
+    monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("stopping", words, **options))
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
+        prepare_recipe("r.yaml")
+    assert getattr(end.value, "code", None) == code
+    assert capsys.readouterr().err == (
+        "interrupted while data was prepared: sources that were done are kept; the same command prepares the rest\n"
+    )
+
+
 CRASHING = """
 import os, resource, sys
 from ulysses_cli.host import children

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 from support.paths import ROOT
 
-from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SECONDS, Interruption
+from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SHARE, UPLOAD_SHARE, Interruption
 
 
 class Rank:
@@ -37,41 +37,48 @@ def test_a_rank_ends_at_once_while_nothing_can_be_lost(number: int) -> None:
 
 
 def test_a_loop_is_asked_to_stop_and_has_a_time_limit() -> None:
+    """The rest of a minute is for the agent, which needs 10 s for a rank that does not answer."""
     rank = Rank()
-    rank.interruption.wait_for_boundary(600.0, lambda: False)
+    rank.interruption.wait_for_boundary(60.0)
     assert not rank.interruption.is_asked
     rank.interruption.receive(signal.SIGTERM)
     rank.interruption.receive(signal.SIGTERM)  # one from the agent, one from a scheduler that signals every process
     assert rank.interruption.is_asked
     assert rank.messages == ["stopping after this step; Ctrl-C again, or a second signal, stops now"]
-    rank.wait(STOP_SECONDS - 1)
+    rank.wait(STOP_SHARE * 60 - 1)
     assert rank.ended == []
     rank.wait(2)
     assert rank.ended == [signal.SIGTERM]
+    assert STOP_SHARE * 60 + 10 < 60
 
 
-def test_a_short_step_timeout_bounds_the_time_to_stop() -> None:
+def test_a_signal_leaves_less_time_to_uploads_than_to_a_save() -> None:
     rank = Rank()
-    rank.interruption.wait_for_boundary(8.0, lambda: False)
+    rank.interruption.wait_for_boundary(60.0)
+    rank.wait(100)
+    assert not rank.interruption.is_hurried, "nobody has asked"
     rank.interruption.receive(signal.SIGTERM)
-    rank.wait(6.1)
-    assert rank.ended == [signal.SIGTERM]
-
-
-def test_a_save_may_take_long_unless_the_agent_is_dead() -> None:
-    rank = Rank()
-    rank.interruption.wait_for_boundary(600.0, lambda: True)
-    rank.interruption.receive(signal.SIGTERM)
-    rank.wait(10 * STOP_SECONDS)
+    rank.wait(UPLOAD_SHARE * STOP_SHARE * 60 - 1)
+    assert not rank.interruption.is_hurried
+    rank.wait(2)
+    assert rank.interruption.is_hurried
     assert rank.ended == []
+
+
+def test_a_rank_without_a_parent_has_ten_seconds() -> None:
+    rank = Rank()
+    rank.interruption.wait_for_boundary(600.0)
+    rank.interruption.receive(signal.SIGTERM)
     rank.interruption.receive(ORPHANED)
-    rank.wait(ORPHAN_SECONDS + 0.1)
+    rank.wait(ORPHAN_SECONDS - 0.1)
+    assert rank.ended == []
+    rank.wait(0.2)
     assert rank.ended == [signal.SIGTERM]
 
 
 def test_an_early_signal_ends_the_rank_when_nothing_is_left_to_save() -> None:
     rank = Rank()
-    rank.interruption.wait_for_boundary(600.0, lambda: False)
+    rank.interruption.wait_for_boundary(600.0)
     rank.interruption.receive(signal.SIGINT)
     assert rank.ended == []
     rank.interruption.end_at_once()

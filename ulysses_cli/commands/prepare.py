@@ -90,8 +90,12 @@ def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 
     with tempfile.TemporaryFile() as place:  # the key of the source that is read now, for a child that is killed
         words.append(f"--place={place.fileno()}")
         pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}
-        with children.start_module("ulysses_cli.data", words, **pipes) as child, children.ending(child):
-            answer, _ = child.communicate()
+        try:
+            with children.start_module("ulysses_cli.data", words, **pipes) as child, children.ending(child):
+                answer, _ = child.communicate()
+        except (KeyboardInterrupt, SystemExit):  # SIGTERM ends this process too
+            printing.print_message(run_end.explain_interrupted_data())
+            raise
         key = place.read().decode().strip()
     try:
         report = json.loads(answer)

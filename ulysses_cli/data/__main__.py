@@ -62,6 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         if is_json:
             printing.print_json({"problems": [problem.as_json()]})
         return FAILED
+    except (KeyboardInterrupt, SystemExit):  # so that the command's message begins a line of its own
+        progress.end()
+        raise
     progress.end()
     if is_json:
         printing.print_json(prepared.report)

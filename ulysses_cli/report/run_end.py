@@ -43,6 +43,10 @@ def format_interruption(failure: Mapping[str, Any], checkpoint: Path | None) -> 
     return f"{head}; {explain_resume(checkpoint)}"
 
 
+def explain_interrupted_data() -> str:
+    return "interrupted while data was prepared: sources that were done are kept; the same command prepares the rest"
+
+
 def explain_resume(checkpoint: Path) -> str:
     return f"the newest checkpoint is {checkpoint}: continue from it with the same command and --resume auto"
 

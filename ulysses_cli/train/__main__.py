@@ -122,6 +122,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.flush()
         os._exit(failure["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
     give_room(logs, rank)
+    if interruption.is_asked:  # an upload may be in progress, whose threads Python would wait for
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 

@@ -26,6 +26,7 @@ from ulysses_cli.train.hooks.samples import Samples
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.run_file import list_base_warnings, make_card
+from ulysses_cli.train.train_state import TrainState
 
 
 def finish(
@@ -42,17 +43,11 @@ def finish(
     """Collective over all ranks. `reason`: why training stopped before its last step, or ''."""
     state, recipe = run.state, run.plan.recipe
     saves.save_last(state)
-    signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
-    if not reason and state.last_eval_step != state.step:
-        evaluation.run(state, signals)
-        reason = signals.decide(state.groups.host_group)
-    if reason:
+    if reason := reason or measure_last_step(state, evaluation, samples, suite):
         saves.finish_uploads(state)
         write_early_stop(reason)
         record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
-    samples.run(state)
-    suite.run(state, signals)
     record.set_phase(WRITING)
     state.phase = WRITING
     launch.interruption.end_at_once()
@@ -69,6 +64,17 @@ def finish(
     for warning in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
         record.warn(warning)
     record.emit(event="done", model_dir=str(launch.run_dir / "model"))
+
+
+def measure_last_step(state: TrainState, evaluation: Evaluation, samples: Samples, suite: EvalSuite) -> str:
+    """Collective over all ranks. Returns the reason to stop that ended it early, or ''."""
+    signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
+    measures = [evaluation.run] if state.last_eval_step != state.step else []
+    for measure in (*measures, samples.run, suite.run):
+        measure(state, signals)
+        if reason := signals.decide(state.groups.host_group):
+            return reason
+    return ""
 
 
 def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: Path, record: Record) -> None:

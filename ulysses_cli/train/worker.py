@@ -27,12 +27,13 @@ from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.assembly.run import AssembledRun, assemble_run
-from ulysses_cli.train.checkpoint.saves import SAVING, SavePolicy, Saves, find_shortage
+from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves, find_shortage
 from ulysses_cli.train.checkpoint.uploads import NoUploads, Uploads
 from ulysses_cli.train.completion import finish
 from ulysses_cli.train.connection import Connected, connect
 from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.generation.on_engine import agree_on_stop_tokens
+from ulysses_cli.train.guard.interruption import STOP_SHARE
 from ulysses_cli.train.guard.watchdog import Watchdog
 from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
@@ -110,9 +111,14 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         record.warn("run.async_save needs a run.output_dir that all machines share: steps wait for saves")
     keeps_best = settings.keep_best is not None
     state.measure = settings.keep_best
-    policy = SavePolicy(settings.save_total_limit, is_async, settings.on_save_error == "continue", keeps_best)
+    stop_timeout = min(settings.stop_timeout, settings.step_timeout)
+    goes_on, stop_seconds = settings.on_save_error == "continue", STOP_SHARE * stop_timeout
+    policy = SavePolicy(settings.save_total_limit, is_async, goes_on, keeps_best, stop_seconds)
     uploads = open_uploads(launch, run, record)
-    saves = Saves(run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads)
+    saves = Saves(
+        run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads,
+        lambda: launch.interruption.is_hurried,
+    )  # fmt: skip
     choice = ModelChoice(
         saves.save if keeps_best else ignore,
         settings.early_stopping_patience, settings.early_stopping_threshold, record.report,
@@ -147,7 +153,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     state.pre_step_hooks, state.post_step_hooks = (meter.start,), tuple(post_step_hooks)
     record.set_phase("training")
     connected.groups.wait_without_limit()
-    launch.interruption.wait_for_boundary(settings.step_timeout, lambda: state.phase.startswith(SAVING))
+    launch.interruption.wait_for_boundary(stop_timeout)
     context = run.context
     watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
     if state.step:

@@ -298,4 +298,6 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_r
         printing.print_message(run_end.format_failure(outcome.failure, run_dir / "logs"))
         if outcome.exit_code == FAILED and checkpoint is not None:
             printing.print_message(run_end.explain_resume(checkpoint))
+    elif outcome.stopped_by and checkpoint is not None:
+        printing.print_message(run_end.explain_resume(checkpoint))
     return run_dir / "model" if is_complete else None

@@ -354,6 +354,13 @@ class Run(Section):
         1800.0, "a step that takes longer counts as a hang, and a save that does not move on for so long",
         unit="seconds", gt=0, le=1e6,
     )  # fmt: skip
+    stop_timeout: float = setting(
+        60.0,
+        "from a signal to the end of the run, its last save included; with a step_timeout that is less, that",
+        unit="seconds",
+        gt=0,
+        le=1e6,
+    )
     join_timeout: float = setting(
         600.0,
         "how long machines wait for each other; number 0 downloads and prepares data before it listens",

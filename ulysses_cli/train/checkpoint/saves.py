@@ -44,12 +44,14 @@ SAVING = "saving"  # a phase
 @dataclass(frozen=True)
 class SavePolicy:
     """How a run saves. `total_limit`: checkpoints to keep; None keeps all. `continue_on_error`: a failed save is only a
-    warning, except the last one. `keeps_best`: the one with the lowest evaluation loss is kept too."""
+    warning, except the last one. `keeps_best`: the one with the lowest evaluation loss is kept too. `stop_seconds`:
+    what a signal leaves to a save."""
 
     total_limit: int | None = None
     is_async: bool = False
     continue_on_error: bool = False
     keeps_best: bool = False
+    stop_seconds: float = float("inf")
 
 
 class Saves:
@@ -63,8 +65,10 @@ class Saves:
         facts: Mapping[str, Any],
         bad_steps: BadSteps,
         uploads: NoUploads | None = None,
+        is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         self.context, self.record, self.policy, self.facts, self.bad_steps = context, record, policy, facts, bad_steps
+        self.is_hurried, self.is_slowness_told = is_hurried, False
         self.last_step: int | None = None
         self.uploads = uploads or NoUploads()
         self.pending: BackgroundSave | None = None
@@ -91,8 +95,13 @@ class Saves:
 
     def finish_uploads(self, state: TrainState, model: Path | None = None) -> None:
         """Collective over all ranks. When it returns, the last checkpoint, and the model if there is one, are where
-        run.checkpoint_uri says, or a warning says why not."""
-        self._or_continue(partial(self.wait_for_upload, state))
+        run.checkpoint_uri says, or a warning says why not: after a signal there may be no time for it."""
+        self._or_continue(partial(self.wait_for_upload, state, self.is_hurried))
+        if self.uploads.is_behind:
+            self.record.warn(
+                f"{self.get_last_path()} is not uploaded yet: after a signal there is no time to wait for it; "
+                "--resume auto on this machine uploads it, another machine finds an earlier one"
+            )
         if model is not None:
             self.uploads.start_model(model)
             self._or_continue(partial(self.wait_for_upload, state))
@@ -122,11 +131,11 @@ class Saves:
             self.uploads.cancel()
             raise CheckpointError(f"checkpoint step-{pending.step} was not written: {problem}")
         self.last_step = pending.step
-        self.record.emit(event="saved", path=str(self.get_last_path()), seconds=pending.seconds)
+        self._report_saved(self.get_last_path(), pending.seconds)
 
-    def wait_for_upload(self, state: TrainState) -> None:
-        """Collective over all ranks. When it returns, an upload in progress is complete; raises if it failed."""
-
+    def wait_for_upload(self, state: TrainState, is_over: Callable[[], bool] | None = None) -> None:
+        """Collective over all ranks. When it returns, an upload in progress is complete; raises if it failed. Does not
+        go on waiting when a rank's `is_over` says so, by default when the run is asked to stop: a save is due then."""
         told = float("-inf")
 
         def show(progress: str) -> None:
@@ -137,7 +146,7 @@ class Saves:
             state.phase = f"{SAVING}: {progress}"  # the watchdog sees that it changes
 
         state.phase = SAVING
-        problem = self.uploads.wait(show)
+        problem = self.uploads.wait(show, is_over or state.stop.is_asked)
         state.phase = SAVING
         if problem:
             raise CheckpointError(problem)
@@ -149,20 +158,33 @@ class Saves:
         path = save_checkpoint(self.context, self.record.run_dir, state.step, self.read_state(state))
         self.last_step = state.step
         self.prune(state)
-        self.record.emit(event="saved", path=str(path), seconds=time.perf_counter() - started)
+        self._report_saved(path, time.perf_counter() - started)
         self.uploads.start(path)
+
+    def _report_saved(self, path: Path, seconds: float) -> None:
+        self.record.emit(event="saved", path=str(path), seconds=seconds)
+        if seconds > self.policy.stop_seconds and not self.is_slowness_told:
+            self.is_slowness_told = True
+            self.record.warn(
+                f"a save takes {seconds:.0f} s, but a signal leaves {self.policy.stop_seconds:.0f} s to the step and "
+                "its save: set a longer run.stop_timeout, or a run told to stop goes back to its last checkpoint"
+            )
 
     def _start(self, state: TrainState) -> None:
         folder = open_folder(self.context, self.record.run_dir, state.step)
         share = self.copies.copy(take_share(self.context))
-        prune = partial(prune_checkpoints, self.record.run_dir, self.policy.total_limit, self._list_losses(state))
+        prune = partial(prune_checkpoints, self.record.run_dir, self._get_limit(), self._list_losses(state))
         self.pending = BackgroundSave(self.context, folder, state.step, share, self.read_state(state), prune)
         self.uploads.start(self.get_path(state.step), self.pending)
 
     def prune(self, state: TrainState) -> None:
         """Deletes checkpoints that the policy does not keep."""
         if self.context.owns_disk:
-            prune_checkpoints(self.record.run_dir, self.policy.total_limit, self._list_losses(state))
+            prune_checkpoints(self.record.run_dir, self._get_limit(), self._list_losses(state))
+
+    def _get_limit(self) -> int | None:
+        """No limit while an older checkpoint is still being uploaded from its folder."""
+        return None if self.uploads.is_behind else self.policy.total_limit
 
     def _list_losses(self, state: TrainState) -> dict[int, float]:
         return dict(state.measured) if self.policy.keeps_best else {}

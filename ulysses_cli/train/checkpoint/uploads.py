@@ -45,9 +45,15 @@ class NoUploads:
     def start_model(self, folder: Path) -> None:
         """Called on every rank when the model is complete on the first one's disk."""
 
-    def wait(self, show: Callable[[str], None]) -> str:
-        """Collective over all ranks. Returns when no upload is in progress: what went wrong on any machine, or ''."""
+    def wait(self, show: Callable[[str], None], is_over: Callable[[], bool] = lambda: False) -> str:
+        """Collective over all ranks. Returns when no upload is in progress: what went wrong on any machine, or ''. When
+        `is_over` of any rank says so it returns before; `is_behind` is True then."""
         return ""
+
+    @property
+    def is_behind(self) -> bool:
+        """The same on all ranks, and False after a `wait` that was not cut short."""
+        return False
 
     def cancel(self) -> None:
         """The checkpoint that is waited for will not be written."""
@@ -58,8 +64,9 @@ class NoUploads:
 
 
 class Uploads(NoUploads):
-    """At most one upload is in progress. `machines` names each rank's machine. `losses`: evaluation losses by step, as
-    the run learns them; the checkpoint with the lowest one is kept."""
+    """At most one upload is in progress; one that starts after a `wait` that was cut short follows it. `machines` names
+    each rank's machine. `losses`: evaluation losses by step, as the run learns them; the checkpoint with the lowest one
+    is kept."""
 
     def __init__(
         self, bucket: Bucket, context: CheckpointContext, machines: Sequence[str], keep: int | None,
@@ -75,6 +82,11 @@ class Uploads(NoUploads):
         self.is_cancelled = threading.Event()
         self.sending, self.problem, self.what, self.seconds = Sending(bucket), "", "", 0.0
         self.began = 0.0
+        self.following: tuple[str, Callable[[], None]] | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self.what)
 
     def begin(self, last_step: int) -> None:
         problem = ""
@@ -107,15 +119,26 @@ class Uploads(NoUploads):
 
         self._start(MODEL, send)
 
-    def wait(self, show: Callable[[str], None]) -> str:
+    def wait(self, show: Callable[[str], None], is_over: Callable[[], bool] = lambda: False) -> str:
+        problem = self._wait_for_one(show, is_over)
+        while self.following is not None and not self.is_behind:
+            following, self.following = self.following, None
+            self._start(*following)
+            problem = self._wait_for_one(show, is_over) or problem
+        return problem
+
+    def _wait_for_one(self, show: Callable[[str], None], is_over: Callable[[], bool]) -> str:
         started = time.monotonic()
         while True:
             is_running = self.thread is not None and self.thread.is_alive()
-            answers = self.context.gather((is_running, self.problem, self.sending.num_bytes, self.sending.total_bytes))
-            running, problems, counts, totals = zip(*answers, strict=True)
+            counted = self.sending.num_bytes, self.sending.total_bytes
+            answers = self.context.gather((is_running, is_over(), self.problem, *counted))
+            running, over, problems, counts, totals = zip(*answers, strict=True)
             problem = next(filter(None, problems), "")
             if not any(running):
                 break
+            if any(over):
+                return ""
             if problem:
                 self.is_cancelled.set()
             if self.thread is not None:
@@ -135,6 +158,9 @@ class Uploads(NoUploads):
         return self.problem
 
     def _start(self, what: str, send: Callable[[], None]) -> None:
+        if self.is_behind:
+            self.following = what, send
+            return
         self.what, self.problem, self.began = what, "", time.monotonic()
         self.is_cancelled = threading.Event()
         self.sending = Sending(self.bucket, self.is_cancelled.is_set)

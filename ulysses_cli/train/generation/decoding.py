@@ -23,6 +23,10 @@ from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 Tokens = Sequence[int]
 
 
+class GenerationStopped(Exception):
+    """Raised by `take_turn`, in all groups of ranks at the same turn."""
+
+
 class Forward(Protocol):
     """The model. Takes tokens and positions [B, S] and returns logits [N, vocabulary] in float32, at `wanted`: indices
     [N] of a sequence and [N] of a token in it. A forward of a prefix wants none, and `documents` describes it."""
@@ -52,7 +56,7 @@ class Generator:
 
     `take_turn(has_work)` is called before each forward, with True, and by `finish`, with False. It returns whether any
     group of ranks has work. Where weights are gathered by all ranks, groups run the same number of forwards by it; the
-    default is for a model that each group holds by itself.
+    default is for a model that each group holds by itself. `is_stopped`: a turn has ended the generation early.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Generator:
         ring: SequenceAxis = NO_AXIS,
     ) -> None:
         self.forward, self.axis, self.device, self.take_turn = forward, axis, torch.device(device), take_turn
-        self.heads, self.ring = heads or axis, ring
+        self.heads, self.ring, self.is_stopped = heads or axis, ring, False
         self.cache = self._make_cache()
         self.prompts: list[Tokens] = []
 

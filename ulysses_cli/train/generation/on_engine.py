@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.engine import Engine, release_gathered
 from ulysses_cli.train.generation.cache import GenerationCache
-from ulysses_cli.train.generation.decoding import Generator
+from ulysses_cli.train.generation.decoding import GenerationStopped, Generator
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 
@@ -25,12 +25,16 @@ COORDINATION = ("fetch_sub_module", "release_sub_module", "trace_prologue", "rec
 
 
 @contextmanager
-def generating(engine: Engine, *, gathers_once: bool | None = None) -> Iterator[Generator]:
+def generating(
+    engine: Engine, *, gathers_once: bool | None = None, should_stop: Callable[[], bool] | None = None
+) -> Iterator[Generator]:
     """Collective over all ranks of the engine: enter and leave it on all of them. Inside, every group of sequence ranks
     may read other prompts and run as many forwards as it needs.
 
     Under ZeRO-3, weights are gathered once where they fit, else in each forward. `gathers_once` decides it instead.
-    Outside, the engine trains as if nothing had happened.
+    Outside, the engine trains as if nothing had happened. With `should_stop` all groups run the same number of
+    forwards. Before each one all ranks hear whether it holds on any of them; the block then ends early on all, and
+    `is_stopped` of the generator says so.
     """
     wrapped, groups = engine.wrapped, engine.groups
     is_sharded = wrapped.zero_optimization_stage() == 3
@@ -43,11 +47,15 @@ def generating(engine: Engine, *, gathers_once: bool | None = None) -> Iterator[
         wrapped.eval()
         stack.callback(wrapped.train)
         forward = partial(_run, wrapped)
-        take_turn = partial(_take_turn, groups) if is_shared else _wait_for_none
+        is_in_step = is_shared or should_stop is not None
+        take_turn = partial(_take_turn, groups, should_stop) if is_in_step else _wait_for_none
         heads, ring = groups.ulysses_axis, groups.ring_axis
         generator = Generator(forward, groups.sp_axis, engine.device, take_turn, heads=heads, ring=ring)
-        yield generator
-        generator.finish()
+        try:
+            yield generator
+            generator.finish()
+        except GenerationStopped:
+            generator.is_stopped = True
         if is_sharded and not gathers_once:
             release_gathered(wrapped)
 
@@ -74,11 +82,14 @@ def _run(
     return logits
 
 
-def _take_turn(groups: Groups, has_work: bool) -> bool:
+def _take_turn(groups: Groups, should_stop: Callable[[], bool] | None, has_work: bool) -> bool:
     """Collective over all ranks, on the host: each is about to run a forward or has finished."""
-    working = torch.tensor(int(has_work))
-    dist.all_reduce(working, op=dist.ReduceOp.MAX, group=groups.host_group)
-    return bool(working.item())
+    facts = torch.tensor([has_work, should_stop is not None and should_stop()], dtype=torch.int)
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=groups.host_group)
+    is_any_working, is_any_stopping = facts.tolist()
+    if is_any_stopping:
+        raise GenerationStopped
+    return bool(is_any_working)
 
 
 def _wait_for_none(has_work: bool) -> bool:

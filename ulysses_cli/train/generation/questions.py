@@ -62,10 +62,11 @@ def ask_questions(
     engine: Engine,
     quiz: Quiz | None,
     stop_tokens: Collection[int],
-    should_stop: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] | None = None,
     report: Callable[[int], None] = lambda _: None,
 ) -> bool:
-    """Collective over all ranks. Returns whether all questions were asked: `should_stop` of any rank ends it early.
+    """Collective over all ranks. Returns whether all questions were asked: `should_stop` of any rank ends it early,
+    between two tokens of an answer too.
     `report` is told on each rank how many were asked so far."""
     if quiz is None:
         return answer_questions(engine, None, stop_tokens, should_stop=should_stop, report=report)
@@ -88,7 +89,7 @@ def answer_questions(
     stop_tokens: Collection[int],
     keep: Callable[[Answer], None] = lambda _: None,
     decode: Callable[[list[int]], str] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] | None = None,
     report: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Collective over all ranks. Rank 0 has the questions, and `keep` gets their answers there, in their order.
@@ -96,10 +97,10 @@ def answer_questions(
     groups, num_asked = engine.groups, 0
     num_groups = groups.layout.world_size // groups.sp_axis.size
     batches = _collect(questions) if questions is not None else iter(())
-    with generating(engine) as generator:
+    with generating(engine, should_stop=should_stop) as generator:
         while True:
             batch_of_group = [next(batches, []) for _ in range(num_groups)] if questions is not None else []
-            if any(gather_values(should_stop(), groups.host_group)):
+            if any(gather_values(should_stop is not None and should_stop(), groups.host_group)):
                 return False
             # rank 0 sends each rank its group's questions, on the host
             shares = _share(batch_of_group, groups) if questions is not None else None
@@ -114,6 +115,7 @@ def answer_questions(
             for index in range(len(batch_of_group)):
                 for answer in answered[index]:
                     keep(answer)
+    return False
 
 
 def _share(batches: Sequence[list[Question]], groups: Groups) -> list[tuple[int, list[Question]]]:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from ulysses_cli.plan.exit_codes import get_signal_code
 
 ORPHANED = 0  # used like a signal's number: the parent process is dead
-STOP_SECONDS = 45.0  # from a signal to the end of a rank that reaches no boundary; the agent needs up to 10 s more
+STOP_SHARE = 0.75  # of the time to stop is for the ranks; their agent needs up to 10 s more
+UPLOAD_SHARE = 0.67  # of the ranks' time; the rest is for leaving in order
 ORPHAN_SECONDS = 10.0
 RECORD_SECONDS = 3.0  # to write the failure record
 CHECK_SECONDS = 0.5
@@ -70,7 +71,8 @@ class Interruption:
     """The request to stop that this rank has received, and when it ends the rank.
 
     Before the first step and after the last save nothing can be lost: the rank ends at once. Between them the loop
-    reads `is_asked` and stops at a step boundary with a checkpoint; a rank that does not get there in time ends.
+    reads `is_asked` and stops at a step boundary with a checkpoint. A rank that is not there in time ends, also in a
+    save: no reader takes an unfinished checkpoint, so the last complete one counts.
     """
 
     def __init__(
@@ -82,17 +84,20 @@ class Interruption:
         self.end, self.warn, self.clock = end, warn, clock
         self.number: int | None = None  # the first signal, or ORPHANED
         self.grace_seconds: float | None = None  # None: nothing is lost by ending at once
-        self.is_saving: Callable[[], bool] = lambda: False
-        self.is_orphan = False
         self.deadline = float("inf")
 
     @property
     def is_asked(self) -> bool:
         return self.number is not None
 
+    @property
+    def is_hurried(self) -> bool:
+        """What can be done later must not be waited for any more."""
+        left = (1 - UPLOAD_SHARE) * (self.grace_seconds or 0.0)
+        return self.number is not None and self.clock() >= self.deadline - left
+
     def receive(self, number: int) -> None:
         if number == ORPHANED:
-            self.is_orphan = True
             self.deadline = self.clock() + ORPHAN_SECONDS
         if self.number is None:
             self.number = number
@@ -102,17 +107,14 @@ class Interruption:
         self.check()
 
     def check(self) -> None:
-        """Ends the rank when its time is over. A save that has begun may finish, unless the agent is dead."""
-        if self.number is None:
-            return
-        is_waiting = self.is_saving() and not self.is_orphan
-        if self.grace_seconds is None or (self.clock() >= self.deadline and not is_waiting):
+        """Ends the rank when its time is over."""
+        if self.number is not None and (self.grace_seconds is None or self.clock() >= self.deadline):
             self.end(self.number)
 
-    def wait_for_boundary(self, step_timeout: float, is_saving: Callable[[], bool]) -> None:
-        """Call before the first step: from then on there is something to save."""
-        self.is_saving = is_saving
-        self.grace_seconds = min(STOP_SECONDS, 0.75 * step_timeout)
+    def wait_for_boundary(self, stop_seconds: float) -> None:
+        """Call before the first step: from then on there is something to save. `stop_seconds`: from a signal to the end
+        of the run."""
+        self.grace_seconds = STOP_SHARE * stop_seconds
 
     def end_if_asked(self) -> None:
         if self.number is not None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ulysses_cli.train.generation.on_engine import generating
+from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.train_state import TrainState
 
@@ -49,18 +50,22 @@ class Samples:
         self.prompts, self.stop_tokens, self.max_new_tokens = prompts, stop_tokens, max_new_tokens
         self.decode, self.write = decode, write
 
-    def run(self, state: TrainState) -> None:
-        """Collective over all ranks. Groups of ranks that share rows each take some of the prompts."""
+    def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
+        """Collective over all ranks. Groups of ranks that share rows each take some of the prompts. `stop`: reasons to
+        end it early, without a result; by default the run's own."""
         if not self.prompts:
             return
         groups, answers = state.groups, dict[int, list[int]]()
-        with generating(state.engine) as generator:
+        read_flags = (stop or state.stop).read_flags
+        with generating(state.engine, should_stop=lambda: any(read_flags())) as generator:
             for at in range(groups.dp_index, len(self.prompts), groups.layout.dp_size):
                 title = f"sample {at + 1} of {len(self.prompts)}"
                 state.phase = title
                 generator.read([self.prompts[at].tokens])
                 show = partial(_show_progress, state, title)
                 (answers[at],) = generator.generate(self.max_new_tokens, self.stop_tokens, show)
+        if generator.is_stopped:
+            return
         everything = {at: tokens for part in gather_values(answers, groups.host_group) for at, tokens in part.items()}
         samples = [
             {"prompt": prompt.text, "text": self.decode(everything[at]), "num_tokens": len(everything[at])}
