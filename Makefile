@@ -52,8 +52,9 @@ bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
 	python benchmarks/evaluate.py
 
+# Adam on the host uses all cores there, as in a run that `ulysses train` starts.
 gpu: install  ## tests and measurements on a GPU, each beside its prediction (MINUTES=25); WORDS=--rehearse needs none
-	python benchmarks/gpu.py --minutes $(MINUTES) $(WORDS)
+	env -u OMP_NUM_THREADS python benchmarks/gpu.py --minutes $(MINUTES) $(WORDS)
 
 check: lint types demo test-check  ## all that CI runs
 

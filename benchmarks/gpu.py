@@ -1,34 +1,35 @@
 """The first half hour on a GPU: tests in the order of what would break everything, then measurements in the order of
-worth, each beside its prediction. Every result is written when it exists; a later call goes on where this one stopped.
+worth, each beside its prediction. Each figure is written when it exists; a later call goes on where this one stopped.
 
-    python benchmarks/gpu.py [--minutes 25] [--only PART] [--again] [--json FILE]
-    python benchmarks/gpu.py --rehearse      every part in miniature on a CPU; measures nothing
+    python benchmarks/gpu.py [--minutes 25] [--results FOLDER] [--only PART] [--again]
+    python benchmarks/gpu.py --rehearse      every kind of part in miniature on a CPU; measures nothing
 
-Exits with 0 when all parts are done, 1 when one has failed or time ran out, 2 without a GPU. It has not been run on a
-GPU yet.
+A machine that has the packages needs no installation: docs/benchmarks.md names them. All files go to the folder of
+results. Exits with 0 when all parts are done or skipped, 1 when one has failed or time ran out, 2 without a GPU. It has
+not been run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_run import Part, PartFolders, Row, read_json_line, run_part
 from paths import RESULTS, ROOT
 
 PYTHON = sys.executable
 ULYSSES = (PYTHON, "-m", "ulysses_cli")
-LAYER = {  # Llama-3.1-8B's layer; four of them with a small vocabulary, so that layers decide
+LAYER = {  # Llama-3.1-8B's layer, with a small vocabulary, so that layers decide
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 8192, "max_position_embeddings": 1048576,
     "rope_theta": 500000.0, "tie_word_embeddings": False,
@@ -38,19 +39,10 @@ SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
-LAST_SECONDS = 20.0  # kept for writing and for the table
-
-
-@dataclass(frozen=True)
-class Part:
-    """`make_commands`: run in order; the output of the last is read. `codes`: exit codes with which they are done; a
-    rehearsal must end with 0."""
-
-    name: str
-    make_commands: Callable[[Path, bool], list[list[str]]]
-    read: Callable[[str], list[dict[str, Any]]]
-    seconds: float
-    codes: tuple[int, ...] = (0,)
+LAST_SECONDS = 15.0  # kept for writing and for the table
+LEAST_SECONDS = 45.0  # no part starts with less
+TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?\s+\[\s*\d+%\]$")
+ENDED = ("done", "skipped")
 
 
 def make_recipe(folder: Path, name: str, config: dict[str, Any], *, length: int, device: str) -> Path:
@@ -66,36 +58,37 @@ def make_recipe(folder: Path, name: str, config: dict[str, Any], *, length: int,
     return file
 
 
-def run_tests(file: str) -> Callable[[Path, bool], list[list[str]]]:
-    def make(_: Path, rehearses: bool) -> list[list[str]]:
-        return [
-            [PYTHON, "-m", "pytest", "-q", "-rfEs", *(["--collect-only"] if rehearses else []), f"tests/gpu/{file}"]
-        ]
-
-    return make
+def make_tests(name: str, file: str, seconds: float) -> Part:
+    words = ["-o", "addopts=--strict-markers", "-v", "-rfE", str(Path("tests/gpu") / file)]
+    return Part(name, lambda _: [[PYTHON, "-m", "pytest", *words]], seconds, read_test_line, judge=judge_tests)
 
 
-def read_tests(output: str) -> list[dict[str, Any]]:
-    counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped|error)", output)}
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", output, re.MULTILINE)
-    return [{"name": "tests", **counts, "failures": failed}]
+def read_test_line(line: str) -> Iterator[Row]:
+    found = TEST_LINE.match(line)
+    if found:
+        yield {"name": found[1], "outcome": found[2].lower(), **({"reason": found[3]} if found[3] else {})}
 
 
-def run_kernels(_: Path, rehearses: bool) -> list[list[str]]:
-    extra = ["--lengths", "256", "--device", "cpu"] if rehearses else []
-    return [[PYTHON, "benchmarks/gpu_kernels.py", *extra]]
+def judge_tests(rows: list[Row]) -> tuple[str, str]:
+    outcomes = Counter(row["outcome"] for row in rows)
+    if outcomes["failed"] or outcomes["error"] or not rows:
+        return "failed", "no test has run" if not rows else "tests have failed"
+    if not outcomes["passed"]:
+        return "skipped", "; ".join(dict.fromkeys(row.get("reason", "no reason is given") for row in rows))
+    return "done", ""
 
 
-def run_training(folder: Path, rehearses: bool) -> list[list[str]]:
+def run_training(folders: PartFolders) -> list[list[str]]:
     """A real run with the optimizer on the host, a save, and a resume from it."""
-    config, length, device = (SMALL, 256, "cpu") if rehearses else (LAYER, 32768, "cuda")
-    recipe = make_recipe(folder, "train", config, length=length, device=device)
-    words = ["run.save_steps=3", *([] if rehearses else ["memory.offload_optimizer=cpu"])]
+    layer = {**LAYER, "num_hidden_layers": 2}
+    config, length, device = (SMALL, 256, "cpu") if folders.rehearses else (layer, 32768, "cuda")
+    recipe = make_recipe(folders.scratch, "train", config, length=length, device=device)
+    words = ["run.save_steps=3", *([] if folders.rehearses else ["memory.offload_optimizer=cpu"])]
     train = [*ULYSSES, "train", str(recipe), *words]
     return [[*train, "train.max_steps=3", "--overwrite"], [*train, "--resume", "auto"]]
 
 
-def read_training(output: str) -> list[dict[str, Any]]:
+def read_training(output: str) -> list[Row]:
     """The steps of both runs, from the folder of the model that the second one prints."""
     metrics = Path(output.strip().rpartition("\n")[2]).parent / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
@@ -104,155 +97,221 @@ def read_training(output: str) -> list[dict[str, Any]]:
     return [{"name": f"step {step['step']}", "loss": step["loss"], "seconds": step["step_seconds"]} for step in steps]
 
 
-def run_layers(levers: str, *, peer: bool = False) -> Callable[[Path, bool], list[list[str]]]:
-    def make(folder: Path, rehearses: bool) -> list[list[str]]:
-        config, lengths, device = (SMALL, "256", "cpu") if rehearses else (LAYER, "8Ki,32Ki,128Ki", "cuda")
-        lengths = "32Ki" if peer and not rehearses else lengths
-        recipe = make_recipe(folder, f"layers-{levers}", config, length=256 if rehearses else 8192, device=device)
-        words = ["--max-length", lengths, "--levers", levers, "--steps", "1" if rehearses else "5"]
+def make_kernels(length: int, seconds: float, *, is_variant: bool = False) -> Part:
+    def make(folders: PartFolders) -> list[list[str]]:
+        words = ["--lengths", "256", "--device", "cpu"] if folders.rehearses else ["--lengths", str(length)]
+        return [[PYTHON, "benchmarks/gpu_kernels.py", *words]]
+
+    return Part(f"kernels at {length // 1024}Ki", make, seconds, read_json_line, is_variant=is_variant)
+
+
+def make_layers(
+    title: str,
+    length: int,
+    seconds: float,
+    *memory: str,
+    levers: str = "auto",
+    num_layers: int = 4,
+    peer: bool = False,
+    is_variant: bool = True,
+) -> Part:
+    """Measures one case, so that each is kept and tried again by itself. `memory`: settings of the recipe."""
+
+    def make(folders: PartFolders) -> list[list[str]]:
+        config, tokens, device = {**LAYER, "num_hidden_layers": num_layers}, length, "cuda"
+        if folders.rehearses:
+            config, tokens, device = SMALL, 256, "cpu"
+        recipe = make_recipe(folders.scratch, "layers", config, length=tokens, device=device)
+        steps = "1" if folders.rehearses else "3" if length > 65536 else "5"
+        words = [*(f"memory.{each}" for each in memory), "--levers", levers, "--steps", steps]
         extra = ["--against", "trainer"] if peer else []
         return [[*ULYSSES, "bench", str(recipe), *words, *extra, "--format", "json"]]
 
-    return make
+    name = f"{title}, {length // 1024}Ki"
+    return Part(name, make, seconds, read=read_findings, judge=judge_findings, is_variant=is_variant)
 
 
-def read_findings(output: str) -> list[dict[str, Any]]:
-    """Rows of a command's JSON; a measurement that failed keeps its reason."""
+def read_findings(output: str) -> list[Row]:
+    """Rows of a command's JSON."""
     found = json.loads(output[output.index("{") :])
-    rows = [{"name": f"{row['group']}, {row['name']}", **row["values"], "text": row["text"]} for row in found["rows"]]
-    if not rows or any(row["verdict"] == "FAIL" for row in found["rows"]):
-        raise ValueError("; ".join(row["text"] for row in found["rows"] if row["verdict"] == "FAIL") or "no rows")
+    rows = [
+        {"name": f"{row['group']}, {row['name']}", "verdict": row["verdict"], **row["values"], "text": row["text"]}
+        for row in found["rows"]
+    ]
+    if not rows:
+        raise ValueError("no rows")
     return [*rows, {"name": "calibration", **found["calibration"]}] if found["calibration"] else rows
 
 
-def run_peers(part: str) -> Callable[[Path, bool], list[list[str]]]:
-    def make(_: Path, rehearses: bool) -> list[list[str]]:
-        file = RESULTS / f"levers-gpu-{part}.json"
-        command = [PYTHON, "benchmarks/gpu_levers.py", "--part", part, "--minutes", "8", "--json", str(file)]
-        return [[*command, *(["--rehearse"] if rehearses else [])]]
-
-    return make
+def judge_findings(rows: list[Row]) -> tuple[str, str]:
+    """What the plan says fits must run. The peer may fail."""
+    bad = [row for row in rows if row.get("verdict") in ("FAIL", "OOM") and "the Trainer" not in row["name"]]
+    return ("failed", "; ".join(row["text"] for row in bad)) if bad else ("done", "")
 
 
-def read_text(output: str) -> list[dict[str, Any]]:
-    return [{"name": line.strip()} for line in output.splitlines() if line.strip()][-40:]
+def make_peers(name: str, part: str, seconds: float) -> Part:
+    """Goes on from its own file of results, which holds every measurement of earlier calls."""
+
+    def make(folders: PartFolders) -> list[list[str]]:
+        words = ["--part", part, "--minutes", str((folders.seconds - LAST_SECONDS) / 60), "--lengths", "8Ki,32Ki,128Ki"]
+        file = ["--json", str(folders.results / f"levers-gpu-{part}.json")]
+        return [[PYTHON, "benchmarks/gpu_levers.py", *words, *file, *(["--rehearse"] if folders.rehearses else [])]]
+
+    return Part(name, make, seconds, read_json_line, judge=judge_peers)
 
 
+def judge_peers(rows: list[Row]) -> tuple[str, str]:
+    failed = [f"{row['name']}: {row['failed']}" for row in rows if "failed" in row]
+    return ("failed", "; ".join(failed)) if failed else ("done", "")
+
+
+AUTO, HALF = "8B's layers, levers as chosen", "against the Trainer, two layers of 8B"
+HOST = ("activation_offloading=true", "gradient_checkpointing=true")
+TILES = ("tiled_mlp=true", "tiled_loss=true")
 PARTS = [
-    Part("attention on a GPU", run_tests("test_gpu_kernels.py"), read_tests, 420),
-    Part("levers on a GPU", run_tests("test_gpu_levers.py"), read_tests, 180),
-    Part("norms and gates on a GPU", run_tests("test_gpu_elementwise.py"), read_tests, 180),
-    Part("a run, saved and resumed", run_training, read_training, 420),
-    Part("kernels", run_kernels, lambda output: json.loads(output.splitlines()[-1])["rows"], 420),
-    Part("layers of 8B, levers as chosen", run_layers("auto"), read_findings, 480),
-    Part("layers of 8B, all levers", run_layers("all"), read_findings, 480),
-    Part("against ALST's wiring", run_peers("speed"), read_text, 560, (0, 1)),
-    Part("against the Trainer", run_layers("none", peer=True), read_findings, 420),
-    Part("the longest row", run_peers("longest"), read_text, 560, (0, 1)),
-    Part("more than 2^31 elements on a GPU", run_tests("test_gpu_indexing.py"), read_tests, 300),
-    Part("recurrences on a GPU", run_tests("test_gpu_recurrence.py"), read_tests, 240),
+    make_tests("attention on a GPU", "test_gpu_kernels.py", 300),
+    make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
+    make_tests("levers on a GPU", "test_gpu_levers.py", 120),
+    Part("a run, saved and resumed", run_training, 240, read=read_training),
+    make_tests("more than 2^31 elements on a GPU", "test_gpu_indexing.py", 150),
+    make_tests("recurrences on a GPU", "test_gpu_recurrence.py", 120),
+    make_layers(AUTO, 32768, 120, is_variant=False),
+    make_kernels(32768, 150),
+    make_peers("against ALST's wiring", "speed", 270),
+    make_layers(AUTO, 131072, 150),
+    make_layers(HALF, 32768, 120, num_layers=2, peer=True, is_variant=False),
+    make_kernels(131072, 180, is_variant=True),
+    make_layers("8B's layers, optimizer on the host", 32768, 150, "offload_optimizer=cpu"),
+    make_layers("8B's layers, activations on the host", 131072, 180, *HOST),
+    make_layers("8B's layers, large tiles", 131072, 150, *TILES, "large_tiles=true", "gradient_checkpointing=true"),
+    make_layers("8B's layers, small tiles", 131072, 150, *TILES, "large_tiles=false", "gradient_checkpointing=true"),
+    make_layers(HALF, 131072, 210, num_layers=2, peer=True),
+    make_peers("the longest row", "longest", 240),
+    make_layers(AUTO, 8192, 100),
+    make_layers("8B's layers, layers' inputs alone", 32768, 120, "gradient_checkpointing=full"),
+    make_layers("8B's layers, all levers", 131072, 240, levers="all", is_variant=False),
+    make_layers(HALF, 8192, 100, num_layers=2, peer=True),
 ]
 
 
-def run_part(part: Part, folder: Path, *, rehearses: bool, seconds: float) -> dict[str, Any]:
-    """Runs a part's commands, each in a session of its own that ends with its time. Returns its rows or its error."""
-    start, output = time.monotonic(), ""
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1"}
-    for command in part.make_commands(folder, rehearses):
-        left = seconds - (time.monotonic() - start)
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environ, text=True, errors="replace", start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        ) as process:  # fmt: skip
-            try:
-                output, errors = process.communicate(timeout=max(1.0, left))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                return {"error": f"took longer than {seconds:.0f} s", "seconds": time.monotonic() - start}
-        if process.returncode not in ((0,) if rehearses else part.codes):
-            tail = (errors.strip() or output.strip())[-1500:]
-            rows = read_tests(output) if part.read is read_tests else []
-            return {"error": f"exit code {process.returncode}: {tail}", "rows": rows}
-    try:
-        rows = part.read(output) if not (rehearses and part.read is read_tests) else read_text(output)[-1:]
-    except (ValueError, KeyError, IndexError) as error:
-        return {"error": f"its output cannot be read: {error}: {output[-500:]}"}
-    return {"rows": rows, "seconds": round(time.monotonic() - start, 1)}
-
-
 def describe_machine() -> dict[str, Any]:
-    from ulysses_cli.prove.results import describe_machine as describe
-
-    return describe()
+    """Asked in a process of its own, which takes no memory of the GPU."""
+    code = "import json; from ulysses_cli.prove.results import describe_machine as d; print(json.dumps(d()))"
+    done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"this tool cannot be imported here: {done.stderr.strip()[-1500:]}")
+    machine: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return machine
 
 
 def list_compared(results: dict[str, Any]) -> Iterator[str]:
     """Lines of the table: what was measured beside what was predicted."""
+    for name, part in results["parts"].items():
+        reason = f": {part['reason'].strip().splitlines()[0][:160]}" if part.get("reason") else ""
+        yield f"{name}: {part['status'].upper() if part['status'] == 'failed' else part['status']}{reason}"
+        outcomes = Counter(row["outcome"] for row in part["rows"] if "outcome" in row)
+        if outcomes:
+            yield "  " + ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        for row in part["rows"]:
+            if row.get("outcome") in ("failed", "error"):
+                yield f"  {row['outcome'].upper()} {row['name']}"
+            elif "outcome" not in row:
+                yield f"  {row['name']:<48} {', '.join(describe_row(row))}"
+
+
+def describe_row(row: Row) -> Iterator[str]:
     pairs = (
         ("step_seconds", "predicted_step_seconds", "s"),
         ("seconds", "predicted_seconds", "s"),
         ("peak_memory_bytes", "predicted_memory_bytes", "bytes"),
     )
-    for name, part in results["parts"].items():
-        if "error" in part:
-            yield f"{name}: FAILED: {part['error'].splitlines()[0][:120]}"
-            continue
-        yield f"{name}:"
-        for row in part["rows"]:
-            compared = [
-                f"{row[measured]:,.4g} {unit} (predicted {row[predicted]:,.4g})"
-                for measured, predicted, unit in pairs
-                if row.get(measured) and row.get(predicted)
-            ]
-            mfu = [f"MFU {row['mfu']:.1%}"] if row.get("mfu") else []
-            counts = [f"{row[key]} {key}" for key in ("passed", "failed", "skipped") if row.get(key)]
-            yield f"  {row['name']:<40} {', '.join([*compared, *mfu, *counts])}"
+    for measured, predicted, unit in pairs:
+        if row.get(measured):
+            beside = f" (predicted {row[predicted]:,.4g})" if row.get(predicted) else ""
+            yield f"{row[measured]:,.4g} {unit}{beside}"
+    if row.get("mfu"):
+        yield f"MFU {row['mfu']:.1%}"
+    if row.get("speed_ratio"):
+        yield f"{row['speed_ratio']:.3g} times as fast"
+    predicted_parts = row.get("predicted_part_seconds", {})
+    for part, seconds in row.get("part_seconds", {}).items():
+        yield f"{part} {seconds:.3g} ({predicted_parts.get(part, 0.0):.3g})"
+    for key in ("obstacle", "out_of_memory", "failed"):
+        if row.get(key):
+            yield f"{key.replace('_', ' ')}: {str(row[key])[:120]}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25.0, help="when to stop; a later call goes on")
+    parser.add_argument("--results", type=Path, help="folder of all results; earlier ones there are continued")
     parser.add_argument("--only", action="append", help="the name of a part; may be given several times")
     parser.add_argument("--again", action="store_true", help="run parts that are done, too")
-    parser.add_argument("--rehearse", action="store_true", help="every part in miniature on a CPU; keeps no result")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU; keeps no result")
     options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes - LAST_SECONDS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what runs, as Ctrl-C does
     machine = describe_machine()
     if not machine["gpus"] and not options.rehearse:
         print("there is no GPU here that torch sees; --rehearse runs every part in miniature", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-        return run_parts(options, machine, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+        folder = options.results or (Path(scratch) / "results" if options.rehearse else RESULTS)
+        folder.mkdir(parents=True, exist_ok=True)
+        return run_parts(options, machine, Path(scratch), folder.resolve(), until)
 
 
-def run_parts(options: argparse.Namespace, machine: dict[str, Any], folder: Path) -> int:
-    """`folder`: for what the parts write besides results."""
-    gpu = machine["gpus"][0] if machine["gpus"] else "none"
-    named = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-    file = options.json or (folder / "rehearsal.json" if options.rehearse else named)
+def run_parts(options: argparse.Namespace, machine: dict[str, Any], scratch: Path, folder: Path, until: float) -> int:
+    gpu = "none" if options.rehearse else machine["gpus"][0]
+    file = folder / f"gpu-{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
     results: dict[str, Any] = {"machine": machine, "parts": {}}
     if file.exists() and not options.again:
         results["parts"] = json.loads(file.read_text())["parts"]
-    until = time.monotonic() + 60 * options.minutes - LAST_SECONDS
     wanted = [part for part in PARTS if not options.only or part.name in options.only]
-    for part in wanted:
-        done = results["parts"].get(part.name)
+    if options.rehearse:
+        wanted = [part for part in wanted if not part.is_variant]
+    for part in order_parts(wanted, results["parts"]):
         left = until - time.monotonic()
-        if (done and "error" not in done) or left < LAST_SECONDS:
+        if left < min(part.seconds, LEAST_SECONDS):
             continue
         print(f"{part.name} ...", flush=True)
-        results["parts"][part.name] = run_part(
-            part, folder, rehearses=options.rehearse, seconds=min(part.seconds, left)
+        keep = make_keeper(results, part.name, file)
+        folders = PartFolders(
+            scratch, folder, options.rehearse, part.seconds if options.rehearse else min(part.seconds, left)
         )
-        file.write_text(json.dumps(results, indent=1) + "\n")
+        keep(run_part(part, folders, file.with_suffix(".log"), keep))
     print(*list_compared(results), sep="\n")
-    missing = [part.name for part in wanted if part.name not in results["parts"]]
-    failed = [name for name, part in results["parts"].items() if "error" in part]
+    states = {part.name: results["parts"].get(part.name, {}).get("status", "left") for part in wanted}
+    missing = [name for name, status in states.items() if status not in (*ENDED, "failed")]
+    failed = [name for name, status in states.items() if status == "failed"]
     place = "a rehearsal" if options.rehearse else file
-    print(f"{len(results['parts'])} parts in {place}; failed: {failed or 'none'}; left: {missing or 'none'}")
+    print(f"{len(wanted)} parts in {place}; failed: {failed or 'none'}; left: {missing or 'none'}")
     for name in failed if options.rehearse else []:
-        print(f"\n{name}: {results['parts'][name]['error']}", file=sys.stderr)
+        print(f"\n{name}: {results['parts'][name]['reason']}", file=sys.stderr)
     return int(bool(missing or failed))
+
+
+def order_parts(parts: list[Part], found: dict[str, Any]) -> list[Part]:
+    """Those that are not done: first what was never tried or was cut off, last what has failed."""
+    turns = {"out of time": 1, "failed": 2}
+    states = {part.name: found.get(part.name, {}).get("status", "left") for part in parts}
+    return sorted(
+        (part for part in parts if states[part.name] not in ENDED), key=lambda part: turns.get(states[part.name], 0)
+    )
+
+
+def make_keeper(results: dict[str, Any], name: str, file: Path) -> Callable[[dict[str, Any]], None]:
+    """Writes a part's entry whenever it changes. Rows of an earlier try stay until the part is done."""
+    earlier = results["parts"].get(name, {})
+    rows = earlier.get("rows") or earlier.get("earlier_rows")
+
+    def keep(entry: dict[str, Any]) -> None:
+        results["parts"][name] = {**entry, **({"earlier_rows": rows} if rows and entry["status"] not in ENDED else {})}
+        unfinished = file.with_suffix(".new")
+        unfinished.write_text(json.dumps(results, indent=1) + "\n")
+        unfinished.replace(file)
+
+    return keep
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
+OutOfMemoryError = torch.cuda.OutOfMemoryError  # of the device; the host's is another failure
 ROW_BYTES = 1 << 20  # of a token, in a rehearsal
 
 
@@ -79,7 +79,7 @@ class Rehearsal:
 
     def begin_row(self, num_tokens: int) -> None:
         if ROW_BYTES * num_tokens > self.cap:
-            raise MemoryError(f"a row of {num_tokens} tokens is over the rehearsal's cap")
+            raise OutOfMemoryError(f"a row of {num_tokens} tokens is over the rehearsal's cap")
         self.peak = max(self.peak, ROW_BYTES * num_tokens)
 
     def synchronize(self) -> None:

@@ -1,8 +1,8 @@
 """Times each attention kernel that this machine has, with the heads of an 8B model, forward and backward of one
 document, and compares it with the share of the GPU's peak that plan/hardware.yaml predicts. Each kernel runs in a
-process of its own. Has not been run on a GPU yet.
+process of its own. Each row is printed as a line of JSON when it is measured. Has not been run on a GPU yet.
 
-    python benchmarks/gpu_kernels.py [--lengths 32Ki,128Ki] [--device cuda]
+    python benchmarks/gpu_kernels.py [--lengths 32768,131072] [--device cuda]
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ def main() -> None:
         capability = torch.cuda.get_device_capability(0) if torch.version.hip is None else None
         gpu = load_hardware().recognise(facts.name, facts.total_memory, count_host_bytes())[0]
     need = Need(HEAD_DIM, dtype="bfloat16")
-    rows = []
     for length in map(int, options.lengths.split(",")):
         flops = 2 * 7 * HEADS * HEAD_DIM * count_pairs(length, None)  # seven products, forward and backward
         for name, back_end in BACK_ENDS.items():
             obstacle = back_end.find_obstacle(need, kind, capability) or KERNELS[name].find_missing()
+            if (
+                name == "sdpa"
+                and kind == "cuda"
+                and not BACK_ENDS["torch_varlen"].find_obstacle(need, kind, capability)
+            ):
+                obstacle = "makes the same calls as torch_varlen"
             row: dict[str, Any] = {"name": f"{name}, {length:,} tokens", "obstacle": obstacle}
             if not obstacle:
                 request = TrialRequest(name, need, kind, None, (length,), HEADS, KV_HEADS)
@@ -53,8 +58,7 @@ def main() -> None:
                     peak = gpu.tflops * 1e12
                     predicted = forward / (peak * gpu.attention_forward) + backward / (peak * gpu.attention_backward)
                     row |= {"tflops": flops / result.seconds / 1e12, "predicted_seconds": predicted}
-            rows.append(row)
-    print(json.dumps({"rows": rows}))
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ optimizer. Measured are tokens/s, model FLOPs per second and MFU, peak memory an
 not hide, by length; the longest row under a memory cap; and a picture of copies against compute. Side (b) is TiledMLP,
 TiledFusedLogitsLoss and reentrant checkpointing with hidden states in host memory, around the same attention kernel. It
 is also run without offload, and its faster result counts. Results are written after every measurement; a failed
-measurement says why.
+measurement says why. A later call with the same file keeps what was measured and goes on. Each row is also printed, as
+a line of JSON. Exits with 0, with 1 after a failure, 3 where a bar is missed, 4 where time ran out.
 
     python benchmarks/gpu_levers.py [--part all|speed|longest] [--lengths 32Ki,64Ki,128Ki,256Ki] [--cap-gb 80]
     [--minutes 9] [--json FILE]
@@ -29,7 +30,8 @@ from typing import Any, NamedTuple
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command sets it, for both sides
 
 import torch
-from gpu_device import OUT_OF_MEMORY
+from gpu_device import OutOfMemoryError
+from gpu_run import MISSED, UNFINISHED
 from gpu_sides import FULL, MINIATURE, Run, Scale
 
 from ulysses_cli.plan.attention import Need
@@ -55,16 +57,34 @@ SIDES = {
 
 
 class Report:
-    """The results so far, written after each measurement: a machine that disappears loses no finished measurement."""
+    """The results so far, written after each measurement: a machine that disappears loses no finished measurement.
+    Those that failed, or for which there was no time, are measured again."""
 
     def __init__(self, path: Path, **facts: Any) -> None:
         self.path, self.results = path, {**facts, "speed": [], "longest_row": {}}
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+        if earlier.get("conditions") != facts["conditions"]:
+            return
+        self.results["speed"] = [row for row in earlier["speed"] if is_measured(row)]
+        for name, values in earlier["longest_row"].items():
+            trials = [trial for trial in values["trials"] if is_measured(trial)]
+            self.results["longest_row"][name] = {**values, "trials": trials}
+        for row in list_rows(self.results):
+            self.print_row(row)
 
-    def write(self, line: str, **result: Any) -> None:
+    def write(self, row: dict[str, Any], **result: Any) -> None:
         self.results |= result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
-        print(line, flush=True)
+        self.print_row(row)
+
+    def print_row(self, row: dict[str, Any]) -> None:
+        if row:
+            print(json.dumps(row), flush=True)
+
+
+def is_measured(row: dict[str, Any]) -> bool:
+    return "seconds" in row or "out_of_memory" in row
 
 
 def try_run(
@@ -75,7 +95,7 @@ def try_run(
     try:
         run = Run(scale, kernel, is_ours=side.is_ours, offloads=side.offloads, **options)
         use(run)
-    except OUT_OF_MEMORY as error:
+    except OutOfMemoryError as error:
         row["out_of_memory"] = str(error)[:200]
     except Exception as error:  # noqa: BLE001 - after any error, the others are measured
         row["failed"] = f"{type(error).__name__}: {error}"[:300]
@@ -94,15 +114,16 @@ def measure_speed(
 ) -> None:
     for tokens in lengths:
         for name in names:
-            row: dict[str, Any] = {"tokens": tokens, "side": name}
+            if any((row["tokens"], row["side"]) == (tokens, name) for row in report.results["speed"]):
+                continue
+            row: dict[str, Any] = {"name": f"{name}, {tokens:,} tokens", "tokens": tokens, "side": name}
             if time.monotonic() + estimate_seconds(report.results["speed"], tokens) > deadline:
                 row["skipped"] = "no time is left for it"
             else:
                 use = partial(time_steps, row, tokens, peak)
                 try_run(row, scale, SIDES[name], kernel, use, num_layers=scale.num_layers)
             report.results["speed"].append(row)
-            shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items())
-            report.write("  ".join(shown))
+            report.write(row)
 
 
 def time_steps(row: dict[str, Any], tokens: int, peak: float | None, run: Run) -> None:
@@ -137,11 +158,15 @@ def find_exposed_shares(rows: list[dict[str, Any]], link: float) -> dict[int, fl
 def find_longest(report: Report, scale: Scale, name: str, cap: float, deadline: float) -> None:
     """Finds the two rows between which memory ends. The model has 2 layers and a small window, so that time is linear
     in the length and memory is that of a deep model. Two short rows give the first estimate."""
-    trials: list[dict[str, Any]] = []
-    values: dict[str, Any] = {"runs": 0, "does_not": None, "trials": trials}
+    values: dict[str, Any] = report.results["longest_row"].get(name) or {"runs": 0, "does_not": None, "trials": []}
+    trials = values["trials"]
+    if values.get("is_found"):
+        return
 
     def attempt(tokens: int) -> bool:
-        row: dict[str, Any] = {"tokens": tokens}
+        if any(row["tokens"] == tokens for row in trials):
+            return True
+        row: dict[str, Any] = {"name": f"longest row, {name}, {tokens:,} tokens", "tokens": tokens}
 
         def use(run: Run) -> None:
             scale.device.forget_peak()
@@ -154,11 +179,14 @@ def find_longest(report: Report, scale: Scale, name: str, cap: float, deadline: 
             values["runs"] = max(values["runs"], tokens)
         elif "out_of_memory" in row:
             values["does_not"] = min(values["does_not"] or tokens, tokens)
-        report.write(f"{name}: {row}", longest_row={**report.results["longest_row"], name: values})
+        report.write(row, longest_row={**report.results["longest_row"], name: values})
         return "failed" not in row
 
     short, step_tokens = scale.short_row, scale.step_tokens
-    if not (attempt(short) and attempt(2 * short)) or values["runs"] < 2 * short:
+    if not (attempt(short) and attempt(2 * short)):
+        return
+    if values["runs"] < 2 * short:
+        values["is_found"] = True
         return
     slope = (trials[1]["peak_bytes"] - trials[0]["peak_bytes"]) / short
     tokens = int(2 * short + (cap - trials[1]["peak_bytes"]) / slope)
@@ -169,6 +197,7 @@ def find_longest(report: Report, scale: Scale, name: str, cap: float, deadline: 
             return
         low, high = values["runs"], values["does_not"]
         if high is not None and high - low <= max(step_tokens, 0.02 * low):
+            values["is_found"] = True
             return
         tokens = int(1.05 * low) + step_tokens if high is None else max(int(0.95 * high), (low + high) // 2)
 
@@ -210,7 +239,10 @@ def judge(results: dict[str, Any]) -> dict[str, bool | None]:
         bars["longest row at least 1.4x (b)'s"] = True if is_met else False if is_short else None
     by_key = {(row["tokens"], row["side"]): row for row in results["speed"]}
     for tokens in sorted({row["tokens"] for row in results["speed"] if row["tokens"] >= 2**17}):
-        row, peers = by_key[tokens, "ours"], [by_key.get((tokens, name), {}) for name in ("(b)", "(b), no offload")]
+        row, peers = (
+            by_key.get((tokens, "ours"), {}),
+            [by_key.get((tokens, name), {}) for name in ("(b)", "(b), no offload")],
+        )
         seconds = [peer["seconds"] for peer in peers if "seconds" in peer]
         is_known = "seconds" in row and bool(seconds)
         bars[f"{tokens} tokens: at least 1.2x (b)'s speed, with offload or without"] = (
@@ -237,16 +269,26 @@ def main() -> int:
     if options.rehearse:
         options.lengths, options.cap_gb = "64,128", MINIATURE.cap_gb
         with tempfile.TemporaryDirectory() as folder:
-            options.json = Path(folder) / "levers.json"
-            results = measure(options, MINIATURE)
-        return int(any("failed" in row for row in list_rows(results)))
+            options.json = Path(folder) / "levers.json"  # keeps no result
+            return end(measure(options, MINIATURE))
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU; benchmarks/levers.py counts without one", file=sys.stderr)
         return 2
-    bars = judge(measure(options, FULL))
-    for name, is_met in bars.items():
-        print(f"  {'met    ' if is_met else 'SHORT  ' if is_met is False else 'unknown'} {name}")
-    return int(not all(bars.values()))
+    return end(measure(options, FULL))
+
+
+def end(results: dict[str, Any]) -> int:
+    """Prints how the bars were met, and returns the exit code."""
+    for name, is_met in results["bars"].items():
+        verdict = "met" if is_met else "missed" if is_met is False else "not known"
+        print(json.dumps({"name": f"bar: {name}", "bar": verdict}), flush=True)
+    rows = list_rows(results)
+    if any("failed" in row for row in rows):
+        return 1
+    searches = results["longest_row"].values()
+    if any("skipped" in row for row in rows) or not all(search.get("is_found") for search in searches):
+        return UNFINISHED
+    return 0 if all(results["bars"].values()) else MISSED
 
 
 def list_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -265,12 +307,13 @@ def measure(options: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     heads = scale.shape["num_attention_heads"], scale.shape["num_key_value_heads"]
     work = KernelWorkload(LengthMix((lengths[0],), has_few_lengths=True), *heads)
     choice = choose_kernel("auto", KernelSearch(Need(scale.head_dim), device, work=work))
-    machine = {
-        "gpu": facts.name, "memory_gb": facts.total_memory / 1e9, "torch": torch.__version__,
-        "cuda": torch.version.cuda, "host_link_gb_per_second": link / 1e9, "cap_gb": options.cap_gb,
+    conditions = {
+        "gpu": facts.name, "torch": torch.__version__, "cuda": torch.version.cuda, "cap_gb": options.cap_gb,
+        "kernel": choice.name,
     }  # fmt: skip
-    report = Report(options.json, machine=machine, kernel={"name": choice.name, "why": choice.reason})
-    report.write(f"{facts.name}, attention by {choice.name}: {choice.reason}")
+    measured = {"memory_gb": facts.total_memory / 1e9, "host_link_gb_per_second": link / 1e9, "why": choice.reason}
+    report = Report(options.json, conditions=conditions, machine=measured)
+    report.write({"name": f"attention by {choice.name}: {choice.reason}", **measured})
     scale.device.limit(cap)
     if options.part != "longest":
         share = 0.6 if options.part == "all" else 0.75
@@ -284,12 +327,12 @@ def measure(options: argparse.Namespace, scale: Scale) -> dict[str, Any]:
             report, scale, choice.name, shorter, ("ours, no offload", "(b), no offload"), start + seconds, peak
         )
         exposed = find_exposed_shares(report.results["speed"], link)
-        report.write(f"of offload, not hidden: {exposed}", offload_not_hidden=exposed)
-        picture: dict[str, Any] = {"file": options.json.with_suffix(".svg").name}
+        report.write({"name": "of offload, not hidden", "shares": exposed}, offload_not_hidden=exposed)
+        picture: dict[str, Any] = {"name": "copies beside compute", "file": options.json.with_suffix(".svg").name}
         draw = partial(draw_copies, lengths[0], options.json.with_suffix(".svg"))
         try_run(picture, scale, SIDES["ours"], choice.name, draw, num_layers=scale.num_layers)
-        report.write(f"copies beside compute: {picture}", picture=picture)
-    report.write("", bars=judge(report.results))
+        report.write(picture, picture=picture)
+    report.write({}, bars=judge(report.results))
     return report.results
 
 

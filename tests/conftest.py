@@ -22,7 +22,8 @@ settings.register_profile(
 )
 settings.load_profile("ulysses")
 os.environ[FOLDER] = str(get_builds_folder(os.environ))  # tests start ranks without the command, too
-os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run in other folders
+# For commands, which run in other folders. Packages may come from this path, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 os.environ.pop("PYTHONUNBUFFERED", None)  # commands keep their output in a buffer, as they do for users
 for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job
     os.environ.pop(scheduler, None)

@@ -129,5 +129,10 @@ def test_ranks_that_share_a_gpu(num_ranks: int) -> None:
         )
         for rank in range(num_ranks)
     ]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:  # one that waits for others would hold the GPU
+            rank.kill()
+            rank.wait()
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)

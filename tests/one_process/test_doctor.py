@@ -27,6 +27,7 @@ from ulysses_cli.prove.doctor import device_checks, doctor, machine, software
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding, run_checks
 from ulysses_cli.prove.results import Findings
 from ulysses_cli.train.processes import requirements
+from ulysses_cli.train.telemetry import run_file
 
 # Two NVLink islands of two GPUs, as nvidia-smi draws them: the header is underlined, the legend follows.
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -271,6 +272,22 @@ def test_the_command_examines_and_says_what_to_fix() -> None:
     if not torch.cuda.is_available():
         assert done.returncode == 1
         assert "torch sees none" in answer["fixes"][0]["what"]
+
+
+def test_a_checkout_on_the_path_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can be installed, the code runs from a folder on PYTHONPATH."""
+    find = metadata.version
+
+    def miss(package: str) -> str:
+        if package == "ulysses-cli":
+            raise metadata.PackageNotFoundError(package)
+        return find(package)
+
+    monkeypatch.setattr(metadata, "version", miss)
+    assert run_file.list_versions()["ulysses"] == run_file.get_own_version()
+    monkeypatch.setattr(metadata, "requires", miss)
+    first = next(iter(software.check_packages(CheckTarget(None, None, load_hardware(), 0))))
+    assert (first.name, first.verdict) == ("ulysses-cli", "WARN")
 
 
 def test_files_that_another_package_has_overwritten_are_named(tmp_path: Path) -> None:

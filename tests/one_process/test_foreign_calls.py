@@ -1,22 +1,36 @@
 """Compares every call into FlashAttention 2, 3 and 4, torch's flash kernel and cuDNN with the real signatures. Those of
-FlashAttention were read from its releases as text; those of torch are the installed operators' schemas. Nothing here
+FlashAttention and torch were read from their releases as text, those of the installed torch from itself. Nothing here
 has run on a GPU: names, order and meaning of arguments are proven, values are not.
 """
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.foreign_calls import FUNCTIONS, bind_to_schema, load_signatures, make_module
+from packaging.requirements import Requirement
+from support.foreign_calls import (
+    FUNCTIONS,
+    OPERATORS,
+    bind_to_schema,
+    get_installed_schema,
+    load_schemas,
+    load_signatures,
+    make_module,
+)
+from support.paths import ROOT
 
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import cudnn, flash, varlen
 from ulysses_cli.train.attention.kernels.rule import Rule
 
+TORCH = load_schemas()
 RELEASES = [(kernel, version) for kernel, versions in load_signatures().items() for version in versions]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LENGTHS, SCALE = (5, 3), 0.3
 DOCUMENTS = make_documents(LENGTHS)
 RULES = {
@@ -109,12 +123,12 @@ def test_the_stand_in_refuses_a_wrong_call() -> None:
 class Aten:
     """torch's operators, each replaced by one that only binds its arguments to the schema."""
 
-    def __init__(self, results: Any) -> None:
+    def __init__(self, version: str, results: Any) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.results = results
+        self.version, self.results = version, results
 
     def __getattr__(self, name: str) -> Any:
-        schema = getattr(torch.ops.aten, name).default._schema
+        schema = torch._C.parse_schema(TORCH[self.version][name])
 
         def call(*args: Any, **options: Any) -> Any:
             self.calls.append((name, bind_to_schema(schema, args, options)))
@@ -123,10 +137,11 @@ class Aten:
         return call
 
 
+@pytest.mark.parametrize("version", TORCH)
 @pytest.mark.parametrize("kind", ["full", "window"])
-def test_torchs_flash_kernel_takes_the_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_flash_kernel_takes_the_calls(kind: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, tensors = RULES[kind], make_tensors()
-    aten = Aten(lambda name, num: [torch.zeros(1)] * num)
+    aten = Aten(version, lambda name, num: [torch.zeros(1)] * num)
     monkeypatch.setattr(varlen, "aten", aten)
     varlen.forward_varlen(*(tensors[name] for name in "qkv"), DOCUMENTS, rule)
     varlen.backward_varlen(*tensors.values(), DOCUMENTS, rule)
@@ -142,14 +157,15 @@ def test_torchs_flash_kernel_takes_the_calls(kind: str, monkeypatch: pytest.Monk
         assert backward[theirs] is tensors[name]
 
 
-def test_cudnn_takes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", TORCH)
+def test_cudnn_takes_the_calls(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_tensors()
 
     def make_results(name: str, num: int) -> Any:
         heads = [torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 16)]
         return heads if name.endswith("backward") else [torch.zeros(1, 4, 5, 16), torch.zeros(1, 4, 5, 1)] * num
 
-    aten = Aten(make_results)
+    aten = Aten(version, make_results)
     monkeypatch.setattr(cudnn, "aten", aten)
     one = make_documents((5,))
     dout, q, k, v, out = (tensors[name][:5] for name in ("dout", "q", "k", "v", "out"))
@@ -164,17 +180,55 @@ def test_cudnn_takes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backward["logsumexp"].shape == (1, 4, 5, 1)
 
 
-def test_torchs_fused_norm_and_its_sum_in_a_product_have_these_schemas() -> None:
+@pytest.mark.parametrize("start", ["raise RuntimeError('built for another torch')", "import os; os._exit(3)"])
+def test_presence_runs_no_code_of_a_package(start: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank asks for it in its own process."""
+    inner = tmp_path / "broken_kernels" / "cute"
+    inner.mkdir(parents=True)
+    for folder in (inner.parent, inner):
+        (folder / "__init__.py").write_text(start)
+    (inner / "interface.py").write_text(start)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = [
+        "broken_kernels",
+        "broken_kernels.cute",
+        "broken_kernels.cute.interface",
+        "broken_kernels.other",
+        "nobody.x",
+    ]
+    assert [flash.has_module(name) for name in names] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("version", TORCH)
+def test_torchs_fused_norm_and_its_sum_in_a_product_have_these_schemas(version: str) -> None:
     """train/elementwise/operators.py and train/memory/tiling.py call them so."""
-    aten, some = torch.ops.aten, SimpleNamespace()
-    bound = bind_to_schema(aten._fused_rms_norm.default._schema, (some, (8,), some, 1e-5), {})
+    schemas = {name: torch._C.parse_schema(text) for name, text in TORCH[version].items()}
+    some = SimpleNamespace()
+    bound = bind_to_schema(schemas["_fused_rms_norm"], (some, (8,), some, 1e-5), {})
     assert list(bound) == ["input", "normalized_shape", "weight", "eps"]
     backward = (some, some, (8,), some, some, [True, True])
-    bound = bind_to_schema(aten._fused_rms_norm_backward.default._schema, backward, {})
+    bound = bind_to_schema(schemas["_fused_rms_norm_backward"], backward, {})
     assert list(bound) == ["grad_out", "input", "normalized_shape", "rstd", "weight", "output_mask"]
     for name, args, options in (
         ("addmm.dtype_out", (some, some, some), {"out_dtype": torch.float32, "out": some}),
         ("mm.dtype", (some, some), {"out_dtype": torch.float32}),
     ):
-        operator, overload = name.split(".")
-        bind_to_schema(getattr(getattr(aten, operator), overload)._schema, args, options)
+        bind_to_schema(schemas[name], args, options)
+
+
+def test_the_stored_schemas_are_those_of_installed_releases() -> None:
+    """The text of a release says what its library registers; the range of versions that pyproject.toml allows begins
+    with the first stored one."""
+    version = torch.__version__.partition("+")[0]
+    assert version in TORCH, f"add torch {version}: support/foreign_calls.py says how"
+    for name in OPERATORS:
+        stored, installed = torch._C.parse_schema(TORCH[version][name]), get_installed_schema(name)
+        ours, theirs = (
+            [(each.name, str(each.type), each.kwarg_only) for each in schema.arguments]
+            for schema in (stored, installed)
+        )
+        assert ours == theirs, name
+    lowest = next(each for each in map(Requirement, PROJECT["dependencies"]) if each.name == "torch").specifier
+    stored_versions = [each for each in TORCH if each != "installed"]
+    assert all(lowest.contains(each) for each in stored_versions)
+    assert any(f"{lowest}" == f">={each.rpartition('.')[0]}" for each in stored_versions)

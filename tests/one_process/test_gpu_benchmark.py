@@ -1,70 +1,116 @@
-"""Tests the first half hour on a GPU without one: its parts are rehearsed, results are kept part by part, a part that
-fails or hangs stops no other, and a later call goes on."""
+"""Tests the first half hour on a GPU without one: its parts are rehearsed, each row is kept when it comes, a part that
+fails or hangs stops no other and leaves no process, and a later call goes on."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu
+import gpu_run
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
+SHOW = "import json; show = lambda **row: print(json.dumps(row), flush=True); "
 
 
-def make_part(name: str, code: str, read: Any = gpu.read_text, seconds: float = 30.0) -> gpu.Part:
-    return gpu.Part(name, lambda folder, rehearses: [[sys.executable, "-c", code]], read, seconds)
+def make_part(name: str, code: str, seconds: float = 30.0, **options: Any) -> gpu_run.Part:
+    command = [sys.executable, "-c", SHOW + code]
+    return gpu_run.Part(name, lambda _: [command], seconds, gpu_run.read_json_line, **options)
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     machine: dict[str, Any] = {"gpus": ["NVIDIA H200"]}
     monkeypatch.setattr(gpu, "describe_machine", lambda: machine)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
 
-    def run(parts: list[gpu.Part], *words: str) -> tuple[int, dict[str, Any]]:
+    def run(parts: list[gpu_run.Part], *words: str) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr(gpu, "PARTS", parts)
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", str(tmp_path / "gpu.json"), *words])
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path / "results"), *words])
         code = gpu.main()
-        return code, json.loads((tmp_path / "gpu.json").read_text())["parts"]
+        return code, json.loads((tmp_path / "results" / "gpu-nvidia-h200.json").read_text())["parts"]
 
     return run
 
 
-def test_a_part_that_fails_stops_no_other_and_is_tried_again(call: Any, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    fails_once = f"import pathlib, sys; p = pathlib.Path({str(marker)!r}); e = p.exists(); p.touch(); sys.exit(not e)"
-    counted = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"
-    parts = [make_part("first", fails_once), make_part("second", counted)]
+def test_a_part_that_fails_stops_no_other_and_is_tried_again_last(call: Any, tmp_path: Path) -> None:
+    order = f"open({str(tmp_path / 'order')!r}, 'a').write"
+    marker = f"import pathlib, sys; p = pathlib.Path({str(tmp_path / 'marker')!r}); e = p.exists(); p.touch(); "
+    parts = [
+        make_part("first", f"{marker}{order}('1'); show(name='a', seconds=1.5); sys.exit(not e)"),
+        make_part("second", f"{order}('2'); show(name='fine')"),
+    ]
     code, found = call(parts)
-    assert code == 1
-    assert "exit code 1" in found["first"]["error"]
-    assert found["second"]["rows"] == [{"name": "fine"}]
-    code, found = call(parts)
-    assert code == 0
-    assert "error" not in found["first"]
-    assert (tmp_path / "count").read_text() == "x", "a part that is done is not run again"
+    assert (code, found["first"]["status"]) == (1, "failed")
+    assert "exit code 1" in found["first"]["reason"]
+    assert found["first"]["rows"] == [{"name": "a", "seconds": 1.5}], "what was measured before is kept"
+    assert (found["second"]["status"], found["second"]["rows"]) == ("done", [{"name": "fine"}])
+    code, found = call([*parts, make_part("third", f"{order}('3')")])
+    assert (code, found["first"]["status"]) == (0, "done")
+    assert "earlier_rows" not in found["first"]
+    assert (tmp_path / "order").read_text() == "1231", "what is done is not run again, what failed comes last"
 
 
-def test_only_a_gpu_may_miss_a_bar(call: Any) -> None:
-    """A measurement that misses its bar exits with 1 and is done. In a rehearsal, 1 is a failure."""
-    missed = gpu.Part("missed", lambda *_: [[sys.executable, "-c", "exit(1)"]], gpu.read_text, 30.0, (0, 1))
-    assert call([missed])[0] == 0
-    code, found = call([missed], "--rehearse", "--again")
-    assert code == 1
-    assert "exit code 1" in found["missed"]["error"]
+def test_a_missed_bar_is_no_crash(call: Any) -> None:
+    """A crash of Python exits with 1; a measurement below its bar with a code of its own."""
+    code, found = call([make_part("missed", f"show(name='a'); exit({gpu_run.MISSED})")])
+    assert (code, found["missed"]["status"]) == (0, "done")
+    code, found = call([make_part("crash", "show(name='a'); 1 / 0")])
+    assert (code, found["crash"]["status"]) == (1, "failed")
+    assert "ZeroDivisionError" in found["crash"]["reason"]
+    code, found = call([make_part("bad row", "show(name='a', failed='CUDA error')", judge=gpu.judge_peers)])
+    assert (code, found["bad row"]["reason"]) == (1, "a: CUDA error")
 
 
-def test_a_part_that_hangs_is_ended(call: Any) -> None:
-    code, found = call([make_part("slow", "import time; time.sleep(60)", seconds=1.0), make_part("next", "print(1)")])
-    assert code == 1
-    assert found["slow"]["error"] == "took longer than 1 s"
-    assert found["next"]["rows"] == [{"name": "1"}]
+def test_a_measurement_that_runs_out_of_time_goes_on(call: Any, tmp_path: Path) -> None:
+    code, found = call([make_part("long", f"show(name='a'); exit({gpu_run.UNFINISHED})")])
+    assert (code, found["long"]["status"], found["long"]["rows"]) == (1, "out of time", [{"name": "a"}])
+    code, found = call([make_part("long", "print('nothing')")])
+    assert (code, found["long"]["status"]) == (0, "done")
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended may wait for its new parent to notice."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_part_past_its_time_keeps_its_rows_and_leaves_no_process(call: Any, tmp_path: Path) -> None:
+    """A grandchild in a session of its own, which no signal to a group reaches, holds the pipe and would hold the
+    GPU."""
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    start = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); "
+    )
+    begun = time.monotonic()
+    slow = make_part("slow", f"{start}show(name='a'); time.sleep(60)", seconds=4.0)
+    code, found = call([slow, make_part("next", "show(name='b')")])
+    assert (code, found["slow"]["status"]) == (1, "out of time")
+    assert "took longer than 4 s" in found["slow"]["reason"]
+    assert (found["slow"]["rows"], found["next"]["rows"]) == ([{"name": "a"}], [{"name": "b"}])
+    assert not runs(int((tmp_path / "pid").read_text()))
+    (tmp_path / "pid").unlink()
+    ended = make_part("ended", f"{start}time.sleep(2)")
+    assert call([ended])[1]["ended"]["status"] == "done"
+    assert not runs(int((tmp_path / "pid").read_text())), "what an ended part leaves is ended, too"
+    assert time.monotonic() - begun < 50
+
+
+def test_a_row_is_written_before_its_part_ends(call: Any, tmp_path: Path) -> None:
+    file = tmp_path / "results" / "gpu-nvidia-h200.json"
+    look = f"show(name='a'); import time; time.sleep(1.5); show(name='seen', text=open({str(file)!r}).read())"
+    _, found = call([make_part("slow", look)])
+    seen = json.loads(found["slow"]["rows"][1]["text"])["parts"]["slow"]
+    assert (seen["status"], seen["rows"]) == ("running", [{"name": "a"}])
 
 
 def test_no_part_starts_when_the_minutes_are_over(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,26 +122,72 @@ def test_no_part_starts_when_the_minutes_are_over(call: Any, capsys: pytest.Capt
 
 
 def test_every_file_of_tests_for_a_gpu_is_run(tmp_path: Path) -> None:
-    commands = [command for part in gpu.PARTS for command in part.make_commands(tmp_path, False)]
+    folders = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0)
+    commands = [command for part in gpu.PARTS for command in part.make_commands(folders)]
     run = sorted(word for command in commands for word in command if word.startswith("tests/gpu/"))
     assert run == sorted(f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
+def test_parts_have_names_of_their_own_and_at_least_six_cases_of_memory(tmp_path: Path) -> None:
+    assert len({part.name for part in gpu.PARTS}) == len(gpu.PARTS)
+    folders = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0)
+    commands = [part.make_commands(folders)[0] for part in gpu.PARTS if part.read is gpu.read_findings]
+    alone = {(tuple(command[5:]), part) for command in commands if "trainer" not in command for part in [command[4]]}
+    assert len(alone) >= 6
+
+
+def test_the_users_own_path_of_packages_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/packages")
+    paths = gpu_run.make_environ("mark")["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(ROOT), str(ROOT / "tests"), "/somewhere/packages"]
+
+
 def test_the_table_shows_measured_beside_predicted() -> None:
+    parts = {"part_seconds": {"mlp": 0.51}, "predicted_part_seconds": {"mlp": 0.48}}
     rows = [
-        {"name": "8,192", "step_seconds": 2.0, "predicted_step_seconds": 1.9, "mfu": 0.41},
-        {"name": "tests", "passed": 12, "failed": 0},
+        {"name": "8,192", "step_seconds": 2.0, "predicted_step_seconds": 1.9, "mfu": 0.41, **parts},
+        {"name": "test_a[gpu]", "outcome": "passed"},
+        {"name": "test_b[gpu]", "outcome": "failed"},
     ]
-    lines = list(gpu.list_compared({"parts": {"layers": {"rows": rows}, "other": {"error": "exit code 1: no"}}}))
-    assert "2 s (predicted 1.9), MFU 41.0%" in lines[1]
-    assert "12 passed" in lines[2]
-    assert lines[3] == "other: FAILED: exit code 1: no"
+    failed = {"status": "failed", "reason": "exit code 1: no\nmore", "rows": []}
+    lines = list(gpu.list_compared({"parts": {"layers": {"status": "done", "rows": rows}, "other": failed}}))
+    assert lines[:2] == ["layers: done", "  1 passed, 1 failed"]
+    assert "2 s (predicted 1.9), MFU 41.0%, mlp 0.51 (0.48)" in lines[2]
+    assert lines[3:] == ["  FAILED test_b[gpu]", "other: FAILED: exit code 1: no"]
 
 
-def test_failed_tests_are_named() -> None:
-    output = "FAILED tests/gpu/test_x.py::test_a - assert 1\n1 failed, 12 passed, 3 skipped in 4s"
-    expected = {"passed": 12, "failed": 1, "skipped": 3, "failures": ["tests/gpu/test_x.py::test_a - assert 1"]}
-    assert gpu.read_tests(output) == [{"name": "tests", **expected}]
+def test_tests_are_counted_whatever_pytest_is_told_elsewhere(call: Any, tmp_path: Path) -> None:
+    """By the lines of -v, which come test by test."""
+    file = tmp_path / "test_some.py"
+    part = gpu.make_tests("tests", str(file), 60.0)
+    skipped = "import pytest\n@pytest.mark.parametrize('kind', ['one document', 'b'])\n"
+    skipped += "def test_a(kind): pytest.skip('no kernel here')\n"
+    for text, status, outcomes in (
+        (skipped, "skipped", ["skipped", "skipped"]),
+        (skipped + "def test_b(): pass\n", "done", ["skipped", "skipped", "passed"]),
+        (skipped + "def test_b(): assert 0\n", "failed", ["skipped", "skipped", "failed"]),
+        (skipped + "def test_b(): import os; os._exit(1)\n", "failed", ["skipped", "skipped"]),
+        ("", "failed", []),
+    ):
+        file.write_text(text)
+        entry = call([part], "--again")[1]["tests"]
+        assert (entry["status"], [row["outcome"] for row in entry["rows"]]) == (status, outcomes), text
+        if status == "skipped":
+            assert (entry["reason"], entry["rows"][0]["reason"]) == ("no kernel here", "no kernel here")
+
+
+def test_what_the_plan_says_fits_must_run() -> None:
+    def make_row(verdict: str, group: str = "sp 1 x dp 1") -> dict[str, Any]:
+        return {"group": group, "name": "8,192", "verdict": verdict, "values": {"tflops": 2.0}, "text": "why"}
+
+    rows = [make_row(""), make_row("OOM", "sp 1 x dp 1, the Trainer")]
+    read = gpu.read_findings("a line\n" + json.dumps({"rows": rows, "calibration": {"gpus": {}}}))
+    assert [row["name"] for row in read][:2] == ["sp 1 x dp 1, 8,192", "sp 1 x dp 1, the Trainer, 8,192"]
+    assert gpu.judge_findings(read) == ("done", "")
+    assert gpu.judge_findings(gpu.read_findings(json.dumps({"rows": [make_row("OOM")], "calibration": {}}))) == (
+        "failed",
+        "why",
+    )
 
 
 def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
@@ -117,8 +209,13 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 @pytest.mark.check
-def test_every_part_can_be_rehearsed_without_a_gpu() -> None:
-    command = [sys.executable, str(SCRIPT), "--rehearse", "--minutes", "45"]
+def test_every_kind_of_part_can_be_rehearsed_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--rehearse", "--minutes", "45", "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(gpu.PARTS)} parts" in done.stdout
+    parts = json.loads((tmp_path / "gpu-none.json").read_text())["parts"]
+    assert [*parts] == [part.name for part in gpu.PARTS if not part.is_variant]
+    for name, part in parts.items():
+        assert part["rows"], name
+        assert part["status"] == ("skipped" if "outcome" in part["rows"][0] else "done"), name
+    assert any("part_seconds" in row for row in parts["8B's layers, all levers, 128Ki"]["rows"])

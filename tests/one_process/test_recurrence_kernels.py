@@ -127,8 +127,22 @@ def test_a_missing_package_is_named() -> None:
     assert find_missing(get_torch_code(function)) == "transformers has no kernel for it"
 
 
-def test_an_installed_package_is_not_missing() -> None:
-    torch_code = get_torch_code(RULES["mamba2"][0])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_wrapper_that_drops_bounds_in_silence_is_seen_through(rule: str) -> None:
+    """As in releases of transformers before 5.18."""
+    torch_code = get_torch_code(RULES[rule][0])
+    dropping = wraps(torch_code)(lambda *tensors, cu_seqlens: torch_code(*tensors))
+    assert find_missing(dropping) == "transformers found no package for it"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_installed_package_is_not_missing(rule: str) -> None:
+    torch_code = get_torch_code(RULES[rule][0])
+
+    def run_package(hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return hidden.shape
+
+    assert find_missing(wraps(torch_code)(run_package)) == ""
     assert find_missing(wraps(torch_code)(lambda hidden, *_, **__: hidden)) == ""
 
 

@@ -1,7 +1,9 @@
-"""Signatures of FlashAttention's functions as its releases write them, and calls that are bound to them.
+"""Signatures of FlashAttention's functions and schemas of torch's operators as their releases write them, and calls
+that are bound to them.
 
 `python -m support.foreign_calls KERNEL VERSION FILE` adds the functions of a source file (of a source distribution or a
-wheel, read as text) to flash_signatures.json. Nothing of a foreign package is imported.
+wheel, read as text) to flash_signatures.json; with KERNEL torch, the operators of a wheel's native_functions.yaml to
+torch_schemas.json. Nothing of a foreign package is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 FILE = Path(__file__).with_name("flash_signatures.json")
+SCHEMAS = Path(__file__).with_name("torch_schemas.json")
+OPERATORS = (
+    *("_flash_attention_forward", "_flash_attention_backward"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+    *("_fused_rms_norm", "_fused_rms_norm_backward", "addmm.dtype_out", "mm.dtype"),
+)
 FUNCTIONS = {
     "flash_attention_2": ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
     "flash_attention_3": ("_flash_attn_forward", "_flash_attn_backward"),
@@ -70,6 +80,25 @@ def make_module(kernel: str, version: str, calls: list[dict[str, Any]], answer: 
     return SimpleNamespace(**{name: make(name) for name in FUNCTIONS[kernel]})
 
 
+def read_schemas(source: str) -> dict[str, str]:
+    """The operators' schemas in a native_functions.yaml, which names each in a line of its own."""
+    lines = [line.removeprefix("- func: ") for line in source.splitlines() if line.startswith("- func: ")]
+    found = {name: line for line in lines if (name := line.partition("(")[0]) in OPERATORS}
+    assert found.keys() == set(OPERATORS)
+    return found
+
+
+def load_schemas() -> dict[str, dict[str, str]]:
+    """By version of torch, and the operators of the installed one."""
+    stored: dict[str, dict[str, str]] = json.loads(SCHEMAS.read_text())
+    return {**stored, "installed": {name: str(get_installed_schema(name)) for name in OPERATORS}}
+
+
+def get_installed_schema(name: str) -> Any:
+    operator, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, operator), overload or "default")._schema
+
+
 def bind_to_schema(schema: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Binds a call to the schema of one of torch's operators, as the dispatcher does."""
     kinds = inspect.Parameter
@@ -86,6 +115,11 @@ def bind_to_schema(schema: Any, args: tuple[Any, ...], options: dict[str, Any]) 
 
 def main() -> None:
     kernel, version, file = sys.argv[1:]
+    if kernel == "torch":
+        schemas = json.loads(SCHEMAS.read_text()) if SCHEMAS.exists() else {}
+        schemas[version] = read_schemas(Path(file).read_text())
+        SCHEMAS.write_text(json.dumps(schemas, sort_keys=True, indent=1) + "\n")
+        return
     content = load_signatures() if FILE.exists() else {}
     content.setdefault(kernel, {})[version] = read_signatures(kernel, Path(file).read_text())
     FILE.write_text(json.dumps(content, sort_keys=True) + "\n")

@@ -20,7 +20,7 @@ PACKAGES = ("ulysses-cli", "torch", "transformers", "deepspeed", "accelerate", "
 @dataclass(frozen=True)
 class Row:
     """One finding. `group` names the check or layout that it belongs to; `values` are numbers with their unit in the
-    name."""
+    name, or several such by what they are of."""
 
     group: str
     name: str

@@ -25,7 +25,8 @@ CURVES = {
     "exchange_share": "all-to-all (share)",
     "step_seconds": "a step (seconds)",
 }
-SHOWN_IN_NAME = {"max_length"}  # values that a row's name shows, so they need no column
+# Values without a column: one is part of a row's name, others are many numbers, for programs.
+NO_COLUMN = {"max_length", "part_seconds", "predicted_part_seconds"}
 PREDICTED = {
     "step_seconds": "predicted_step_seconds",
     "peak_memory_bytes": "predicted_memory_bytes",
@@ -67,7 +68,7 @@ def collect_groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 def make_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The header and the cells of a table with one column per value that some row has."""
-    names = list(dict.fromkeys(name for row in rows for name in row["values"] if name not in SHOWN_IN_NAME))
+    names = list(dict.fromkeys(name for row in rows for name in row["values"] if name not in NO_COLUMN))
     has_verdict, has_text = any(row["verdict"] for row in rows), any(row["text"] for row in rows)
     header = ([""] if has_verdict else []) + ["what", *(name_column(name) for name in names)]
     cells = []

@@ -272,8 +272,10 @@ def describe(side: Side, result: SideResult, shape: ModelShape, device: BenchDev
 
 def _compare_prediction(timed: Timed, job: Job, gpu: Gpu) -> Iterator[tuple[str, Any]]:
     """What `estimate-memory` predicts for this cell. An error above 0 means that the prediction was too high."""
-    seconds, ledger = compute_speed(job, gpu).step_seconds, compute_ledger(job)
+    speed, ledger = compute_speed(job, gpu), compute_ledger(job)
+    seconds = speed.step_seconds
     yield "predicted_step_seconds", seconds
+    yield "predicted_part_seconds", dict(speed.parts)
     yield "step_error", seconds / timed.step_seconds - 1
     if timed.peak_memory_bytes:
         yield "predicted_memory_bytes", ledger.gpu_allocated_bytes

@@ -71,6 +71,7 @@ class Timed:
             "exchange_share": self.get_share("exchange"),
             "unhidden_offload_share": self.get_share("offload"),
             "first_loss": self.first_loss,
+            "part_seconds": self.parts or None,
         }
         return {name: value for name, value in values.items() if value is not None}
 

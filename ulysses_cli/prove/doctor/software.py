@@ -35,7 +35,10 @@ INGREDIENTS = {"async_io": "apt-get install libaio-dev, and a C++ compiler and n
 
 
 def check_packages(target: CheckTarget) -> Iterator[Finding]:
-    for requirement in map(Requirement, metadata.requires("ulysses-cli") or []):
+    if not find_version("ulysses-cli"):
+        text = "is not installed, and runs from a folder: which packages it needs is not known here"
+        yield Finding("ulysses-cli", "WARN", text, "pip install -e . in the checkout")
+    for requirement in map(Requirement, _list_requirements()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         package, version = requirement.name, find_version(requirement.name)
@@ -54,6 +57,10 @@ def check_packages(target: CheckTarget) -> Iterator[Finding]:
             yield Finding(both, "FAIL", f"{entry['because']} ({entry['source']})", entry["fix"])
     yield from check_overwritten()
     yield from _check_recipe_needs(target)
+
+
+def _list_requirements() -> list[str]:
+    return (metadata.requires("ulysses-cli") or []) if find_version("ulysses-cli") else []
 
 
 def check_overwritten(find: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:

@@ -86,10 +86,10 @@ class _Trial:
 
     def __init__(self, part: Part, device: torch.device, dtype: torch.dtype, widths: Widths) -> None:
         self.part, self.device, self.dtype = part, device, dtype
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(device, dtype)
+            return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
         tokens = TRIAL_TOKENS
         if part == "norm":

@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ulysses_cli.train.checkpoint.format import TensorSource, index_sources, rea
 from ulysses_cli.train.export.buffers import read_buffers
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
-from ulysses_cli.train.telemetry.run_file import TOOL
+from ulysses_cli.train.telemetry.run_file import TOOL, get_own_version
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -215,7 +214,7 @@ def export_model(
         facts = {
             "step": step,
             "run_step": step if run_step is None else run_step,
-            "made_by": f"{TOOL} {metadata.version(TOOL)}",
+            "made_by": f"{TOOL} {get_own_version()}",
         }
         (folder / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
         check(folder)

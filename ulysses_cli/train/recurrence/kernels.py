@@ -4,7 +4,9 @@ causal-conv1d) where these equal transformers' own torch code on packed document
 
 from __future__ import annotations
 
+import inspect
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +20,7 @@ FAST: tuple[Kernel, ...] = ("packed", "by document")
 # Largest relative error of any token's vector against float32, as for attention: bfloat16 keeps 8 bits. A state that
 # is carried into the next document, or a lost token, causes a far larger error.
 PROBE_TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 PROBE_LENGTHS = (300, 1, 64, 33)  # longer than a chunk of any kernel, one token, no multiple of a chunk
 COST = "many times slower than a kernel, and float32 copies of whole rows; pip install 'ulysses[recurrent]'"
 
@@ -36,16 +39,20 @@ def pick_function(original: Callable[..., Any], kernel: Kernel) -> Callable[...,
 
 
 def find_missing(original: Callable[..., Any]) -> str:
-    """Why `original` is transformers' torch code, or ''. Its wrapper refuses documents' bounds where it found no
-    package, before it looks at anything else."""
-    if not hasattr(original, "__wrapped__"):
+    """Why `original` is transformers' torch code, or ''. Its wrapper is called without tensors, to see what fails:
+    releases that refuse documents' bounds without a package do so first; others reach their torch code."""
+    torch_code = getattr(original, "__wrapped__", None)
+    if torch_code is None:
         return "transformers has no kernel for it"
+    parameters = inspect.signature(torch_code).parameters.values()
+    count = sum(parameter.default is parameter.empty and parameter.kind in POSITIONAL for parameter in parameters)
     try:
-        original(cu_seqlens=torch.zeros(2))
+        original(*[None] * count, cu_seqlens=torch.zeros(2))
     except ValueError as error:
         return str(error)
-    except Exception:  # noqa: BLE001 - the package's function, called without tensors
-        return ""
+    except Exception as error:  # noqa: BLE001 - torch code or a package's function, called without tensors
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return "transformers found no package for it" if torch_code.__code__ in codes else ""
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -22,8 +23,14 @@ PACKAGES = ("torch", "transformers", "deepspeed", "peft", "datasets", "safetenso
 TOOL = "ulysses-cli"
 
 
+def get_own_version() -> str:
+    """That of this code. The package need not be installed: a checkout on the path will do. Its root is loaded before
+    any of its modules."""
+    return str(sys.modules["ulysses_cli"].__version__)
+
+
 def list_versions() -> dict[str, str]:
-    versions = {"ulysses": metadata.version(TOOL), "python": platform.python_version()}
+    versions = {"ulysses": get_own_version(), "python": platform.python_version()}
     return versions | {name: metadata.version(name) for name in PACKAGES}
 
 
@@ -95,7 +102,7 @@ def make_card(
     size = f", {shape.num_parameters:,} parameters" if shape.num_parameters else ""
     origin = {None: "A model from random weights", LOCAL: "A model from a local folder"}.get(base, base)
     summary = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
-    lines += [f"{summary} with ulysses {metadata.version(TOOL)}.", ""]
+    lines += [f"{summary} with ulysses {get_own_version()}.", ""]
     if holds_adapters and base:
         sizes = {"own": num_own_tokens, "grown": shape.vocab_size}
         has_grown = shape.vocab_size > num_own_tokens

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -111,14 +112,18 @@ def backward_4(
 
 
 def _find_missing(module: str) -> Callable[[], str]:
-    return lambda: "is not installed" if _find_spec(module) is None else ""
+    return lambda: "is not installed" if not has_module(module) else ""
 
 
-def _find_spec(module: str) -> Any:
-    try:
-        return importlib.util.find_spec(module)
-    except ImportError:  # missing, or built for another torch
-        return None
+def has_module(module: str) -> bool:
+    """Whether its file is there. Runs no code of the package, as `find_spec` of a dotted name does: that may raise
+    anything, or end this process."""
+    top, *inner = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not inner:
+        return spec is not None
+    folders = [Path(folder).joinpath(*inner[:-1]) for folder in spec.submodule_search_locations or ()]
+    return any(any(folder.glob(f"{inner[-1]}{end}")) for folder in folders for end in (".py", ".*.so", "/__init__.py"))
 
 
 VERSIONS: dict[str, Version] = {
@@ -131,7 +136,7 @@ VERSIONS: dict[str, Version] = {
 @cache
 def _load(module: str, hub_name: str, hub_version: int) -> Any:
     """The package's module, or the same module inside the hub's kernel, in the version that transformers takes."""
-    if _find_spec(module) is not None:
+    if has_module(module):
         return importlib.import_module(module)
     if importlib.util.find_spec("kernels") is None:
         raise ImportError(f"neither {module} nor the `kernels` package that would load {hub_name} is installed")

@@ -1,0 +1,182 @@
+"""Runs the parts of gpu.py: each in processes of its own, within its time, whose rows are written as they come. What a
+part leaves behind is ended before the next one starts. Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from paths import ROOT
+
+MARK = "ULYSSES_GPU_PART"  # in the environment of a part's processes: those of a session of their own keep it, too
+END_SECONDS = 15.0  # for ended processes to give the GPU back
+TAIL_CHARS = 1500
+MISSED, UNFINISHED = 3, 4  # exit codes of a measurement: it missed its bar; its time was over, and it can go on
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PartFolders:
+    """`scratch`: for what is not kept. `seconds`: what the part has."""
+
+    scratch: Path
+    results: Path
+    rehearses: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """`make_commands`: run in order. `read_line`: rows of one line of their output, which are kept at once; `read`:
+    rows of the last one's whole output. `judge`: status and reason by the rows of commands that have ended well.
+    `is_variant`: differs from an earlier part in numbers only, and needs no rehearsal."""
+
+    name: str
+    make_commands: Callable[[PartFolders], list[list[str]]]
+    seconds: float
+    read_line: Callable[[str], Iterator[Row]] = lambda line: iter(())
+    read: Callable[[str], list[Row]] = lambda output: []
+    judge: Callable[[list[Row]], tuple[str, str]] = lambda rows: ("done", "")
+    is_variant: bool = False
+
+
+@dataclass
+class PartRun:
+    """A part's run so far. `keep`: called with each new row."""
+
+    part: Part
+    keep: Callable[[dict[str, Any]], None]
+    rows: list[Row] = field(default_factory=list)
+    start: float = field(default_factory=time.monotonic)
+
+    def describe(self, status: str, reason: str = "") -> dict[str, Any]:
+        seconds = round(time.monotonic() - self.start, 1)
+        return {"status": status, **({"reason": reason} if reason else {}), "seconds": seconds, "rows": self.rows}
+
+    def add(self, rows: list[Row]) -> None:
+        if rows:
+            self.rows += rows
+            self.keep(self.describe("running"))
+
+
+def run_part(part: Part, folders: PartFolders, log: Path, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Returns the part's status, its rows and why it is not done. `log`: takes all that its processes print."""
+    run, output = PartRun(part, keep), ""
+    keep(run.describe("running"))
+    for command in part.make_commands(folders):
+        left = folders.seconds - (time.monotonic() - run.start)
+        output, code, tail = run_command(command, max(1.0, left), log, run)
+        if code is None:
+            return run.describe("out of time", f"took longer than {folders.seconds:.0f} s: {tail}")
+        if code == UNFINISHED:
+            return run.describe("out of time", "ended by its own clock; the next call goes on")
+        if code not in (0, MISSED):
+            run.add(read_rows(part, output)[0])
+            return run.describe("failed", f"exit code {code}: {tail}")
+    rows, problem = read_rows(part, output)
+    run.add(rows)
+    if problem:
+        return run.describe("failed", problem)
+    status, reason = part.judge(run.rows)
+    return run.describe(status, reason)
+
+
+def read_rows(part: Part, output: str) -> tuple[list[Row], str]:
+    try:
+        return part.read(output), ""
+    except (ValueError, KeyError, IndexError) as error:
+        return [], f"its output cannot be read: {error}: {output[-TAIL_CHARS:]}"
+
+
+def run_command(command: list[str], seconds: float, log: Path, run: PartRun) -> tuple[str, int | None, str]:
+    """Returns its stdout, its exit code (None: its time was over) and the end of all that it printed. No process of it
+    is left."""
+    mark, lines, is_late = uuid.uuid4().hex, [], False
+    with log.open("a", encoding="utf-8") as copy:
+        copy.write(f"\n$ {' '.join(command)}\n")
+        copy.flush()
+        start = copy.tell()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=make_environ(mark), text=True, errors="replace", start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=copy,
+        )  # fmt: skip
+        try:
+            for line in read_lines(process, time.monotonic() + seconds):
+                is_late = line is None
+                if line is not None:
+                    lines.append(line)
+                    copy.write(line)
+                    copy.flush()
+                    run.add(list(run.part.read_line(line.rstrip("\n"))))
+        finally:
+            end_marked(mark)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+    with log.open(encoding="utf-8", errors="replace") as whole:
+        whole.seek(start)
+        tail = whole.read().strip()[-TAIL_CHARS:]
+    return "".join(lines), None if is_late else process.returncode, tail
+
+
+def make_environ(mark: str) -> dict[str, str]:
+    """The checkout stands before what the user's own path holds."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "400", MARK: mark}
+    return {**os.environ, **own}
+
+
+def read_lines(process: Any, until: float) -> Iterator[str | None]:
+    """Lines as they are printed; None when the time is over. Ends with the process, though others hold its pipe."""
+    lines: queue.Queue[str] = queue.Queue()
+    reader = threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True)
+    reader.start()
+    while reader.is_alive() or not lines.empty():
+        if time.monotonic() > until:
+            yield None
+            return
+        try:
+            yield lines.get(timeout=0.2)
+        except queue.Empty:
+            if process.poll() is not None:
+                reader.join(1.0)
+                if lines.empty():
+                    return
+
+
+def end_marked(mark: str) -> None:
+    """Ends all processes with this mark and waits until they are gone: the GPU's memory is free then."""
+    until = time.monotonic() + END_SECONDS
+    while (left := list_marked(mark)) and time.monotonic() < until:
+        for process in left:
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(left, timeout=1.0)
+
+
+def list_marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def read_json_line(line: str) -> Iterator[Row]:
+    """A row that a measurement prints as a line of its own."""
+    if line.startswith('{"name": '):
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
