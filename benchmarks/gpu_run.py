@@ -141,7 +141,12 @@ def make_environ(mark: str) -> dict[str, str]:
 def read_lines(process: Any, until: float) -> Iterator[str | None]:
     """Lines as they are printed; None when the time is over. Ends with the process, though others hold its pipe."""
     lines: queue.Queue[str] = queue.Queue()
-    reader = threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True)
+
+    def put_lines() -> None:
+        for line in process.stdout:
+            lines.put(line)
+
+    reader = threading.Thread(target=put_lines, daemon=True)
     reader.start()
     while reader.is_alive() or not lines.empty():
         if time.monotonic() > until:
