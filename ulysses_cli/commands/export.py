@@ -73,7 +73,9 @@ def export(
     words += [f"--dtype={dtype}"] if dtype is not None else []
     code, last, log = run_export(words, to)
     if code == DONE and "result" in last:
-        printing.print_message(last["result"]["checked"])
+        for note in ("checked", "carried"):
+            if note in last["result"]:
+                printing.print_message(last["result"][note])
         if output is Format.json:
             printing.print_json(last["result"])
         else:

@@ -107,4 +107,5 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
         step=step,
         run_step=run.state.step,
         base=base,
+        tell=record.report,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,6 +26,9 @@ from transformers.utils import cached_file
 
 from ulysses_cli.plan.files.weight_files import list_weight_names
 from ulysses_cli.train.assembly.text_part import find_key_mapping, is_text_name
+
+# Buffers that old files hold and that a model computes from its config.
+RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 class BuildError(ValueError):
@@ -122,16 +125,19 @@ def map_names(model: Any, folder: Path, key_mapping: dict[str, str] | None = Non
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     prefix = model.base_model_prefix
     own = {name: torch.empty(0, device="meta") for name in model.state_dict()}
-    ignored = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
+    ignored = [*RECOMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
 
     def rename(name: str) -> str:
         renamed, _ = rename_source_key(name, renamings, converters, base_model_prefix=prefix, meta_state_dict=own)
-        is_ignored = any(re.search(pattern, renamed) for pattern in ignored)
-        return (
-            f"{prefix}.{renamed}" if f"{prefix}.{renamed}" in own else renamed if renamed in own or is_ignored else ""
-        )
+        if f"{prefix}.{renamed}" in own:
+            return f"{prefix}.{renamed}"
+        return renamed if renamed in own or is_matched(renamed, ignored) else ""
 
     return {name: rename(name) for name in list_weight_names(folder)}
+
+
+def is_matched(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _list_some(names: Sequence[str]) -> str:

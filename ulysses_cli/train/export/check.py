@@ -14,8 +14,9 @@ from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.format import index_sources
 from ulysses_cli.train.export.buffers import read_buffers
+from ulysses_cli.train.export.carried import find_carried
 from ulysses_cli.train.export.weights import PREFIX, read_parameter, rename
-from ulysses_cli.train.export.wrapper import BaseModel, Wrapper, find_changed_tensors
+from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 
 PROBE_TOKENS = 16
@@ -45,14 +46,13 @@ def check_model(
     """Reloads the folder with transformers and compares names, shapes, every value, and the logits of a probe."""
     from transformers import AutoModelForCausalLM
 
-    wrapper = base.wrapper if base is not None else None
     sources, shapes = index_sources(checkpoint)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
     if 2 * num_bytes > MEMORY_SHARE * count_free_bytes():
         return "not reloaded: host memory is too small for two copies of the model"
     report("loading what was exported")
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}  # every family has it
-    model = load_text_model(folder, wrapper, **options)
+    model = load_text_model(folder, base, **options)
     loaded = dict(model.named_parameters())
     wanted = {name.removeprefix(PREFIX): name for name in sources}
     _compare_names(set(loaded), set(wanted))
@@ -71,29 +71,23 @@ def check_model(
         logits, expected = (candidate.eval()(probe, use_cache=False).logits for candidate in (model, reference))
     if not torch.equal(logits, expected):
         raise CheckpointError(f"{folder} was not exported correctly: logits differ from the trained model's")
-    if wrapper is not None:
-        check_carried(folder, wrapper)
+    find_carried(model, base).check(folder)
     return f"{len(wanted)} tensors and the logits of a probe equal the trained model's"
 
 
-def load_text_model(folder: Path, wrapper: Wrapper | None, **options: Any) -> Any:
+def load_text_model(folder: Path, base: BaseModel | None, **options: Any) -> Any:
     """Loads an exported model. transformers must read every weight of the text model from the folder, and no other but
     those that an export carries over."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    wrapper = base.wrapper if base is not None else None
     options |= {"config": AutoConfig.from_pretrained(folder).get_text_config(decoder=True)} if wrapper else {}
     options |= {"key_mapping": find_key_mapping(str(folder))} if wrapper else {}
     model, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     keys = {*loading_info["missing_keys"], *loading_info["unexpected_keys"], *loading_info["mismatched_keys"]}
-    if keys := keys - (wrapper.carried if wrapper else set()):
+    if keys := keys - find_carried(model, base).names:
         raise CheckpointError(f"{folder} was not exported correctly: {', '.join(sorted(map(str, keys))[:3])}")
     return model
-
-
-def check_carried(folder: Path, wrapper: Wrapper) -> None:
-    """Compares what was carried over with the base model's files."""
-    if problem := next(iter(find_changed_tensors(folder, wrapper)), ""):
-        raise CheckpointError(f"{folder} was not exported correctly: {problem}")
 
 
 def _compare_names(exported: set[str], wanted: set[str]) -> None:

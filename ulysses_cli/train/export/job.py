@@ -70,7 +70,7 @@ class ExportJob:
             raise ExportError(f"{to} is there already: name a folder that is not")
         from transformers import AutoModelForCausalLM
 
-        checked: list[str] = []
+        checked, carried = list[str](), list[str]()
         merging = self.make_merging() if self.is_merged else None
         adapter_config = make_adapter_config(self.recipe) if self.recipe.lora is not None and not merging else None
         named = self.recipe.model
@@ -92,9 +92,9 @@ class ExportJob:
         export_model(
             self.checkpoint, to, config=self.config, tokenizer=self.tokenizer, adapter_config=adapter_config,
             dtype=self.dtype, card=self.card, step=self.step, check=check,
-            merge=merging.write if merging is not None else None, base=base,
+            merge=merging.write if merging is not None else None, base=base, tell=carried.append,
         )  # fmt: skip
-        return {"folder": str(to), "checked": checked[0]}
+        return {"folder": str(to), "checked": checked[0], **({"carried": carried[0]} if carried else {})}
 
     def make_merging(self) -> Merging:
         model = self.recipe.model

@@ -21,7 +21,8 @@ from ulysses_cli.train.assembly.loading import grow_embeddings, grow_rows
 from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.format import index_sources
 from ulysses_cli.train.export.buffers import list_buffer_names
-from ulysses_cli.train.export.check import MEMORY_SHARE, PROBE_TOKENS, check_carried, load_text_model
+from ulysses_cli.train.export.carried import NOTHING, Carried, find_carried
+from ulysses_cli.train.export.check import MEMORY_SHARE, PROBE_TOKENS, load_text_model
 from ulysses_cli.train.export.weights import PREFIX, ShardWriter, read_parameter
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
@@ -58,14 +59,14 @@ class Merging:
         num_own_tokens: int | None = None,
         base: BaseModel | None = None,
     ) -> None:
-        self.wrapper = base.wrapper if base is not None else None
+        self.base, self.wrapper = base, base.wrapper if base is not None else None
         self.files, self.adapter_config, self.num_own_tokens = files, adapter_config, num_own_tokens
         self.trained_dtype, self.dtype = trained_dtype, dtype
         self.sources, self.shapes = index_sources(checkpoint)
 
-    def write(self, to: Path, skeleton: Any) -> list[str]:
+    def write(self, to: Path, skeleton: Any, carried: Carried = NOTHING) -> list[str]:
         """Writes the merged weights. Returns the names written: those that the base model's files have.
-        `skeleton`: the model on the meta device."""
+        `skeleton`: the model on the meta device. `carried`: tensors that are not the trained model's."""
         wanted = _name_in_files(skeleton, dict(skeleton.state_dict()))
         if skeleton.config.tie_word_embeddings:
             wanted.pop("lm_head.weight", None)
@@ -105,7 +106,7 @@ class Merging:
                             tensor *= (lengths / tensor.norm(dim=1))[:, None]
                     write = writer.add_unchanged if target in buffers else writer.add
                     write(in_files(target), tensor)
-        for name, tensor in self.wrapper.read_carried() if self.wrapper else ():
+        for name, tensor in carried.read():
             writer.add_unchanged(name, tensor)
         written = writer.finish()
         if missing := sorted({in_files(name) for name in wanted} - set(written)):
@@ -187,9 +188,8 @@ class Merging:
         expected = _compute_logits(base, probe)
         del base, trained
         options["dtype"] = self.dtype
-        merged = load_text_model(folder, self.wrapper, **options)
-        if self.wrapper is not None:
-            check_carried(folder, self.wrapper)
+        merged = load_text_model(folder, self.base, **options)
+        find_carried(merged, self.base).check(folder)
         error = ((_compute_logits(merged, probe) - expected).norm() / expected.norm()).item()
         tolerance = max(TOLERANCES[self.dtype], TOLERANCES[self.trained_dtype])
         if not error <= tolerance:

@@ -26,6 +26,7 @@ from ulysses_cli.run_folder.manifest import MODEL_FACTS
 from ulysses_cli.train.assembly.adapters import name_in_files
 from ulysses_cli.train.checkpoint.format import TensorSource, index_sources, read_range
 from ulysses_cli.train.export.buffers import read_buffers
+from ulysses_cli.train.export.carried import NOTHING, Carried, find_carried
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.telemetry.run_file import TOOL, get_own_version
@@ -96,6 +97,7 @@ def export_weights(
     is_adapter: bool,
     skeleton: Any = None,
     base: BaseModel | None = None,
+    carried: Carried = NOTHING,
 ) -> list[str]:
     """Writes every trained tensor to model*.safetensors or adapter_model.safetensors. Returns the names written.
     `skeleton` is the model on the meta device: it tells transformers how this family's files name and split tensors.
@@ -111,7 +113,7 @@ def export_weights(
             writer.add(wrapper.name_in_files(name) if wrapper else name, tensor)
     for name, tensor in _revert(skeleton, read_buffers(skeleton, base) if skeleton is not None else {}).items():
         writer.add_unchanged(wrapper.name_in_files(name) if wrapper else name, tensor)
-    for name, tensor in wrapper.read_carried() if wrapper else ():
+    for name, tensor in carried.read():
         writer.add_unchanged(name, tensor)
     return writer.finish()
 
@@ -174,13 +176,14 @@ def export_model(
     step: int,
     run_step: int | None = None,
     check: Callable[[Path], object] = lambda _: None,
-    merge: Callable[[Path, Any], object] | None = None,
+    merge: Callable[[Path, Any, Carried], object] | None = None,
     base: BaseModel | None = None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Path:
     """Writes the whole folder. It gets its final name only when it is complete and `check` has raised nothing. `merge`,
-    if given, writes the weights instead; it takes the folder and the model on the meta device. `run_step`: the run's
-    last step, where the checkpoint is an earlier one. `base`: the model whose layout the folder gets; None for
-    random weights."""
+    if given, writes the weights instead; it takes the folder, the model on the meta device and what is carried over.
+    `run_step`: the run's last step, where the checkpoint is an earlier one. `base`: the model whose layout the folder
+    gets; None for random weights. `tell` takes what there is to say about tensors that are carried over."""
     from transformers import AutoModelForCausalLM
 
     with _temporary_folder(to) as folder:
@@ -188,10 +191,11 @@ def export_model(
         tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
         with torch.device("meta"):
             skeleton = None if is_adapter else AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        carried = NOTHING if is_adapter else find_carried(skeleton, base)
         if merge is not None:
-            merge(folder, skeleton)
+            merge(folder, skeleton, carried)
         else:
-            export_weights(checkpoint, folder, dtype, tied, is_adapter, skeleton, base)
+            export_weights(checkpoint, folder, dtype, tied, is_adapter, skeleton, base, carried)
         if is_adapter:
             adapter_config.inference_mode = True
             adapter_config.save_pretrained(folder)
@@ -207,7 +211,9 @@ def export_model(
         else:
             wrapper.write_config(config, dtype, folder)
             wrapper.copy_companions(folder)
-            card += f"\n{wrapper.describe_carried()}.\n"
+        if described := carried.describe():
+            card += f"\n{described[0].upper()}{described[1:]}.\n"
+            tell(described)
         config_file.write_text(mask_text(config_file.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -7,19 +7,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from ulysses_cli.plan.files.weight_files import list_weight_files, list_weight_names
-from ulysses_cli.train.assembly.text_part import BODIES, OWN_BODY, OWN_HEAD, find_part, is_text_name
+from ulysses_cli.plan.files.weight_files import list_weight_names
+from ulysses_cli.train.assembly.text_part import BODIES, OWN_BODY, OWN_HEAD, find_part
 from ulysses_cli.train.export.base_files import find_base_files
 
 COMPANIONS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -34,20 +31,12 @@ class Wrapper:
     content: dict[str, Any]  # of config.json
     body: str
     head: str
-    carried: frozenset[str]  # names of the tensors beside the text model, such as those of a vision tower
 
     def name_in_files(self, name: str) -> str:
         """Takes the text model's own name."""
         if name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head.")
         return self.body + name.removeprefix("model.")
-
-    def read_carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors beside the text model, one at a time."""
-        for file in list_weight_files(self.folder):
-            with safe_open(file, "pt") as opened:
-                for name in sorted(self.carried & set(opened.keys())):
-                    yield name, opened.get_tensor(name)
 
     def write_config(self, trained: PretrainedConfig, dtype: torch.dtype, to: Path) -> None:
         """Writes config.json: the wrapper's own, with what differs between the text model before and after."""
@@ -65,10 +54,6 @@ class Wrapper:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, to / name)
 
-    def describe_carried(self) -> str:
-        parts = sorted({".".join(name.split(".")[:2]) for name in self.carried})
-        return f"{len(self.carried)} tensors beside the text model are those of the base: {', '.join(parts)}"
-
 
 def _list_values(config: PretrainedConfig) -> dict[str, Any]:
     values = json.loads(config.get_text_config(decoder=True).to_json_string(use_diff=False))
@@ -83,8 +68,7 @@ def read_wrapper(folder: Path) -> Wrapper | None:
     if body is None:
         return None
     has_own_head = body == OWN_BODY or any(each.startswith(OWN_HEAD) for each in names)
-    carried = frozenset(each for each in names if not is_text_name(each))
-    return Wrapper(folder, content, body, OWN_HEAD if has_own_head else "lm_head.", carried)
+    return Wrapper(folder, content, body, OWN_HEAD if has_own_head else "lm_head.")
 
 
 @dataclass(frozen=True)
@@ -103,20 +87,3 @@ class BaseModel:
         """The multimodal model that the trained one is part of. An export gets its layout and its other tensors."""
         content, _ = PretrainedConfig.get_config_dict(os.path.expanduser(self.name), revision=self.revision)
         return read_wrapper(self.folder) if find_part(content) else None
-
-
-def find_changed_tensors(folder: Path, wrapper: Wrapper) -> Iterator[str]:
-    """Yields what differs between the carried tensors of an export and those of the base."""
-    written = {name: file for file in list_weight_files(folder) for name in _read_names(file)}
-    for name, tensor in wrapper.read_carried():
-        if name not in written:
-            yield f"{name} is missing"
-            continue
-        with safe_open(written[name], "pt") as opened:
-            if not torch.equal(opened.get_tensor(name), tensor):
-                yield f"{name} differs from the base model's"
-
-
-def _read_names(file: Path) -> list[str]:
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())
