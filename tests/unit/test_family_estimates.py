@@ -53,8 +53,14 @@ def test_a_model_with_weights_that_no_formula_knows_is_refused_by_name() -> None
 
 
 def test_weights_that_the_formula_does_not_know_are_refused() -> None:
-    """Embeddings of single layers, which some sizes of Gemma 4 have."""
-    own = make_config("gemma4_text").to_dict()
-    without = make_config("gemma4_text", hidden_size_per_layer_input=0).to_dict()
-    assert not is_known(read_model_shape(own, "with"))
-    assert is_known(read_model_shape(without, "without"))
+    """Embeddings of single layers and shared keys, which some sizes of Gemma 4 have. Experts beside the MLP are
+    known."""
+    plain = {"hidden_size_per_layer_input": 0}
+    unknown = {"such as embeddings of single layers": {}, "values of an earlier one": {"num_kv_shared_layers": 1}}
+    for reason, changes in unknown.items():
+        shape = read_model_shape(make_config("gemma4_text", **changes).to_dict(), "with")
+        assert not is_known(shape)
+        with pytest.raises(RecipeError, match=reason):
+            check_known(shape)
+    for changes in ({}, {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}):
+        assert is_known(read_model_shape(make_config("gemma4_text", **plain, **changes).to_dict(), "without"))

@@ -238,11 +238,20 @@ def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
     return gate_is_known and is_usual and not mixer.borrows_kv
 
 
+def _explain_unknown(shape: ModelShape) -> str:
+    if shape.inexact:
+        return "" if "not on the list" in shape.inexact else shape.inexact
+    if any(layer.attention and layer.attention.borrows_kv for layer in shape.layer_kinds):
+        return "some of its layers use keys and values of an earlier one"
+    has_more = shape.model_type in COMPARED and shape.num_parameters is not None and _has_more(shape)
+    return "it has weights beside those of usual layers, such as embeddings of single layers" if has_more else ""
+
+
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     """Raises RecipeError for a model whose layers no formula describes: a guess would look like an answer."""
     if is_known(shape):
         return
-    why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
+    why = f": {reason}" if (reason := _explain_unknown(shape)) else ""
     message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
     hint = (
         "estimate-memory --trace needs none; formulas know most attention and recurrences, with dense MLPs or experts"

@@ -150,8 +150,11 @@ def _walk_attention(
 
 
 def count_mlp_left(job: Job, kind: Layer) -> int:
-    """What is still saved when the MLP's backward begins: a norm behind it has freed its own part."""
+    """What is still saved when the MLP's backward begins: a norm behind it has freed its own part, and so has one
+    behind experts beside it, whose results have a gradient of their own."""
     saved = mlp.compute_mlp_saved(job, kind)
+    if mlp.is_beside(job, kind):
+        saved += layer.compute_layer_input(job) - layer.compute_norm_saved(job, job.shape.hidden_size)
     if not has_norm_behind(job.shape):
         return saved
     return saved - mlp.compute_norm_behind_saved(job) + layer.compute_layer_input(job)

@@ -6,7 +6,7 @@ Letters as in layer.py. "Inside" means the tensors between the MLP's first matri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ulysses_cli.plan.ledger import experts
 from ulysses_cli.plan.ledger.adapters import lengths
@@ -21,7 +21,7 @@ from ulysses_cli.plan.ledger.layer import (
     saves_norm_input,
     saves_result,
 )
-from ulysses_cli.plan.ledger.weights import PARALLEL, has_norm_before, has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.ledger.weights import BESIDE_MLP, PARALLEL, has_norm_before, has_norm_behind, is_fused_mlp
 from ulysses_cli.plan.models.family import HYBRID
 from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 
@@ -75,7 +75,29 @@ def compute_mlp_saved(job: Job, layer: Layer) -> int:
     needs = needs and not (is_parallel(job) and saves_input(job, "q_proj", "k_proj", "v_proj"))
     saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job) * needs
     saved += compute_norm_behind_saved(job) if is_behind else 0
+    if is_beside(job, layer):
+        saved += compute_beside_saved(job)
+        saved += experts.compute_saved(job, _get_alone(layer), job.local_tokens) * is_tiled(job)
     return saved + (0 if is_tiled(job) else compute_inside_saved(job, layer, job.local_tokens))
+
+
+def is_beside(job: Job, layer: Layer) -> bool:
+    """Whether experts have norms of their own beside the MLP."""
+    return isinstance(layer.mlp, ExpertsMlp) and job.shape.model_type in BESIDE_MLP
+
+
+def _get_alone(layer: Layer) -> ExpertsMlp:
+    """The experts beside an MLP: where that runs in tiles, they do not (train/memory/tiled_mlp.py)."""
+    assert isinstance(layer.mlp, ExpertsMlp)
+    return replace(layer.mlp, shared_size=0)
+
+
+def compute_beside_saved(job: Job) -> int:
+    """The norms behind the MLP and around the experts, and the router's: that one has no weights, saves its float32
+    input and, for the scale's gradient and the router's, two tensors in the model's dtype, (4 + 2 b) h S."""
+    hidden, trained = job.shape.hidden_size, job.adapters is None
+    router = (4 + 2 * job.dtype_bytes * trained) * hidden * job.local_tokens
+    return 3 * compute_norm_saved(job, hidden) + router
 
 
 def compute_norm_behind_saved(job: Job) -> int:
@@ -170,6 +192,8 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
     the inner tensors of one tile and the output, or the output scaled."""
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
     around = (count_around(job) + is_tiled(job)) * compute_layer_input(job)
+    if is_beside(job, layer) and is_tiled(job):
+        return around + experts.compute_forward(job, _get_alone(layer), job.local_tokens)
     if isinstance(layer.mlp, ExpertsMlp):
         return around + experts.compute_forward(job, layer.mlp, tile)
     activation = find_activation(job)
@@ -248,6 +272,8 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
         inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
         beside = round(_count_gradients(job) * inner) + waiting
         return max(compute_inside_backward(job, layer, job.local_tokens), waiting and beside)
+    if is_beside(job, layer):
+        return experts.compute_backward(job, _get_alone(layer), job.local_tokens) + compute_layer_input(job)
     tile = count_mlp_tile_tokens(job)
     sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
     saved = compute_inside_saved(job, layer, tile)

@@ -27,6 +27,9 @@ POST_NORMS = {
 }
 # Attention and MLP read the same normed input side by side (modeling_cohere.py: CohereDecoderLayer).
 PARALLEL = {"cohere", "cohere2", "cohere2_moe"}
+# Experts read the residual that the MLP beside them reads, and have norms of their own (modeling_gemma4.py:
+# Gemma4TextDecoderLayer.forward). That MLP is what all tokens go to, as in a block with a shared expert.
+BESIDE_MLP = {"gemma4_text"}
 NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
 WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
 # Their layers with attention are built as those of another family, and their other layers are not.
@@ -35,7 +38,8 @@ NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three 
 EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
 # The expert that every token goes to runs before the router.
 SHARED_FIRST = {
-    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
+    *("afmoe", "ernie4_5_moe", "gemma4_text", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_5_moe_text"),
+    "qwen3_next",
 }
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 ADAPTER_NAMES = (".a", ".b", ".lengths")
@@ -261,6 +265,15 @@ def _walk_experts(
     sizes = [("experts.gate_up", num_first * num * inner * hidden), ("experts.down", num * inner * hidden)]
     block = make(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
     shared = list(_walk_shared(shape, mlp, make, linear)) if mlp.shared_size else []
+    if shape.model_type in BESIDE_MLP:
+        yield from shared
+        yield make(3, "norm behind the MLP", ("mlp_norm", hidden), in_mlp=True)
+        scales = ("router.scale", hidden), ("router.expert_scale", num)
+        yield make(3, "router", ("router", num * hidden), *scales, in_mlp=True)
+        yield make(3, "norm before experts", ("experts_norm", hidden), in_mlp=True)
+        yield make(3, "experts", *sizes, in_mlp=True)
+        yield make(3, "norm behind experts", ("experts_behind_norm", hidden), in_mlp=True)
+        return
     if shape.model_type in SHARED_FIRST:
         yield from shared
     yield from (block, router) if shape.model_type in EXPERTS_FIRST else (router, block)

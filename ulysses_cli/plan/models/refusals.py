@@ -16,7 +16,7 @@ AHEAD = "attention looks ahead as well as back"
 LATENT = "multi-head latent attention (MLA) shares one compressed key among heads"
 INDEXED = "an indexer chooses the keys of each token, which no kernel here does"
 MAMBA_1 = "Mamba-1 layers carry a state from token to token, and their scan has no heads to split"
-SHARED = "layers share the weights of one block, whose memory and gradients are not known to this tool"
+SHARED = "layers share the weights of one block, which reads twice the width; there is no memory formula to plan it by"
 RANDOM = "its router draws random numbers in training, which one rank and several draw differently"
 INEXACT_LAYER_TYPES = {
     "linear_attention": LINEAR,
