@@ -13,7 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
 from ulysses_cli.train.recurrence.kernels import choose_recurrence_kernel, find_missing, measure_error
-from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rule_probe
+from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe
 
 pytestmark = pytest.mark.gpu
 # With the widths of Qwen3-Next, Kimi-Linear and Nemotron-3.
@@ -37,14 +37,14 @@ def test_an_installed_kernel_takes_whole_rows(rule: str) -> None:
     missing = find_missing(original)
     if missing:
         pytest.skip(missing)
-    choice = choose_recurrence_kernel(make_rule_probe(original, mixer, torch.device("cuda")), torch.bfloat16)
+    choice = choose_recurrence_kernel(RuleProbe(original, mixer, torch.device("cuda")), torch.bfloat16)
     assert choice.kernel == "packed", choice.reason
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_torch_code_in_bfloat16_is_near_float32(rule: str) -> None:
     module, name, mixer = RULES[rule]
-    run = make_rule_probe(get_original(module, name), mixer, torch.device("cuda"))
+    run = RuleProbe(get_original(module, name), mixer, torch.device("cuda")).run
     pairs = zip(run("torch", torch.bfloat16), run("torch", torch.float32), strict=True)
     assert max(measure_error(ours, right) for ours, right in pairs) < 0.1
 
@@ -54,6 +54,6 @@ def test_an_installed_convolution_is_used() -> None:
     missing = find_missing(original)
     if missing:
         pytest.skip(missing)
-    probe = make_convolution_probe(original, 4, "silu", torch.device("cuda"))
+    probe = ConvolutionProbe(original, 4, "silu", torch.device("cuda"))
     choice = choose_recurrence_kernel(probe, torch.bfloat16, ["by document"])
     assert choice.kernel == "by document", choice.reason

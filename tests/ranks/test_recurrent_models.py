@@ -158,23 +158,34 @@ def test_a_recomputation_gets_the_saved_result() -> None:
     assert [count_rules("save_attention"), count_rules("full")] == [2, 2]
 
 
-def compute_logits(model_type: str, changed_token: int | None, changes: dict[str, Any]) -> Tensor:
+def compute_own(model_type: str, changed_token: int | None, changes: dict[str, Any]) -> list[Tensor]:
+    """This rank's logits, and the gradient of its tokens' embeddings where the changed document also has other targets:
+    neither of another document's tokens may notice."""
     axis = make_sequence_axis(dist.group.WORLD)
     model = make_split_model(model_type, axis, **changes)
     row, positions = make_row()
+    factors = torch.linspace(-1, 1, row.size(1), dtype=torch.float64)
     if changed_token is not None:
         row[0, changed_token] = (row[0, changed_token] + 11) % 64
+        begin = max(bound for bound in BOUNDS if bound <= changed_token)
+        factors[begin : BOUNDS[BOUNDS.index(begin) + 1]] *= 3
     ids, positions = (whole.chunk(axis.size, 1)[axis.rank] for whole in (row, positions))
-    with torch.no_grad():
-        result: Tensor = model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS)).logits
-    return result[0]
+    hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
+    options = {"position_ids": positions, "use_cache": False, "documents": make_documents(LENGTHS)}
+    logits: Tensor = model(inputs_embeds=hidden, **options).logits
+    (logits.logsumexp(-1)[0] * factors.chunk(axis.size)[axis.rank]).sum().backward()
+    assert hidden.grad is not None
+    return [logits.detach()[0], hidden.grad[0]]
 
 
-def list_changed_tokens(model_type: str, changed_token: int, changes: dict[str, Any]) -> list[int]:
-    """This rank's tokens whose logits differ in any bit."""
-    before, after = (compute_logits(model_type, token, changes) for token in (None, changed_token))
-    first = dist.get_rank() * before.size(0)
-    return [first + int(token) for token in (before != after).any(-1).nonzero().flatten()]
+def list_changed_tokens(model_type: str, changed_token: int, changes: dict[str, Any]) -> list[list[int]]:
+    """This rank's tokens whose logits differ in any bit, then those whose gradients do."""
+    before, after = (compute_own(model_type, token, changes) for token in (None, changed_token))
+    first = dist.get_rank() * before[0].size(0)
+    return [
+        [first + int(token) for token in (own != other).any(-1).nonzero().flatten()]
+        for own, other in zip(before, after, strict=True)
+    ]
 
 
 # No experts: where tokens go decides how many are computed together, and so how a sum is rounded.
@@ -184,15 +195,30 @@ DENSE: dict[str, dict[str, Any]] = {
     "bamba": {},
     "lfm3": {},
 }
+CHANGED = [
+    pytest.param(
+        model_type,
+        document,
+        num_ranks,
+        marks=mark_by(
+            (document, num_ranks) == (4, 2) and model_type in ("qwen3_5_text", "lfm3"),
+            num_ranks == 2 or (document == 3 and model_type in ("qwen3_5_text", "lfm3")),
+        ),
+    )
+    for model_type in DENSE
+    for document in (3, 4)
+    for num_ranks in (2, 4)
+]
 
 
-@pytest.mark.parametrize("model_type", sample(DENSE, quick=["qwen3_5_text", "lfm3"]))
-@pytest.mark.parametrize("document", sample([3, 4], quick=[4]))
-def test_a_token_changes_its_own_document_alone(model_type: str, document: int) -> None:
-    """The first token of a document, from which the recurrence carries on to the last."""
+@pytest.mark.parametrize(("model_type", "document", "num_ranks"), CHANGED)
+def test_a_token_changes_its_own_document_alone(model_type: str, document: int, num_ranks: int) -> None:
+    """The first token of a document, from which the recurrence carries on to the last; and its gradients, which the
+    backward carries from the last to the first."""
     begin, end = BOUNDS[document], BOUNDS[document + 1]
-    by_rank = run_on_ranks(2, list_changed_tokens, model_type, begin, DENSE[model_type])
-    assert list(chain.from_iterable(by_rank)) == list(range(begin, end))
+    by_rank = run_on_ranks(num_ranks, list_changed_tokens, model_type, begin, DENSE[model_type])
+    for of_ranks in zip(*by_rank, strict=True):
+        assert list(chain.from_iterable(of_ranks)) == list(range(begin, end))
 
 
 def refuse_renamed(model_type: str, function: str) -> str:

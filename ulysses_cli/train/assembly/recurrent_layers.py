@@ -20,8 +20,14 @@ from ulysses_cli.train.recurrence.interface import (
     list_recurrent_layers,
     serve_recurrent_layers,
 )
-from ulysses_cli.train.recurrence.kernels import COST, RecurrenceChoice, choose_recurrence_kernel, find_missing
-from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rule_probe
+from ulysses_cli.train.recurrence.kernels import (
+    RecurrenceChoice,
+    choose_recurrence_kernel,
+    describe_cost,
+    find_missing,
+    pick_function,
+)
+from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe, time_convolution, time_rule
 
 Functions = Mapping[str, Callable[..., Any]]
 Choose = Callable[[Functions, RunPlan, Groups, torch.device], dict[str, RecurrenceChoice]]
@@ -59,19 +65,29 @@ def choose_recurrences(
 
 
 def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device) -> RecurrenceChoice:
-    missing = find_missing(function)
-    if missing:
-        return RecurrenceChoice("torch", f"{COST}; {missing}")
     dtype = getattr(torch, plan.recipe.model.dtype)
-    mixers = dict.fromkeys(mixer for layer in plan.shape.layers for mixer in layer.mixers)
-    recurrent = next(mixer for mixer in mixers if not isinstance(mixer, AttentionMixer))
-    if name == CONVOLUTION:
-        activation = None if isinstance(recurrent, ConvolutionMixer) else "silu"
-        probe = make_convolution_probe(function, recurrent.conv_tokens, activation, device)
-        return choose_recurrence_kernel(probe, dtype, ["by document"])
-    if isinstance(recurrent, ConvolutionMixer):
+    mixers = [mixer for layer in plan.shape.layers for mixer in layer.mixers if not isinstance(mixer, AttentionMixer)]
+    recurrent, num_forwards = mixers[0], 1 + (plan.levers.gradient_checkpointing is not False)
+    of_convolution, num_ranks = name == CONVOLUTION, plan.layout.ulysses_size
+
+    def measure_cost() -> float:
+        """Of all such layers, on one rank."""
+        bare = pick_function(function, "torch")
+        if of_convolution or isinstance(recurrent, ConvolutionMixer):
+            seconds = time_convolution(bare, recurrent, device, dtype, num_forwards) / plan.layout.sp_size
+        else:
+            seconds = time_rule(bare, recurrent, num_ranks, device, dtype, num_forwards)
+        return len(mixers) * seconds
+
+    if isinstance(recurrent, ConvolutionMixer) and not of_convolution:
         return RecurrenceChoice("torch", "no layer calls it")
-    return choose_recurrence_kernel(make_rule_probe(function, recurrent, device), dtype)
+    if missing := find_missing(function):
+        return RecurrenceChoice("torch", f"{describe_cost(measure_cost())}; {missing}")
+    if of_convolution or isinstance(recurrent, ConvolutionMixer):
+        activation = None if isinstance(recurrent, ConvolutionMixer) else "silu"
+        convolution = ConvolutionProbe(function, recurrent.conv_tokens, activation, device)
+        return choose_recurrence_kernel(convolution, dtype, ["by document"], measure_cost)
+    return choose_recurrence_kernel(RuleProbe(function, recurrent, device), dtype, measure_cost=measure_cost)
 
 
 def _gather_convolutions(model: nn.Module) -> None:

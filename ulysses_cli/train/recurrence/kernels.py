@@ -9,7 +9,7 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,19 @@ from torch import Tensor
 # packed: the package's kernel, called once with the bounds of documents; by document: called for each document.
 Kernel = Literal["packed", "by document", "torch"]
 FAST: tuple[Kernel, ...] = ("packed", "by document")
-# Largest relative error of any token's vector against float32, as for attention: bfloat16 keeps 8 bits. A state that
-# is carried into the next document, or a lost token, causes a far larger error.
+# Largest relative error of any token's vector against float32, as for attention: bfloat16 keeps 8 bits. A lost token
+# causes a far larger error. A state that is carried into the next document may have decayed: see PackedProbe.find_leak.
 PROBE_TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 PROBE_LENGTHS = (300, 1, 64, 33)  # longer than a chunk of any kernel, one token, no multiple of a chunk
-COST = "many times slower than a kernel, and float32 copies of whole rows; pip install 'ulysses[recurrent]'"
+
+
+class KernelProbe(Protocol):
+    def run(self, kernel: Kernel, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Returns results and gradients for packed documents."""
+
+    def find_leak(self, kernel: Kernel, dtype: torch.dtype) -> str:
+        """Says what of a document changes with another one, or ''."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +63,39 @@ def find_missing(original: Callable[..., Any]) -> str:
     return ""
 
 
+def describe_cost(seconds: float) -> str:
+    """`seconds`: of one rank, per million tokens of a row."""
+    return (
+        f"at least {seconds:,.1f} s in a step for each million tokens of a row, and float32 copies of whole rows; "
+        "pip install 'ulysses-cli[recurrent]'"
+    )
+
+
 def choose_recurrence_kernel(
-    run: Callable[[Kernel, torch.dtype], Sequence[Tensor]], dtype: torch.dtype, kernels: Sequence[Kernel] = FAST
+    probe: KernelProbe, dtype: torch.dtype, kernels: Sequence[Kernel] = FAST, measure_cost: Callable[[], float] = float
 ) -> RecurrenceChoice:
-    """Returns the first of `kernels`, those of a package, whose results equal torch's in float32, else torch. `run`
-    returns results and gradients for packed documents."""
-    expected = run("torch", torch.float32)
+    """Returns the first of `kernels`, those of a package, whose results equal torch's in float32, else torch. A kernel
+    that takes packed documents must also keep each document's bits whatever the others hold. `measure_cost` times
+    torch's code."""
+    expected = probe.run("torch", torch.float32)
     notes = []
     for kernel in kernels:
         try:
-            results = run(kernel, dtype)
+            results = probe.run(kernel, dtype)
+            leak = probe.find_leak(kernel, dtype) if kernel == "packed" else ""
         except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
             lines = str(error).strip().splitlines() or [type(error).__name__]
             notes.append(f"{kernel} failed its probe: {lines[0][:160]}")
             continue
         errors = [measure_error(result, right) for result, right in zip(results, expected, strict=True)]
         worst = max(math.inf if math.isnan(error) else error for error in errors)
-        if worst <= PROBE_TOLERANCE[dtype]:
+        if worst > PROBE_TOLERANCE[dtype]:
+            notes.append(f"{kernel} differs from torch's code by {worst:.2g} on packed documents")
+        elif leak:
+            notes.append(f"{kernel} leaks: {leak}")
+        else:
             return RecurrenceChoice(kernel, "; ".join(["equals torch's code on packed documents", *notes]))
-        notes.append(f"{kernel} differs from torch's code by {worst:.2g} on packed documents")
-    return RecurrenceChoice("torch", f"{COST}; {'; '.join(notes)}")
+    return RecurrenceChoice("torch", f"{describe_cost(measure_cost())}; {'; '.join(notes)}")
 
 
 def measure_error(result: Tensor, expected: Tensor) -> float:
