@@ -51,6 +51,13 @@ CASES = [
     ("kimi_linear", "2x1", 3, False, "full"),
     ("zamba2", "2x1", 3, False, "default"),
     ("granitemoehybrid", "2x1", 3, False, "all"),
+    ("qwen3_5_text", "2x1", 2, False, "default"),
+    ("nemotron_h", "2x2", 2, False, "default"),
+    ("lfm2", "2x1", 2, True, "none"),
+    ("qwen3_5_text", "4x1", 3, False, "default"),
+    ("bamba", "4x1", 3, False, "full"),
+    ("kimi_linear", "4x1", 1, False, "default"),
+    ("lfm2", "4x1", 3, False, "default"),
 ]
 CHECKED = (CASES[0], CASES[7])
 

@@ -9,6 +9,7 @@ from support.paths import RECIPES, ROOT
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
+from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import load_recipe
@@ -64,6 +65,17 @@ def test_the_header_agrees_with_the_ledger_and_the_recipe_fits(file: Path) -> No
         amount, unit = re.search(r"(\d+) ([GT]iB) of host memory", hardware).groups()  # type: ignore[union-attr]
         assert host <= int(amount) * (1024 if unit == "TiB" else 1)
     assert estimate.job.world_size <= int(hardware.split()[0]) * (8 if "machines" in hardware else 1)
+
+
+def test_a_recipe_with_recurrent_layers_names_the_extra_whose_kernels_its_figure_takes() -> None:
+    named = {file.stem for file in FILES if "`recurrent`" in file.read_text()}
+    recurrent = set()
+    for file in list_predicted():
+        layers = find_model_shape(load_recipe(file).recipe).shape.layers
+        if any(not isinstance(mixer, AttentionMixer) for layer in layers for mixer in layer.mixers):
+            recurrent.add(file.stem)
+    assert named == recurrent
+    assert len(named) == 3
 
 
 def test_pages_say_how_many_recipes_there_are() -> None:
