@@ -1,4 +1,5 @@
-"""Training of families with attention of other kinds on ranks equals plain torch on one process: latent keys, an expert that every token goes to."""
+"""Training of families with attention of other kinds on ranks equals plain torch on one process: latent keys, an
+expert that every token goes to."""
 
 from __future__ import annotations
 
