@@ -82,7 +82,7 @@ def test_check_rings() -> None:
     )
     assert check("parallel.ring_size=2") == check("parallel.ring_size=4") == []
     long = ("parallel.sp_size=8", "parallel.ring_size=8", "data.max_length=4Mi", "memory.attention_head_chunks=1")
-    assert any("attention's queries" in str(problem) for problem in check(*long))
+    assert any("one call of attention" in str(problem) for problem in check(*long))
     assert not any("elements" in str(problem) for problem in check(*long[:-1]))
     assert only("parallel.ring_size=2", "model.attn_implementation=cudnn").splitlines()[0] == (
         "command line: model.attn_implementation: cudnn takes as many keys as queries, and the ranks of a ring "
