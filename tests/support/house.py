@@ -78,7 +78,7 @@ ORDER: dict[str, list[str]] = {
             "losses",
             "suites",
         ),
-        *("scorers", "summary", "retrieval"),
+        *("scoring", "summary", "retrieval"),
     ],
     "run_folder": [
         *("failure_record", "early_stop", "told", "line_files", "manifest", "archive", "whole_disk", "bucket"),

@@ -19,7 +19,7 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.sample import Sample
-from ulysses_cli.evaluate.scorers import score
+from ulysses_cli.evaluate.scoring.scorers import score
 from ulysses_cli.evaluate.statistics import compare_pairs, estimate_mean, find_effective_lengths, weigh_mean
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import compare_results, summarize
@@ -42,20 +42,10 @@ def ask(metric: Any, answer: str, *references: str, **facts: Any) -> float:
         ("set_f1", "Final Answer: []", (), 1),
         ("set_f1", "Final Answer: [a]", (), 0),
         ("set_f1", "a, b", ("a", "b"), 0),
-        ("token_f1", "The Eiffel tower!", ("eiffel tower", "x"), 1),
-        ("token_f1", "a big tower", ("Eiffel tower",), 0.5),
-        ("rouge_l", "a b c d", ("a c d e",), 0.75),
         ("share_right", "Paragraph 3, or 4", ("Paragraph 3",), 0.5),
-        ("letter", "*The correct answer is (B)*", ("B",), 1),
-        ("letter", "The correct answer is B", ("B",), 1),
-        ("letter", "B", ("B",), 0),
-        ("first_integer", "It is 71432 and 5", ("71432",), 1),
-        ("first_integer", "5 and 71432", ("71432",), 0),
-        ("whole_word", 'the value is "ab-12".', ("ab-12",), 1),
-        ("whole_word", "ab-123", ("ab-12",), 0),
-        ("last_word", "the result is 12.", ("12",), 1),
-        ("last_word", "twelve", ("12",), 0),
-        ("first_number", "-1.50 or 3", ("-1.5",), 1),
+        ("sentence", "*The correct answer is (B)*", ("B",), 1),
+        ("sentence", "The correct answer is B", ("B",), 1),
+        ("sentence", "B", ("B",), 0),
     ],
 )
 def test_an_answer_is_scored_by_its_rule(
@@ -67,12 +57,9 @@ def test_an_answer_is_scored_by_its_rule(
 def test_rules_that_depend_on_more_than_the_answer() -> None:
     assert ask("classes", "a dog and a cat", "cat", classes=("cat", "dog", "cow")) == 0.5
     assert ask("classes", "hot dog", "hot dog", classes=("dog", "hot dog")) == 1
-    assert ask("letter", "C) the lake", "C", any_form=True, options=("a", "b", "the lake", "d")) == 1
-    assert ask("letter", "it was the lake", "C", any_form=True, options=("a1", "b1", "the lake", "d1")) == 1
     assert ask("ordered_copy", "k3j poem", "k3j poem", start="k3j ") == 1
     assert ask("ordered_copy", "poem", "k3j poem", start="k3j ") == 0
     assert 0 < ask("ordered_copy", "k3j poet", "k3j poem", start="k3j ") < 1
-    assert ask("chinese_f1", "红色，球", "红球", by_character=True) == pytest.approx(0.8)
     first = Sample("t", "", ("cat",), "part", 8, first_line=True)
     assert score(first, "\ncat\ndog") == 1
     assert score(first, "dog\ncat") == 0
@@ -264,6 +251,8 @@ def test_statistics_equal_worked_examples() -> None:
     assert find_effective_lengths(means) == {"own": 8192}  # not all thirteen
     means |= {"qa_1": means["vt"], "qa_2": means["vt"]}
     assert find_effective_lengths(means) == {"ruler": 8192, "own": 8192}
+    shorter = {**means, "niah_none": {4096: 1.0}}
+    assert find_effective_lengths(shorter) == {"ruler": 8192, "own": 4096}, "another suite does not matter for RULER's"
 
 
 def test_a_summary_has_intervals_depths_and_what_was_too_long() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,16 +30,20 @@ BRIEFLY = "Answer the question from the text, as briefly as you can."
 SUMMARIZE = "Write a summary of the text."
 CONTINUE = "Complete the next line of the code below.\n"
 EXAMPLES = "Go on as the examples do."
+EXACT = ("first_integer", "whole_word", "last_integer")  # metrics of answers that are one short text
+# RULER's prepare.py writes prompts into a model's chat template: they begin with a mark of it
+TEMPLATED = re.compile(r"\s*(<[^\s>]{1,40}>|\[INST\]|\[gMASK\]|User: |.{0,200}?\bUSER: )")
 LONGBENCH: dict[str, SetRule] = {
     **dict.fromkeys(("narrativeqa", "qasper"), SetRule("token_f1", 128, BRIEFLY)),
     "multifieldqa_en": SetRule("token_f1", 64, BRIEFLY),
     "multifieldqa_zh": SetRule("chinese_f1", 64, BRIEFLY),
     **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), SetRule("token_f1", 32, BRIEFLY)),
-    "dureader": SetRule("rouge_l", 128, BRIEFLY),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), SetRule("rouge_l", 512, SUMMARIZE)),
+    "dureader": SetRule("rouge_chinese", 128, BRIEFLY),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news"), SetRule("rouge_sets", 512, SUMMARIZE)),
+    "vcsum": SetRule("rouge_chinese", 512, SUMMARIZE),
     "trec": SetRule("classes", 64, EXAMPLES, with_template=False, first_line=True),
     "triviaqa": SetRule("token_f1", 32, EXAMPLES, with_template=False, first_line=True),
-    "samsum": SetRule("rouge_l", 128, EXAMPLES, with_template=False, first_line=True),
+    "samsum": SetRule("rouge_sets", 128, EXAMPLES, with_template=False, first_line=True),
     "lsht": SetRule("classes", 64, EXAMPLES, with_template=False, first_line=True),
     "passage_count": SetRule(
         "share_right", 32, "How many different paragraphs are there? Answer with the number alone."
@@ -54,12 +59,14 @@ INFINITE: dict[str, SetRule] = {
     "number_string": SetRule("first_integer", 12),
     "kv_retrieval": SetRule("whole_word", 50),
     "longbook_qa_eng": SetRule("token_f1", 40, BRIEFLY),
-    "longbook_qa_chn": SetRule("chinese_f1", 40, BRIEFLY),
-    "longbook_sum_eng": SetRule("rouge_l", 1200, SUMMARIZE),
-    "longbook_choice_eng": SetRule("letter", 40, "Choose one of the options. Answer with its letter."),
-    "longdialogue_qa_eng": SetRule("part", 40, "Which name belongs at $$MASK$$? Answer with the name."),
-    "code_debug": SetRule("letter", 5, "Which function has the error? Answer with the letter of an option."),
-    "code_run": SetRule("last_word", 5, "Answer with the number alone."),
+    "longbook_qa_chn": SetRule("character_f1", 40, BRIEFLY),
+    "longbook_sum_eng": SetRule("rouge_lines", 1200, SUMMARIZE),
+    "longbook_choice_eng": SetRule("choice", 40, "Choose one of the options. Answer with its letter."),
+    "longdialogue_qa_eng": SetRule("name", 40, "Which name belongs at $$MASK$$? Answer with the name."),
+    "code_debug": SetRule(
+        "debug", 5, "Which function has the error? Answer with the letter of an option and a full stop."
+    ),
+    "code_run": SetRule("last_integer", 5, "Answer with the number alone."),
     "math_find": SetRule("first_number", 3, "Answer with the number alone."),
 }
 
@@ -76,7 +83,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             content = json.loads(text)
             rows = content if isinstance(content, list) else content["data"]
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # U+2028 ends no line
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it is not a list of rows with named fields")
         return rows
@@ -92,11 +99,16 @@ def _find_span(content: str, context: str) -> Span | None:
 
 
 def _read_ruler(row: Row, name: str) -> Sample:
+    """Prompts in a template are asked as they are. The row's length counts tokens of the tokenizer that RULER was given
+    and those of the answer; rows of one length stay together whatever this model's tokenizer makes of them."""
     metric: Metric = "part" if name.startswith("qa") else "all"
     budget = {"vt": 30, "cwe": 120, "fwe": 50}.get(name.partition(".")[0], 32 if metric == "part" else 128)
+    content, is_needle = str(row["input"]), name.startswith("niah")
+    facts = {"file_index": row.get("index"), "file_length": row.get("length")}
     return Sample(
-        name, str(row["input"]), tuple(map(str, row["outputs"])), metric, budget, str(row.get("answer_prefix", "")),
-        facts={"file_index": row.get("index")}, evidence=_find_values(row) if name.startswith("niah") else (),
+        name, content, tuple(map(str, row["outputs"])), metric, budget, str(row.get("answer_prefix", "")), facts=facts,
+        evidence=_find_values(row) if is_needle else (), with_template=TEMPLATED.match(content) is None,
+        has_one_answer=is_needle and len(row["outputs"]) == 1,
     )  # fmt: skip
 
 
@@ -113,7 +125,7 @@ def _read_longbench(row: Row, name: str) -> Sample:
     name = str(row.get("dataset", name))
     rule = LONGBENCH[name.removesuffix("_e")]
     content = f"{rule.instruction}\n\n{row['context']}\n\n{row['input']}".rstrip()
-    facts = {"classes": row.get("all_classes") or (), "language": row.get("language"), "id": row.get("_id")}
+    facts = {"classes": row.get("all_classes") or (), "id": row.get("_id")}
     return Sample(
         name, content, tuple(map(str, row["answers"])), rule.metric, rule.max_new_tokens,
         with_template=rule.with_template, first_line=rule.first_line, facts=facts,
@@ -128,42 +140,47 @@ def _read_longbench_v2(row: Row, _: str) -> Sample:
         f"Question: {row['question']}\n{choices}\n\n"
         'End with this sentence: "The correct answer is (X)", with a letter for X.'
     )
-    facts = {"id": row["_id"], "difficulty": row["difficulty"], "size": row["length"], "domain": row["domain"]}
-    context = _find_span(content, str(row["context"]))
-    return Sample("longbench-v2", content, (str(row["answer"]),), "letter", 128, facts=facts, context=context)
+    facts = {"id": row["_id"], "domain": row["domain"]}
+    return Sample(
+        "longbench-v2", content, (str(row["answer"]),), "sentence", 128, facts=facts,
+        context=_find_span(content, str(row["context"])),
+        groups={"difficulty": str(row["difficulty"]), "length": str(row["length"])},
+    )  # fmt: skip
 
 
 def _read_infinite(row: Row, name: str) -> Sample:
+    """The right answer of a choice is kept with its letter: the rules accept either."""
     rule = INFINITE[name]
-    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    answers = [str(each) for each in (row["answer"] if isinstance(row["answer"], list) else [row["answer"]])]
     options = [str(option) for option in row.get("options") or ()]
     shown = "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=False))
-    if rule.metric == "letter":
-        answers = ["ABCD"[options.index(str(each))] if str(each) in options else str(each) for each in answers]
+    if rule.metric in ("choice", "debug") and len(answers) == 1:
+        answers.append("ABCD"[options.index(answers[0])])
     content = "\n\n".join(filter(None, (rule.instruction, str(row["context"]), str(row["input"]), shown)))
-    facts = {"id": row.get("id"), "any_form": True, "options": options, "by_character": name.endswith("chn")}
-    context = _find_span(content, str(row["context"]))
     return Sample(
-        name, content, tuple(map(str, answers)), rule.metric, rule.max_new_tokens, facts=facts, context=context
+        name, content, tuple(answers), rule.metric, rule.max_new_tokens, facts={"id": row.get("id")},
+        context=_find_span(content, str(row["context"])), has_one_answer=rule.metric in EXACT,
     )  # fmt: skip
 
 
 def _read_mrcr(row: Row, _: str) -> Sample:
-    messages = json.loads(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]
-    shown = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    """A conversation. Sets of two, four and eight needles are tasks of their own: they are unlike in difficulty."""
+    read = json.loads(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]
+    messages = tuple((str(message["role"]), str(message["content"])) for message in read)
+    shown = [f"{role.capitalize()}: {text}" for role, text in messages]
     content, before = "\n\n".join(shown), "\n\n".join(shown[:-1])
-    facts = {
-        "start": row["random_string_to_prepend"],
-        "needles": row["n_needles"],
-        "messages": row.get("total_messages"),
-    }
+    facts = {"start": row["random_string_to_prepend"], "messages": row.get("total_messages")}
     context = (0, len(before)) if before else None
-    return Sample("mrcr", content, (str(row["answer"]),), "ordered_copy", 1024, facts=facts, context=context)
+    return Sample(
+        f"mrcr-{row['n_needles']}", content, (str(row["answer"]),), "ordered_copy", 1024, facts=facts, context=context,
+        messages=messages,
+    )  # fmt: skip
 
 
 def _read_graphs(row: Row, _: str) -> Sample:
-    facts = {"kind": row.get("problem_type")}
-    return Sample("graphwalks", str(row["prompt"]), tuple(map(str, row["answer_nodes"])), "set_f1", 1024, facts=facts)
+    kind = str(row.get("problem_type") or "").lower()
+    name = f"graphwalks-{kind}" if kind else "graphwalks"
+    return Sample(name, str(row["prompt"]), tuple(map(str, row["answer_nodes"])), "set_f1", 1024)
 
 
 class FileSuite(NamedTuple):
@@ -188,16 +205,22 @@ FILE_SUITES: dict[str, FileSuite] = {
         "the data set xinrongzhang2022/InfiniteBench",
         left_out=("math_calc",),
     ),
-    "mrcr": FileSuite(_read_mrcr, ("prompt", "answer", "random_string_to_prepend"), "the data set openai/mrcr"),
+    "mrcr": FileSuite(
+        _read_mrcr, ("prompt", "answer", "random_string_to_prepend", "n_needles"), "the data set openai/mrcr"
+    ),
     "graphwalks": FileSuite(_read_graphs, ("prompt", "answer_nodes"), "the data set openai/graphwalks"),
 }
-PACKAGES: dict[Metric, str] = {"chinese_f1": "jieba", "code_similarity": "rapidfuzz"}
+PACKAGES: dict[Metric, str] = {"chinese_f1": "jieba", "rouge_chinese": "jieba", "code_similarity": "rapidfuzz"}
 
 
-def list_left_out(suite: str, path: Path | None) -> list[str]:
-    """Notes on the sets of a folder that have no rule here."""
+def list_file_notes(suite: str, path: Path | None, samples: Sequence[Sample]) -> list[str]:
+    """Notes on the sets of a folder that have no rule here, and on prompts that are asked as they are."""
     names = FILE_SUITES[suite].left_out if path is not None and path.is_dir() else ()
-    return [f"{name} is left out: it has no rule here" for name in names if path and any(path.rglob(f"{name}.jsonl"))]
+    left_out = [name for name in names if path and any(path.rglob(f"{name}.jsonl"))]
+    notes = [f"{name} is left out: it has no rule here" for name in left_out]
+    if suite == "ruler-files" and (number := sum(not sample.with_template for sample in samples)):
+        notes.append(f"{number:,} prompts of the files hold a chat template already: they are asked as they are")
+    return notes
 
 
 def list_files(suite: str, path: Path | None) -> list[Path]:
@@ -237,9 +260,7 @@ def _read_file(suite: str, own: FileSuite, file: Path) -> Iterator[Sample]:
             raise RecipeError([Problem("--path", message, own.where)]) from None
         if not sample.references and sample.metric != "set_f1":
             raise RecipeError([Problem("--path", f"{file}, row {number} has no right answer")])
-        needs = PACKAGES.get(sample.metric) or ("jieba" if sample.facts.get("language") == "zh" else "")
-        if sample.facts.get("by_character"):
-            needs = ""
+        needs = PACKAGES.get(sample.metric, "")
         if needs and needs not in missing_packages and find_spec(needs) is None:
             missing_packages.add(needs)
             message = f"{sample.task} is scored with {needs}, which is not installed"

@@ -56,25 +56,37 @@ class Prompter:
         self.with_template = has_template if with_template is None else with_template
         self.head = self.tail = ""
         if self.with_template:
-            messages = [{"role": "user", "content": PLACEHOLDER}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            self.head, found, self.tail = text.partition(PLACEHOLDER)
+            self.head, found, self.tail = self._apply([("user", PLACEHOLDER)]).partition(PLACEHOLDER)
             if not found:
                 message = "the chat template does not show a user's message as it is"
                 raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")])
         self.fill = self._find_fill()
 
-    def render(self, sample: Sample) -> tuple[str, int]:
-        """Returns the prompt's text, and the character at which the content begins."""
-        if self.with_template and sample.with_template:
-            return f"{self.head}{sample.content}{self.tail}{sample.answer_prefix.lstrip()}", len(self.head)
-        return f"{sample.content}\n{sample.answer_prefix.strip()}".rstrip(), 0
+    def _apply(self, messages: Sequence[tuple[str, str]]) -> str:
+        shown = [{"role": role, "content": text} for role, text in messages]
+        text: str = self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def render(self, sample: Sample) -> tuple[str, int | None]:
+        """Returns the prompt's text, and the character at which the content begins; None where the content is not in
+        it as it is. As in RULER, the start of the answer follows the content or the assistant's header at
+        once."""
+        if not (self.with_template and sample.with_template):
+            return f"{sample.content}{sample.answer_prefix}".rstrip(), 0
+        if not sample.messages:
+            return f"{self.head}{sample.content}{self.tail}{sample.answer_prefix}", len(self.head)
+        try:
+            return self._apply(sample.messages) + sample.answer_prefix, None
+        except Exception as error:  # noqa: BLE001 - a template raises what it likes, such as for roles in another order
+            message = f"the chat template does not take the conversations of {sample.task}: {error}"
+            raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")]) from None
 
     def encode(self, sample: Sample, *, in_one: bool = False) -> list[int]:
         """Returns the prompt's tokens, with `in_one` by one tokenization of the whole text. Special tokens are added
         where no template writes them."""
         text, _ = self.render(sample)
-        adds = not (self.with_template and sample.with_template)
+        begin = getattr(self.tokenizer, "bos_token", None)
+        adds = not (self.with_template and sample.with_template) and not (begin and text.startswith(begin))
         tokens = self.tokens.tokenize([text], adds)[0] if in_one else self.tokens.encode(text, adds)
         end = getattr(self.tokenizer, "eos_token_id", None)
         if adds and len(tokens) > 1 and tokens[-1] == end:
@@ -93,7 +105,8 @@ class Prompter:
         """`tokens`: the prompt's, where they are known; `counted`: what is counted of its text."""
         tokens = self.encode(sample) if tokens is None else tokens
         text, begin = self.render(sample)
-        depths = self._measure_depths(text, [begin + mark for mark, _ in sample.evidence], counted)
+        marks = [begin + mark for mark, _ in sample.evidence] if begin is not None else []
+        depths = self._measure_depths(text, marks, counted)
         return TaskPrompt(sample, tuple(tokens), depths, index, length, way)
 
     def _measure_depths(self, text: str, marks: Sequence[int], counted: int) -> tuple[float, ...]:

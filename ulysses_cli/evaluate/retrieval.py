@@ -82,14 +82,15 @@ def make_ways(prompt: TaskPrompt, prompter: Prompter, budgets: Sequence[int] = B
 
 
 def _make(
-    prompt: TaskPrompt, prompter: Prompter, way: str, spans: Sequence[Span], facts: Mapping[str, Any]
+    prompt: TaskPrompt, prompter: Prompter, way: str, spans: Sequence[Span], chosen: Mapping[str, Any]
 ) -> TaskPrompt:
     sample = prompt.sample
     assert sample.context is not None
     shown = GAP.join(sample.content[slice(*span)].strip("\n") for span in join_neighbours(spans))
     content = sample.content[: sample.context[0]] + shown + sample.content[sample.context[1] :]
-    told = {"way": way, **facts, "recall": compute_recall(sample.evidence, spans)}
-    changed = replace(sample, content=content, evidence=(), context=None, facts={**sample.facts, "retrieval": told})
+    told = {"way": way, **chosen, "recall": compute_recall(sample.evidence, spans)}
+    facts = {**sample.facts, "retrieval": told}
+    changed = replace(sample, content=content, evidence=(), context=None, facts=facts, messages=())
     return prompter.make(changed, prompt.index, prompt.length, way)
 
 

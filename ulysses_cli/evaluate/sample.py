@@ -8,8 +8,9 @@ from random import Random
 from typing import Any, Literal
 
 Metric = Literal[
-    "all", "part", "none", "set_f1", "token_f1", "chinese_f1", "rouge_l", "classes", "share_right", "code_similarity",
-    "letter", "first_integer", "whole_word", "last_word", "first_number", "ordered_copy",
+    "all", "part", "none", "set_f1", "token_f1", "chinese_f1", "character_f1", "rouge_sets", "rouge_chinese",
+    "rouge_lines", "classes", "share_right", "code_similarity", "sentence", "choice", "debug", "first_integer",
+    "whole_word", "name", "last_integer", "first_number", "ordered_copy",
 ]  # fmt: skip
 
 
@@ -19,8 +20,10 @@ Span = tuple[int, int]
 @dataclass(frozen=True)
 class Sample:
     """What a model is asked. `answer_prefix` stands after the assistant's header, and the model goes on from there.
-    `with_template`: the content is a user's message. Spans count characters of `content`: `context` is the haystack,
-    where it can be parted from the question, and `evidence` is what the answer is found in, where that is known."""
+    `with_template`: the content is a user's message; or `messages` are a conversation, of roles and texts, of which the
+    content is then a written copy for models without a template. Spans count characters of `content`: `context` is the
+    haystack, where it can be parted from the question, and `evidence` is what the answer is found in, where that is
+    known. `groups`: what else its score is summed up by, such as the difficulty."""
 
     task: str
     content: str
@@ -33,6 +36,9 @@ class Sample:
     first_line: bool = False  # only the answer's first line counts
     facts: Mapping[str, Any] = field(default_factory=dict)  # what is reported with it
     context: Span | None = None
+    messages: tuple[tuple[str, str], ...] = ()
+    groups: Mapping[str, str] = field(default_factory=dict)
+    has_one_answer: bool = False  # one right text: teacher forcing says something about it
 
 
 def fill_up(sample: Sample, text: str) -> Sample:

@@ -28,7 +28,10 @@ class Interval(NamedTuple):
 def estimate_mean(scores: Sequence[float]) -> Interval:
     """Returns the mean of scores in [0, 1] with Wilson's 95 % interval, which holds for few samples and at the ends.
     For scores between 0 and 1 it is too wide rather than too narrow."""
-    number, mean = len(scores), fmean(scores)
+    return _compute_wilson(fmean(scores), len(scores))
+
+
+def _compute_wilson(mean: float, number: float) -> Interval:
     spread = Z * math.sqrt(mean * (1 - mean) / number + Z * Z / (4 * number * number))
     centre, scale = mean + Z * Z / (2 * number), 1 + Z * Z / number
     return Interval(mean, max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale))
@@ -75,21 +78,32 @@ def _compute_student_share(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
 
 
+def estimate_mean_of_tasks(means: Sequence[float], numbers: Sequence[int]) -> Interval:
+    """Returns the unweighted mean over tasks with a 95 % interval, from each task's mean and number of samples:
+    Wilson's for as many samples as give a mean of such weights the same variance. Tasks differ, so that it is rather
+    too wide."""
+    weight = sum(1 / number for number in numbers)
+    return _compute_wilson(fmean(means), len(means) ** 2 / weight)
+
+
 def find_effective_lengths(means: Mapping[str, Mapping[int, float]]) -> dict[str, int | None]:
-    """Takes the mean score by task and length. Returns `ruler`, where all of RULER's thirteen tasks were run: the
-    longest length up to which their mean exceeds 85.6 %; and `own`: the longest up to which the mean of all tasks is 85
-    % of that at the shortest length. None where no length qualifies."""
-    lengths = sorted({length for by_length in means.values() for length in by_length})
-    common = [each for each in lengths if all(each in by_length for by_length in means.values())]
-    curve = {length: fmean(by_length[length] for by_length in means.values()) for length in common}
+    """Takes the mean score of tasks from a seed by task and length. Returns `ruler`, where all of RULER's thirteen
+    tasks were run: the longest length up to which their mean exceeds 85.6 %; and `own`: the longest up to which the
+    mean of all tasks is 85 % of that at the shortest length. None where no length qualifies. Other tasks do not matter
+    for RULER's rule; lengths that some task lacks do not count for the rule that needs it."""
     result: dict[str, int | None] = {}
-    if set(RULER_TASKS) <= means.keys() and common:
-        ruler = {length: fmean(means[name][length] for name in RULER_TASKS) for length in common}
-        result["ruler"] = _find_longest(ruler, RULER_THRESHOLD)
-    if curve:
-        first = curve[common[0]]
+    if set(RULER_TASKS) <= means.keys() and (curve := _average({name: means[name] for name in RULER_TASKS})):
+        result["ruler"] = _find_longest(curve, RULER_THRESHOLD)
+    if curve := _average(means):
+        first = next(iter(curve.values()))
         result["own"] = _find_longest(curve, OWN_SHARE * first) if first else None
     return result
+
+
+def _average(means: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+    """The mean over tasks by length, for the lengths that all of them have, the shortest first."""
+    common = set.intersection(*(set(by_length) for by_length in means.values())) if means else set[int]()
+    return {length: fmean(by_length[length] for by_length in means.values()) for length in sorted(common)}
 
 
 def _find_longest(curve: Mapping[int, float], threshold: float) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
 from ulysses_cli.evaluate.documents import make_code_task, make_question_task
-from ulysses_cli.evaluate.files import FILE_SUITES, list_left_out, read_suite
+from ulysses_cli.evaluate.files import FILE_SUITES, list_file_notes, read_suite
 from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.needles import TEXT_TASKS, BookHaystack, draw_sentences, list_needle_tasks
 from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, name_prompt
@@ -83,8 +83,9 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
         elif name in known or name in (*QUESTIONS, "code_recall"):
             wanted[name] = True
         elif name in FILE_SUITES:
-            samples += read_suite(name, sources.path)
-            notes += list_left_out(name, sources.path)
+            read = read_suite(name, sources.path)
+            samples += read
+            notes += list_file_notes(name, sources.path, read)
         elif name == LOSS:
             if not sources.documents:
                 hint = "add --path with a file, a folder or a data set of documents"

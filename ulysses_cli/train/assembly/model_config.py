@@ -41,17 +41,19 @@ def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> Mode
 
 
 def stretch_positions(config: PretrainedConfig, recipe: Recipe, resolved: Resolved) -> None:
-    """Writes the recipe's rope scaling and length into the config, which is exported with the model."""
-    model = recipe.model
-    if model.rope_scaling is not None:
-        written = model.rope_scaling.model_dump(exclude_none=True, exclude={"type", "factor"})
-        # The number of original positions is part of llama3's formula and stays as written in the model.
-        scaling = {"rope_type": model.rope_scaling.type, "factor": resolved.rope_factor, **written}
-        if model.rope_scaling.type in ("yarn", "llama3"):
-            scaling.setdefault("original_max_position_embeddings", resolved.original_positions)
-        config.rope_parameters = {**_get_rope_base(config), **scaling}
-    is_dynamic = model.rope_scaling is not None and model.rope_scaling.type == "dynamic"
-    if not is_dynamic:  # it stretches from the model's own length
+    """Writes the recipe's rope scaling and length into the config, which is exported with the model. Without a scaling
+    the config stays as it is: rows of training are not longer than its positions, and longer prompts of an evaluation
+    must not change the model. Dynamic, longrope and yarn compute frequencies from that number."""
+    scaled = recipe.model.rope_scaling
+    if scaled is None:
+        return
+    written = scaled.model_dump(exclude_none=True, exclude={"type", "factor"})
+    # The number of original positions is part of llama3's formula and stays as written in the model.
+    scaling = {"rope_type": scaled.type, "factor": resolved.rope_factor, **written}
+    if scaled.type in ("yarn", "llama3"):
+        scaling.setdefault("original_max_position_embeddings", resolved.original_positions)
+    config.rope_parameters = {**_get_rope_base(config), **scaling}
+    if scaled.type != "dynamic":  # it stretches from the model's own length
         config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
-from ulysses_cli.evaluate.scorers import score
+from ulysses_cli.evaluate.scoring.scorers import score
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.generation.decoding import Generator, count_shared_tokens
 from ulysses_cli.train.generation.on_engine import generating
@@ -146,7 +146,8 @@ def _begin_alike(first: Question, second: Question) -> bool:
 
 def _make_question(prompt: TaskPrompt, quiz: Quiz) -> Question:
     sample, answer = prompt.sample, list[int]()
-    if sample.task in quiz.one_answer_tasks and len(sample.references) == 1:
+    has_one = sample.task in quiz.one_answer_tasks or sample.has_one_answer
+    if has_one and len(sample.references) == 1:
         answer = quiz.prompter.encode_answer(prompt, sample.references[0])
     return Question(prompt.tokens, sample.max_new_tokens, tuple(answer))
 
@@ -200,4 +201,5 @@ def _describe(prompt: TaskPrompt, answer: Answer, prompter: Prompter) -> dict[st
         "is_greedy": answer.is_greedy,
         "seconds": round(answer.seconds, 4),
         **({"facts": dict(sample.facts)} if sample.facts else {}),
+        **({"groups": dict(sample.groups)} if sample.groups else {}),
     }

@@ -1,0 +1,1 @@
+"""Scores of answers, by the rules of the benchmarks that the questions come from."""
