@@ -46,13 +46,17 @@ def test_a_cpu_is_known_by_its_instructions(tmp_path: Path) -> None:
     assert read_cpu_kind(file) != first
 
 
-def test_dead_locks_are_removed_and_live_ones_are_reported(tmp_path: Path) -> None:
-    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    folder = get_builds_folder(environ)
-    old, new, held, early = locks = [folder / name / "lock" for name in ("old", "new", "held", "early")]
+def make_locks(environ: dict[str, str], *names: str) -> list[Path]:
+    locks = [get_builds_folder(environ) / name / "lock" for name in names]
     for lock in locks:
         lock.parent.mkdir(parents=True)
         lock.touch()
+    return locks
+
+
+def test_dead_locks_are_removed_and_live_ones_are_reported(tmp_path: Path) -> None:
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    old, new, held, early = locks = make_locks(environ, "old", "new", "held", "early")
     for lock, when in ((old, 0), (held, 0), (early, 1 << 40)):  # the clock jumped forwards, or back
         os.utime(lock, (when, when))
     said: list[str] = []
@@ -61,8 +65,9 @@ def test_dead_locks_are_removed_and_live_ones_are_reported(tmp_path: Path) -> No
         watch.look(0.0)
         assert [lock for lock in locks if lock.exists()] == [new, held]
         assert said == [
-            f"took over the build of DeepSpeed's operator {name}: its builder is gone" for name in ("early", "old")
+            f"removed the lock of DeepSpeed's operator {name}: its builder is gone" for name in ("early", "old")
         ]
+        assert held.stat().st_mtime > 1000.0, "no sign was given of a builder here"
         said.clear()
         watch.look(9.0)
         assert not said
@@ -70,24 +75,43 @@ def test_dead_locks_are_removed_and_live_ones_are_reported(tmp_path: Path) -> No
         watch.look(12.0)
     word = "DeepSpeed's operator {} is being built, once per environment: 11 s"
     assert said == [word.format("held"), word.format("new")]
-    new.unlink()
-    watch.look(50.0)
-    assert "took over" in said[2]
 
 
-def test_builds_are_watched_while_a_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_elsewhere_gives_signs(tmp_path: Path) -> None:
+    """Its open files are not visible here. A lock without a new sign for 30 s is removed."""
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    alive, dead = make_locks(environ, "alive", "dead")
+    watch = BuildWatch(environ, lambda _: None)
+    start = alive.stat().st_mtime
+    for now in range(0, 29, 2):
+        os.utime(alive, (start + now, start + now))
+        watch.look(float(now))
+    assert alive.exists()
+    assert dead.exists()
+    watch.look(31.0)
+    assert alive.exists()
+    assert not dead.exists()
+
+
+def test_builds_are_settled_before_a_block_and_watched_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(operator_builds, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(operator_builds, "FIRST_WORD_SECONDS", 0.0)
+    monkeypatch.setattr(operator_builds, "SIGN_SECONDS", 0.2)
     said: queue.Queue[str] = queue.Queue()
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    lock = get_builds_folder(environ) / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
+    (dead,) = make_locks(environ, "cpu_adam")
     with watch_builds(environ, said.put):
-        assert "cpu_adam is being built" in said.get(timeout=60)
-        os.utime(lock, (0, 0))
-        assert "took over" in said.get(timeout=60)
-    assert not lock.exists()
+        assert not dead.exists(), "the block's ranks would wait for it"
+        assert [said.get() for _ in range(said.qsize())][-1].startswith("removed the lock")
+        dead.touch()
+        with open(dead, "rb"):
+            while "cpu_adam is being built" not in said.get(timeout=60):
+                continue
+        while "removed the lock" not in said.get(timeout=60):
+            continue
+    assert not dead.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from pathlib import Path
 FOLDER = "TORCH_EXTENSIONS_DIR"  # torch's own variable
 BUILD_SECONDS = 600  # no operator takes this long to build
 WATCH_SECONDS = 2.0
+SIGN_SECONDS = 30.0  # commands give a sign of the builds on their machine each WATCH_SECONDS
 FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10.0, 30.0
 CPU_FACTS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")  # x86, then Arm
 HINT = f"name a folder of your own that you can write: {FOLDER}=FOLDER"
@@ -90,16 +91,17 @@ def list_dead_locks(environ: Mapping[str, str], seconds: float = BUILD_SECONDS) 
 
 @contextmanager
 def watch_builds(environ: Mapping[str, str], say: Callable[[str], object]) -> Iterator[None]:
-    """Says, while the block runs, which operators are being built, by this run or by another process. Removes the
-    locks of dead builders, so that the builds are taken over: all others would wait for them without end."""
+    """Removes the locks of dead builders before the block begins: its ranks would wait for them, and fail once they are
+    removed, since whoever waits for a lock takes the operator for built. Says, while the block runs, which operators
+    are being built, by this run or by another process."""
     is_over = threading.Event()
+    watcher = BuildWatch(environ, say)
 
     def watch() -> None:
-        watcher = BuildWatch(environ, say)
         while not is_over.wait(WATCH_SECONDS):
             watcher.look(time.monotonic())
 
-    remove_dead_locks(environ)
+    watcher.settle()
     thread = threading.Thread(target=watch, name="builds of operators", daemon=True)
     thread.start()
     try:
@@ -110,16 +112,37 @@ def watch_builds(environ: Mapping[str, str], say: Callable[[str], object]) -> It
 
 
 class BuildWatch:
-    """What has been said of the builds that go on."""
+    """What was seen and said of the builds that go on. A lock's time is the sign of its builder: each command renews
+    it for the builders on its own machine, which hold their locks open. Other machines and containers see the sign."""
 
     def __init__(self, environ: Mapping[str, str], say: Callable[[str], object]) -> None:
         self.environ, self.say = environ, say
         self.begun: dict[Path, float] = {}
         self.next_word: dict[Path, float] = {}
+        self.signs: dict[Path, tuple[float, float]] = {}  # a lock's time, and since when it has been that
+
+    def settle(self) -> None:
+        """Returns when each lock is held here, or gave a sign while this looked, or is removed."""
+        unknown = set(self.list_unheld())
+        if unknown:
+            names = ", ".join(sorted(lock.parent.name for lock in unknown))
+            self.say(f"DeepSpeed's {names}: a build was begun, and its builder is looked for ({SIGN_SECONDS:.0f} s)")
+        first = {lock: self._read_sign(lock) for lock in unknown}
+        while unknown:
+            time.sleep(WATCH_SECONDS)
+            self.look(time.monotonic())
+            unknown = {
+                lock for lock in unknown.intersection(self.list_unheld()) if self._read_sign(lock) == first[lock]
+            }
 
     def look(self, now: float) -> None:
-        for lock in remove_dead_locks(self.environ):
-            self.say(f"took over the build of DeepSpeed's operator {lock.parent.name}: its builder is gone")
+        for lock in self.list_unheld():
+            sign = self._read_sign(lock)
+            if self.signs.get(lock, (None,))[0] != sign:
+                self.signs[lock] = sign, now
+            if now - self.signs[lock][1] > SIGN_SECONDS or _is_older(lock, BUILD_SECONDS):
+                lock.unlink(missing_ok=True)
+                self.say(f"removed the lock of DeepSpeed's operator {lock.parent.name}: its builder is gone")
         going_on = set(list_locks(self.environ))
         self.begun = {lock: began for lock, began in self.begun.items() if lock in going_on}
         for lock in sorted(going_on):
@@ -132,19 +155,27 @@ class BuildWatch:
                     f"DeepSpeed's operator {lock.parent.name} is being built, once per environment: {seconds:.0f} s"
                 )
 
+    def list_unheld(self) -> list[Path]:
+        """Locks that no process here holds open. Renews the signs of the others."""
+        locks = list_locks(self.environ)
+        held = _list_open_files() if locks else set()
+        for lock in locks:
+            if _identify(lock) in held:
+                with suppress(OSError):  # it was built, or is another user's
+                    os.utime(lock)
+        return [lock for lock in locks if _identify(lock) not in held and lock.exists()]
+
+    def _read_sign(self, lock: Path) -> float:
+        try:
+            return lock.stat().st_mtime
+        except OSError:
+            return 0.0  # its builder is done
+
 
 def list_locks(environ: Mapping[str, str]) -> list[Path]:
     """Returns the locks of builds, in torch's layout: a folder per operator, sometimes below one per version."""
     folder = get_builds_folder(environ)
     return sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])
-
-
-def remove_dead_locks(environ: Mapping[str, str]) -> list[Path]:
-    """Removes the locks of builders that were killed; returns them."""
-    dead = list_dead_locks(environ)
-    for lock in dead:
-        lock.unlink(missing_ok=True)
-    return dead
 
 
 def _is_older(lock: Path, seconds: float) -> bool:
