@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from support.faults import Runs, wait_until
@@ -31,8 +35,20 @@ def wait_for_steps(runs: ComparedRuns, run: str, process: Command, count: int) -
     wait_until(process, lambda: runs.count_steps(run) >= count)
 
 
+class HungRunError(Exception):
+    """A command that did not end in TIME_LIMIT seconds."""
+
+
 def end(process: Command) -> tuple[int, str]:
-    _, output = process.communicate(timeout=TIME_LIMIT)
+    """Waits for a command's end. One that does not end is killed, with all its ranks."""
+    try:
+        _, output = process.communicate(timeout=TIME_LIMIT)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        for rank in process.list_ranks():
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+        raise HungRunError(process.read_stderr()) from error
     return process.wait(1), output
 
 
@@ -51,6 +67,6 @@ def judge(runs: ComparedRuns, run: str, killed: list[str], code: int, output: st
     return [(fault, how) for fault in killed]
 
 
-def lose(fault: str, output: str) -> Ends:
+def lose(fault: str, output: str, how: str = "lost") -> Ends:
     print(f"{fault}\n{output[-1500:]}", flush=True)
-    return [(fault, "lost")]
+    return [(fault, how)]

@@ -1,9 +1,10 @@
 """Kills real runs on two CPU ranks by faults drawn from a fixed list of seeds; counts injected, survived, refused,
-lost.
+lost, hung.
 
 A chain is one run that is killed, resumed with --resume auto, killed again, and at last left to finish. Its faults are
 survived when its losses and its model equal those of an uninterrupted run to the last bit. A fault is refused when the
-command ends with a message and exit code 1 or 2. Anything else is lost. The results file holds what is done: a second
+command ends with a message and exit code 1 or 2. A run that does not end, or leaves ranks behind, is hung, and with it
+all faults of its piece count as one. Anything else is lost. The results file holds what is done: a second
 call continues with the rest (--minutes bounds one call, --anew starts over). --hosts strikes one of several machines.
 """
 
@@ -29,7 +30,7 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 from paths import RESULTS  # isort: skip - first, since it names the folder of `support`
 import host_faults
-from compared_runs import NUM_STEPS, ComparedRuns, Ends, end, judge, lose, settle, wait_for_steps
+from compared_runs import NUM_STEPS, ComparedRuns, Ends, HungRunError, end, judge, lose, settle, wait_for_steps
 from support import forked, kill_points, networks
 from support.faults import damage_newest, wait_until
 from support.forked import Command, is_alive
@@ -38,7 +39,7 @@ from ulysses_cli.prove.ranks import rank_server
 
 NUM_KILLS, CHAIN = 30, 5
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
-COLUMNS = ("injected", "survived", "refused", "lost")
+COLUMNS = ("injected", "survived", "refused", "lost", "hung")
 WALKED_STEP = 8
 WALKED = [
     *("run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"),
@@ -72,7 +73,7 @@ def walk(runs: ComparedRuns, who: str, number: signal.Signals) -> Ends:
         alive = wait_for_processes(process)
         fault = f"{number.name} of {WHO[who]}, {event}"
         if not process.has_fired or alive or "Traceback" in output or not agree(process):
-            return [*ends, *lose(fault, f"{code}, alive: {alive}\n{output}")]
+            return [*ends, *lose(fault, f"{code}, alive: {alive}\n{output}", "hung" if alive else "lost")]
         ends.append((fault, "survived"))
     code, output = end(runs.start(run, *WALKED, "--resume", "auto"))
     if code or not runs.is_equal(run, 0, "walk"):
@@ -324,7 +325,10 @@ def main() -> None:
             if name in done or not is_wanted or time.monotonic() > limit:
                 continue
             started = time.monotonic()
-            ends = piece(runs)
+            try:
+                ends = piece(runs)
+            except HungRunError as hung:
+                ends = lose(name, str(hung), "hung")
             done[name] = {"seconds": round(time.monotonic() - started, 1), "ends": ends}
             for fault, how in ends:
                 print(f"  {fault}: {how}", flush=True)
@@ -335,7 +339,7 @@ def main() -> None:
     for fault, count in [*result["faults"].items(), ("all", result["all"])]:
         print(f"{fault:<44}" + "".join(f"{count[name]:>10}" for name in COLUMNS))
     print(f"{len(done)} of {len(pieces)} pieces in {result['seconds']} s")
-    sys.exit(1 if result["all"]["lost"] else 0)
+    sys.exit(1 if result["all"]["lost"] or result["all"]["hung"] else 0)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from support.forked import Command, is_alive, read_parent
 
 MASTER = ("--master-addr=10.231.7.1", "--master-port=29431")
 STEP_TIMEOUT, BEGUN, SHORT_SECONDS, END_SECONDS = 15, 4, 5.0, 15.0
+ENDLESS = "The command did not end."
 Deed = Callable[["HostRuns", Sequence[Command], int], None]
 Results = list[tuple[int, str]]  # exit code and stderr of each machine's command
 
@@ -52,7 +53,7 @@ class HostRuns(ComparedRuns):
                 output = command.communicate(max(1.0, limit - time.monotonic()))[1]
             except subprocess.TimeoutExpired:
                 command.kill()
-                output = command.communicate(60.0)[1] + "\nThe command did not end."
+                output = command.communicate(60.0)[1] + f"\n{ENDLESS}"
             results.append((int(command.returncode or 0), output))
         return results
 
@@ -65,8 +66,11 @@ def strike(runs: HostRuns, fault: str, host: int, deed: Deed, *words: str, goes_
     results = runs.end_all(commands)
     networks.ip("-n", runs.names[host], "link", "set", "eth0", "up")
     alive = wait_for_ranks(commands[0])
-    if any("Traceback" in output or "did not end" in output for _, output in results) or alive:
-        return lose(fault, f"alive: {alive}\n" + "\n".join(output for _, output in results))
+    has_hung = bool(alive) or any(ENDLESS in output for _, output in results)
+    if has_hung or any("Traceback" in output for _, output in results):
+        return lose(
+            fault, f"alive: {alive}\n" + "\n".join(output for _, output in results), "hung" if has_hung else "lost"
+        )
     if not goes_on:
         results = runs.end_all(runs.start_all(run, *words, "--resume", "auto"))
     if any(code for code, _ in results) or not runs.is_equal(run, 0):
