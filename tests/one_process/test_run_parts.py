@@ -306,6 +306,11 @@ def test_machines_that_differ_are_named_with_the_field() -> None:
     compare_machines([("gpu01", same), ("gpu02", dict(same))])
     with pytest.raises(DisagreementError, match="gpu02 and gpu01 differ in torch: 2 and 1"):
         compare_machines([("gpu01", same), ("gpu02", {**same, "torch": "2"})])
+    many = {f"setting {number}": number for number in range(12)}
+    with pytest.raises(DisagreementError) as refused:
+        compare_machines([("gpu01", many), ("gpu02", {key: value + 1 for key, value in many.items()})])
+    assert str(refused.value).startswith("gpu02 and gpu01 differ in setting 0: 1 and 0; setting 1: 2 and 1; ")
+    assert str(refused.value).endswith("; setting 9: 10 and 9; and 2 more")
 
 
 def test_safetensors_reads_a_tensor_file(tmp_path: Path) -> None:

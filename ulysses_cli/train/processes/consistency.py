@@ -17,6 +17,7 @@ from ulysses_cli.run_folder.seal import find_seal
 
 GATHERED = "a value gathered from all ranks"
 SCATTERED = "a value that rank 0 sent"
+MAX_NAMED = 10
 
 
 class DisagreementError(RuntimeError):
@@ -90,12 +91,14 @@ def _find_device(group: dist.ProcessGroup) -> torch.device:
 
 def compare_machines(machines: list[tuple[str, Mapping[str, Any]]]) -> None:
     """Takes (name of the machine, facts) of every rank. All ranks raise the same error, since all hold the same
-    facts."""
+    facts. It names the first machine that differs from that of rank 0, and what differs."""
     first_name, first = machines[0]
     for name, facts in machines[1:]:
-        for key, value in facts.items():
-            if value != first[key]:
-                raise DisagreementError(f"{name} and {first_name} differ in {key}: {value} and {first[key]}")
+        pairs = [f"{key}: {value} and {first[key]}" for key, value in facts.items() if value != first[key]]
+        if pairs:
+            left = len(pairs) - MAX_NAMED
+            end = f"; and {left} more" if left > 0 else ""
+            raise DisagreementError(f"{name} and {first_name} differ in {'; '.join(pairs[:MAX_NAMED])}{end}")
 
 
 def _hash(value: Any) -> int:
