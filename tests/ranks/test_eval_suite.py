@@ -134,7 +134,11 @@ def test_the_last_questions_are_asked_though_the_time_is_over() -> None:
     assert run_on_ranks(1, ask_late) == [(0, 1)]
 
 
-def test_a_run_that_ends_late_asks_by_a_signal_alone() -> None:
+def test_a_run_that_ends_late_asks_by_a_signal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        StopConditions, "decide", lambda self, group: self.name(self.read_flags())
+    )  # of this rank alone
+
     class Asked(Exception):
         pass
 
@@ -142,7 +146,9 @@ def test_a_run_that_ends_late_asks_by_a_signal_alone() -> None:
         def run(self, state: Any, stop: StopConditions) -> None:
             raise Asked(stop.read_flags())
 
-    late = SimpleNamespace(step=3, last_eval_step=3, stop=StopConditions(max_hours=0.0))
+    late = SimpleNamespace(
+        step=3, last_eval_step=3, stop=StopConditions(max_hours=0.0), groups=SimpleNamespace(host_group=None)
+    )
     assert any(late.stop.read_flags())
     run: Any = SimpleNamespace(state=late, plan=SimpleNamespace(recipe=None))
     nothing: Any = Mock()
