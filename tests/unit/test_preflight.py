@@ -145,6 +145,20 @@ def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: 
     assert "run.report_to: wandb is not installed" in result.stderr
 
 
+def test_a_damaged_checkpoint_that_is_named_ends_the_command_before_data_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_: pytest.fail("prepared"))
+    folder = make_checkpoint(tmp_path / "old", 3, recipe=load(tmp_path).recipe.model_dump(mode="json"))
+    (folder / "rank-00001.safetensors").write_bytes(b"cut")
+    words = ["train", str(TINY_RECIPE), f"run.output_dir={tmp_path / 'run'}", "--resume", str(folder)]
+    result = CliRunner().invoke(app, [*words, "--resume-anyway"])
+    assert result.exit_code == 1
+    assert f"{folder} cannot be resumed from: rank-00001.safetensors has 3 bytes instead of" in result.stderr
+    assert "hint: --resume auto takes the newest valid one" in result.stderr
+
+
 def test_an_export_without_a_checkpoint_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     run_dir, file, model = tmp_path / "run", tmp_path / "file", tmp_path / "run" / "model"
     newest = make_checkpoint(run_dir, 4)

@@ -34,7 +34,7 @@ def train(
         str | None, typer.Option(help="a checkpoint folder, or `auto` for the newest valid one in output_dir")
     ] = None,
     resume_anyway: Annotated[
-        bool, typer.Option("--resume-anyway", help="resume even if model, data or lengths have changed")
+        bool, typer.Option("--resume-anyway", help="resume even if settings have changed that decide losses")
     ] = False,
     overwrite: Annotated[
         bool,

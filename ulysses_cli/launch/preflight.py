@@ -123,6 +123,14 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Problems:
         return
 
 
+def find_named_damage(recipe: Recipe) -> str:
+    """What is wrong with the checkpoint that --resume names, or ''. Ranks read every byte of it later."""
+    source = recipe.run.resume_from_checkpoint
+    path = None if source in (None, "auto") else Path(os.path.expanduser(str(source)))
+    damage = "" if path is None else find_damage(path, is_quick=True)
+    return f"{path} cannot be resumed from: {damage}" if damage else ""
+
+
 def check_bucket(recipe: Recipe, *, starts_anew: bool) -> Problems:
     """run.checkpoint_uri can be written, read and deleted from, and a new run finds no checkpoints there."""
     key, address = "run.checkpoint_uri", recipe.run.checkpoint_uri

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ulysses_cli.plan.files.regular_files import read_regular
 from ulysses_cli.plan.models.model_choice import SCORE, invert_score
+from ulysses_cli.plan.rules.files import CHECKPOINT_MANIFEST
 
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST, STATE = CHECKPOINT_MANIFEST, "state.json"
 FORMAT = 1  # of a checkpoint
 SHARE = re.compile(r"rank-(\d{5,})\.safetensors", re.ASCII)
 MODEL_FACTS = "ulysses.json"  # in an exported model

@@ -86,7 +86,7 @@ class FinishedRun:
 
 
 class PreparationError(Exception):
-    """The data cannot be prepared. Its problems have been printed."""
+    """The data cannot be prepared, or the named checkpoint is damaged. The problems have been printed."""
 
     def __init__(self, exit_code: int, messages: Sequence[str]) -> None:
         super().__init__("; ".join(messages) or f"the preparation of the data ended with exit code {exit_code}")
@@ -177,10 +177,13 @@ def _tell_end(
 
 def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRecipe:
     from ulysses_cli.launch.downloads import bring_inputs
-    from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing
     from ulysses_cli.validate import validate_recipe
 
+    if options.resume and options.overwrite:
+        hint = "keep --resume to go on from a checkpoint, or --overwrite to start a new run in the same folder"
+        raise RecipeError([Problem("--overwrite", f"contradicts --resume {options.resume}", hint)])
     if options.resume:
         overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(options.resume)}"]
     bring_inputs(file, overrides, printing.print_message)
@@ -197,7 +200,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
     from ulysses_cli.launch.nodes import find_nodes
     from ulysses_cli.launch.results import check_run_dir
     from ulysses_cli.launch.start_lock import lock_run
-    from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing, run_end
 
     recipe, world_size = valid.recipe, valid.resolved.layout.world_size
@@ -221,6 +224,10 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
     )
     if obstacles:
         raise RecipeError(obstacles)
+    if nodes.rank == 0 and (damage := preflight.find_named_damage(recipe)):
+        key, hint = "run.resume_from_checkpoint", "--resume auto takes the newest valid one"
+        printing.print_problems([Problem(key, damage, hint, valid.loaded.locate(key))])
+        raise PreparationError(FAILED, [damage])
     return RunPlace(nodes, lock, starts_anew)
 
 

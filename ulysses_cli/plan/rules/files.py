@@ -22,6 +22,7 @@ DATA_SUFFIXES = (
     *(".gz", ".zst"),
 )
 MAX_NEARBY = 5
+CHECKPOINT_MANIFEST = "manifest.json"  # written last
 CHAT_TYPES = ("chat", "conversations")
 Problems = Iterator[Problem]
 
@@ -73,12 +74,18 @@ def check_output_dir(recipe: Recipe) -> Problems:
 
 
 def check_resume(recipe: Recipe) -> Problems:
-    """A checkpoint named by its path exists."""
-    path = recipe.run.resume_from_checkpoint
-    if path not in (None, "auto") and not os.path.isdir(os.path.expanduser(str(path))):
-        yield Problem(
-            "run.resume_from_checkpoint", f"{path} is not a folder", "use auto for the newest valid checkpoint"
-        )
+    """A checkpoint named by its path exists, and was finished. Whether its files are whole, preflight checks."""
+    path, key = recipe.run.resume_from_checkpoint, "run.resume_from_checkpoint"
+    if path in (None, "auto"):
+        return
+    folder = Path(os.path.expanduser(str(path)))
+    if not folder.is_dir():
+        yield Problem(key, f"{path} is not a folder", "use auto for the newest valid checkpoint")
+    elif not (folder / CHECKPOINT_MANIFEST).is_file():
+        is_run = (folder / "checkpoints").is_dir()
+        hint = f"name one of {path}/checkpoints" if is_run else "name a run's checkpoints/step-N"
+        what = f"{path} is not a checkpoint: {CHECKPOINT_MANIFEST} is missing"
+        yield Problem(key, what, f"{hint}, or use auto for the newest valid one in run.output_dir")
 
 
 def check_checkpoint_uri(recipe: Recipe) -> Problems:
