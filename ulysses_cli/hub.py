@@ -110,6 +110,15 @@ def _find_own_config(recipe: Recipe, *, online: bool) -> tuple[Mapping[str, Any]
     raise RecipeError([_explain_missing(name, model.revision)])
 
 
+def check_model(name: str) -> None:
+    """Raises RecipeError for a name that is no folder, and that neither the cache nor the hub has as a model."""
+    if _looks_like_path(name):
+        hint = "name a folder that holds config.json, or owner/name as the hub shows it"
+        raise RecipeError([Problem(KEY, "this is a path, not a hub name", hint)])
+    if _find_cached(name, None) is None:
+        _fetch_config(name, None)
+
+
 def _find_in_table(name: str) -> Mapping[str, Any] | None:
     """Looks for a file of this name first, so that the whole table is read only for a model's other names."""
     own = get_user_folder() / "models"

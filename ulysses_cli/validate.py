@@ -69,14 +69,25 @@ def validate_recipe(
         source = hub.find_model_shape(loaded.recipe, online=online)
     except RecipeError as error:
         problems += [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
-    broken_rules = check_recipe(
-        loaded, source.shape if source else None, num_processes, hub.find_tokenizer(loaded.recipe)
-    )
+    tokenizer = hub.find_tokenizer(loaded.recipe)
+    broken_rules = check_recipe(loaded, source.shape if source else None, num_processes, tokenizer)
+    if tokenizer is None and not online:
+        broken_rules += _check_tokenizer_name(loaded)
     known_keys |= {"run.output_dir"} if starts_anew else set()
     problems += [problem for problem in broken_rules if not _follows(problem, known_keys)]
     if problems or source is None:
         return Validated(file, tuple(sorted(problems, key=lambda problem: problem.where)), loaded)
     return Validated(file, (), loaded, source.shape, source.source, resolve(loaded.recipe, source.shape, loaded.places))
+
+
+def _check_tokenizer_name(loaded: Loaded) -> list[Problem]:
+    """A name without an owner is more often a folder that is missing than a model of the hub."""
+    name, key = loaded.recipe.model.tokenizer, "model.tokenizer"
+    if name is None or "/" in name:
+        return []
+    message = f"{name} is not on this machine: no folder, and not in the Hugging Face cache"
+    hint = "name a folder, owner/name or bytes; with --online it is left to the hub"
+    return [Problem(key, message, hint, loaded.locate(key))]
 
 
 def _follows(problem: Problem, known_keys: set[str]) -> bool:

@@ -794,6 +794,8 @@ def test_check_resume(tmp_path: Path) -> None:
         "hint: use auto for the newest valid checkpoint"
     )
     assert check("run.resume_from_checkpoint=auto") == []
+    assert f"{tmp_path} is not a checkpoint: manifest.json is missing" in only(f"run.resume_from_checkpoint={tmp_path}")
+    (tmp_path / "manifest.json").touch()
     assert check(f"run.resume_from_checkpoint={tmp_path}") == []
 
 

@@ -65,6 +65,7 @@ def test_spellings_of_values() -> None:
         "model.bf16=false", "data.packing=off", "memory.offload_optimizer=null", "train.optim=adamw_torch"
     ).recipe
     assert recipe.model.dtype == "float32"
+    assert load("model.bf16=true").recipe.model.dtype == "bfloat16"
     assert recipe.data.packing == "off"
     assert recipe.memory.offload_optimizer == "none"
     assert recipe.train.optim == "adamw"

@@ -22,6 +22,9 @@ FILES = {
     "twice.yaml": "model: {}\nmodel: {}\n",
     "short.yaml": "model: Qwen/Qwen3-8B\ndata:\n  datasets:\n  - a.jsonl\n  max_length: 64K tokens\n",
     "tag.yaml": "model: !!python/name:os.system x\n",
+    "d/a.jsonl": '{"text": "a"}\n',
+    "d/b.jsn": '{"text": "a"}\n',
+    "d/empty.txt": "",
     "r\u00e9.yaml": "a\u0301: 1\n",
 }
 NUMBER = "hint: write a whole number, such as 10, 65_536, 500K or 64Ki"
@@ -59,9 +62,16 @@ SETTINGS = (
     ("data.datasets=", "hint: write datasets: [{path: ...}]"),
     ("data.datasets.0={path:*.jsonl", "hint: lists are [a, b], mappings {a: b}"),
     ("data.datasets.3.path=x", "it has 1 element, counted from 0"),
+    ('data.datasets={"path":"d/a.jsn"}', "d/a.jsn does not exist\n\nhint: d holds a.jsonl, empty.txt"),
+    ('data.datasets={"path":"d/b.jsn"}', "names no data format: .jsn\n\nhint: rename it to what"),
+    ('data.datasets={"path":"d/empty.txt"}', "data.datasets.0.path: d/empty.txt is empty\n\nhint: name another"),
+    ('data.datasets={"path":"folder"}', "data.datasets.0.path: folder holds no file\n"),
+    ('data.datasets={"path":"folder","type":"folder"}', "data.datasets.0.path: folder holds no file\n"),
     ("data.datasets.path=x", "hint: count its elements from 0: data.datasets.0.path"),
     ("train.learning_rate=1,5", "hint: write a plain number, such as 10, 0.01 or 1e-5"),
     ("train.optim=adam", "hint: did you mean `adamw`?"),
+    ("model.dtype=true", "true is not `bfloat16` or `float32`\n\nhint: leave it out for bfloat16, its default"),
+    ("model.tokenizer=nowhere", "model.tokenizer: nowhere is not on this machine: no folder, and not in the Hugging"),
     ("model.attn_implementation=eager", "hint: use auto; eager"),
     ("lora=true", "lora: true is not a section or null\n\nhint: write lora: {}"),
     ("lora.target_modules=q_proj,v_proj", "hint: write a list: [a, b]"),
@@ -106,6 +116,9 @@ COMMANDS = (
     ("plan QWEN 64k", "--max-length: 64k is not a whole number from 2 to 1,099,511,627,776"),
     ("export nowhere --to x", "CHECKPOINT: nowhere does not exist"),
     ("export folder --to x", "folder is neither a checkpoint nor a run"),
+    ("sample t.yaml hi", "MODEL: t.yaml is a recipe\n\nhint: name its run.output_dir"),
+    ("sample nowhere hi", "MODEL: no folder nowhere is here; "),
+    ("sample ./nowhere hi", "MODEL: no folder ./nowhere is here; this is a path, not a hub name\n"),
     ("report nowhere", "nowhere does not exist"),
     ("report t.yaml", "t.yaml is a file, not a run directory"),
     ("recipes show tiny", "no recipe is called tiny\n\nhint: did you mean tiny-cpu?"),
@@ -119,6 +132,7 @@ COMMANDS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "folder").mkdir()
+    (folder / "d").mkdir()
     (folder / "t.yaml").write_bytes((TINY_RECIPE).read_bytes())
     (folder / "bytes.yaml").write_bytes(b"model:\n  \xff\xfe")
     for name, content in FILES.items():

@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import tempfile
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ulysses_cli.commands.export import Dtype
 from ulysses_cli.commands.options import Format, FormatOption, end_with
 from ulysses_cli.plan.exit_codes import FAILED
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.problem import Problem
 
 LAST_BYTES = 1 << 12
 
@@ -53,6 +57,8 @@ def sample(
     from ulysses_cli.report import printing
 
     path = Path(os.path.expanduser(model))
+    if problems := _check_name(model, path):
+        end_with(problems, output)
     if path.is_dir() and not (path / "config.json").is_file() and (path / "model").is_dir():
         path = path / "model"  # of a run
     has_model = (path / "config.json").is_file() or (path / "adapter_config.json").is_file()
@@ -76,8 +82,6 @@ def sample(
     if "problem" in result:
         problem = f"{model} cannot be sampled: {result['problem']}"
         printing.print_message(problem)
-        if not path.is_dir():
-            printing.print_message(f"\nhint: {model} is not a folder here, so it was looked for on the hub")
         if output is Format.json:
             printing.print_json({"problems": [{"message": problem}]})
         raise typer.Exit(FAILED)
@@ -86,6 +90,28 @@ def sample(
         return
     for each in result["answers"]:
         printing.print_data(f"{each['prompt']}{each['text']}" if not chat else each["text"])
+
+
+def _check_name(model: str, path: Path) -> list[Problem]:
+    """What is neither a folder nor a model that the cache or the hub has."""
+    from ulysses_cli import hub
+    from ulysses_cli.plan.problem import Problem, RecipeError, Where
+
+    if model.endswith((".yaml", ".yml")):
+        hint = "name its run.output_dir, a folder with a model, or a hub name"
+        return [Problem("MODEL", f"{model} is a recipe", hint)]
+    if path.exists():
+        what, hint = f"{model} is a file, not a folder", "name the folder that holds it"
+        return [] if path.is_dir() else [Problem("MODEL", what, hint)]
+    try:
+        hub.check_model(model)
+    except RecipeError as error:
+        found = f"no folder {model} is here"
+        return [
+            replace(problem, key="MODEL", message=f"{found}; {problem.message}", where=Where())
+            for problem in error.problems
+        ]
+    return []
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:

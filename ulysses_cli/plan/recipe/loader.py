@@ -6,7 +6,7 @@ Walks YAML nodes and the schema in parallel. No input raises anything else. Rule
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,10 @@ class _Reader:
                 )
                 self.add(key, "is empty", f"write {ways}", child)
                 continue
-            values[own] = self.read(child, settings[own].accepts, _join(prefix, own), settings[own])
+            setting = settings[own]
+            if name in setting.spellings_by_alias:
+                setting = replace(setting, spellings={**setting.spellings, **setting.spellings_by_alias[name]})
+            values[own] = self.read(child, setting.accepts, _join(prefix, own), setting)
         return values
 
     def read_free(self, node: yaml.MappingNode, accepts: Accepts, prefix: str) -> dict[str, Any]:

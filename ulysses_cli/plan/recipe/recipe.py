@@ -72,7 +72,8 @@ class Model(Section):
         "bfloat16",
         "precision of weights and activations; master weights are float32 in any case",
         aliases=("bf16", "torch_dtype"),
-        spellings={True: "bfloat16", False: "float32", "bf16": "bfloat16", "fp32": "float32"},
+        spellings={"bf16": "bfloat16", "fp32": "float32"},
+        spellings_by_alias={"bf16": {True: "bfloat16", False: "float32"}},
         refused={
             "float16": "float16 needs loss scaling, which skips steps silently; use bfloat16",
             "fp16": "float16 needs loss scaling, which skips steps silently; use bfloat16",

@@ -77,6 +77,7 @@ class Setting:
     accepts: Accepts
     aliases: tuple[str, ...]
     spellings: dict[Any, Any]
+    spellings_by_alias: dict[str, dict[Any, Any]]
     refused: dict[str, str]
 
 
@@ -157,6 +158,7 @@ def _read_field(name: str, info: FieldInfo) -> Setting:
         accepts=accepts,
         aliases=tuple(extra["aliases"]),
         spellings=extra["spellings"],
+        spellings_by_alias=extra["spellings_by_alias"],
         refused=extra["refused"],
     )
 

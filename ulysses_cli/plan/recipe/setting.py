@@ -16,15 +16,18 @@ def setting(
     unit: str = "",
     aliases: tuple[str, ...] = (),
     spellings: dict[Any, Any] | None = None,
+    spellings_by_alias: dict[str, dict[Any, Any]] | None = None,
     refused: dict[str, str] | None = None,
     **bounds: Any,
 ) -> Any:
     """One field. `aliases`: other names of the key. `spellings`: other ways to write a value, each with the value it
-    means. `refused`: values that people try, each with the reason why it is not offered."""
+    means. `spellings_by_alias`: those that hold only where the key is written by that alias. `refused`: values that
+    people try, each with the reason why it is not offered."""
     extra: dict[str, Any] = {
         "unit": unit,
         "aliases": list(aliases),
         "spellings": spellings or {},
+        "spellings_by_alias": spellings_by_alias or {},
         "refused": refused or {},
     }
     return Field(default, description=doc, json_schema_extra=extra, **bounds)

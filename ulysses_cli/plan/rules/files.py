@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import json
 import os
@@ -23,6 +24,7 @@ DATA_SUFFIXES = (
 )
 MAX_NEARBY = 5
 CHECKPOINT_MANIFEST = "manifest.json"  # written last
+FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$", re.ASCII)
 CHAT_TYPES = ("chat", "conversations")
 Problems = Iterator[Problem]
 
@@ -122,12 +124,37 @@ def _check_dataset(dataset: Dataset, key: str) -> Problems:
         if dataset.type == "folder" and not os.path.isdir(path):
             yield Problem(f"{key}.path", f"{dataset.path} is not a folder", "use type: auto for a single file")
             return
+        if not dataset.data_files:
+            yield from _check_content(dataset, path, f"{key}.path")
     elif dataset.path is not None:
+        if _looks_like_file(dataset.path):
+            path = Path(os.path.expanduser(dataset.path))
+            yield Problem(f"{key}.path", f"{dataset.path} does not exist", _suggest_nearby(path))
         return  # only the hub knows the files of a hub data set
     for index, file in enumerate(dataset.data_files or ()):
         path = Path(os.path.expanduser(dataset.path or "."), os.path.expanduser(file))
         if not _exists(path):
             yield Problem(f"{key}.data_files.{index}", f"{path} does not exist", _suggest_nearby(path))
+
+
+def _looks_like_file(path: str) -> bool:
+    """A name that the hub could have, but with a suffix, and beside what is in a folder here."""
+    return bool(FILE_SUFFIX.search(path)) and os.path.isdir(os.path.dirname(path) or os.curdir)
+
+
+def _check_content(dataset: Dataset, path: Path, key: str) -> Problems:
+    """Refuses a file that is empty or of a format that is not known, and a folder without a file."""
+    if path.is_file():
+        suffix = FILE_SUFFIX.search(path.name)
+        if path.stat().st_size == 0:
+            yield Problem(key, f"{dataset.path} is empty", "name another file or folder")
+        elif suffix and dataset.type != "text" and not path.name.lower().endswith(DATA_SUFFIXES):
+            close = difflib.get_close_matches(suffix[0].lower(), DATA_SUFFIXES, n=1)
+            hint = f"rename it to what it holds, such as {close[0] if close else '.jsonl'}"
+            as_text = ", or write type: text to read it as one text"
+            yield Problem(key, f"{dataset.path} has a suffix that names no data format: {suffix[0]}", hint + as_text)
+    elif path.is_dir() and not any(files for _, _, files in os.walk(path)):
+        yield Problem(key, f"{dataset.path} holds no file", "name another file or folder")
 
 
 def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Problems:
