@@ -59,7 +59,7 @@ def test_a_gpu_that_is_left_out_has_a_reason() -> None:
     request = replace(REQUEST, max_length=2**16, budget_usd=40.0)
     plan_results = search(request, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
     reasons = {
-        "l40s": r"does not fit: 1 of them need [\d.]+ GiB of host memory, of 90\.0",
+        "l40s": r"does not fit: 1 of them needs [\d.]+ GiB of host memory, of 90\.0",
         "rtx-6000-ada": "no price is known for it, so --budget cannot be checked",
         "a100-80gb": "fits, behind the others",
     }

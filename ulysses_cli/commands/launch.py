@@ -158,6 +158,7 @@ def _make_job(
 ) -> tuple[ClusterJob, str]:
     """Returns the job of a valid recipe, and the recipe's text."""
     from ulysses_cli.launch.jobs.job import make_job
+    from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing
     from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
 
@@ -169,6 +170,10 @@ def _make_job(
     if valid.problems or valid.loaded is None or valid.resolved is None:
         end_with(valid.problems, Format.text)
     recipe, world_size, file = valid.loaded.recipe, valid.resolved.layout.world_size, Path(files[0])
+    if recipe.run.device == "cpu":
+        hint = "leave it out to train on GPUs, or start it on this machine with ulysses train"
+        message = "cpu needs no GPU, and a job is written for machines with GPUs"
+        end_with([Problem("run.device", message, hint, valid.loaded.locate("run.device"))], Format.text)
     kind = or_exit(lambda: _choose_gpu(gpu, valid))
     settings: dict[str, Any] = {"gpus_per_node": gpus_per_node, "hours": hours, "max_restarts": max_restarts}
     job = or_exit(lambda: make_job(recipe, file, tuple(overrides), world_size, kind, **settings))
@@ -195,5 +200,7 @@ def _choose_gpu(name: str | None, valid: Validated) -> Gpu:
         hint = "ulysses validate-config --gpu KIND says what is short"
         raise refuse("the recipe fits no kind of GPU that has a price", hint)
     best = min(fitting, key=lambda estimate: (estimate.gpu.usd_middle or 0) / estimate.speed.tokens_per_second).gpu
-    printing.print_message(f"takes {best.key}: of the kinds that fit, a token costs least on it; --gpu names another")
+    printing.print_message(
+        f"the job takes {best.key}: of the kinds that fit, a token costs least on it; --gpu names another"
+    )
     return best

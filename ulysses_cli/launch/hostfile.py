@@ -32,7 +32,8 @@ def read_hostfile(file: Path) -> Hosts:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(f"{file} cannot be read: {error}", "give a file with a line `host slots=N` per machine") from None
+        why = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise refuse(f"{file} cannot be read: {why}", "give a file with a line `host slots=N` per machine") from None
     slots: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -14,6 +14,7 @@ from ulysses_cli.launch.environments import refuse
 from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE
 from ulysses_cli.plan.files.addresses import find_address, get_scheme
 from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import is_local
 
@@ -66,9 +67,10 @@ class ClusterJob:
         return shlex.join(self.list_words())
 
     def describe(self) -> str:
-        machines = "1 machine" if self.num_nodes == 1 else f"{self.num_nodes} machines"
-        gpus = "1 GPU" if self.gpus_per_node == 1 else f"{self.gpus_per_node} GPUs"
-        return f"{self.recipe.name} on {machines} with {gpus} each ({self.gpu.name})"
+        machines, each = format_count(self.num_nodes, "machine"), "" if self.num_nodes == 1 else " each"
+        return (
+            f"{self.recipe.name} on {machines} with {format_count(self.gpus_per_node, 'GPU')}{each} ({self.gpu.name})"
+        )
 
 
 def make_job(

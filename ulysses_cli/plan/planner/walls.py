@@ -40,7 +40,8 @@ def explain_absence(request: PlanRequest, gpu: Gpu, tried: Sequence[Candidate]) 
         needs, has, what = fit.gpu_peak_bytes, fit.gpu_capacity_bytes, "on each GPU"
         if fit.wall == "host":
             needs, has, what = fit.host_peak_bytes, fit.host_capacity_bytes, "of host memory"
-        return f"does not fit: {near.job.world_size} of them need {needs / GIB:,.1f} GiB {what}, of {has / GIB:,.1f}"
+        verb = "needs" if near.job.world_size == 1 else "need"
+        return f"does not fit: {near.job.world_size} of them {verb} {needs / GIB:,.1f} GiB {what}, of {has / GIB:,.1f}"
     cheapest, fastest = min(plan.usd_middle for plan in fitting), min(plan.seconds for plan in fitting)
     if request.budget_usd is not None and gpu.usd_middle is None:
         return "no price is known for it, so --budget cannot be checked: add usd_per_hour to hardware.yaml"
