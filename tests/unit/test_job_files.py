@@ -59,6 +59,26 @@ def test_a_job_names_machines_and_secrets_but_holds_none() -> None:
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(
+    ("run", "grace", "warning"),
+    [
+        ({}, 120, 300),
+        ({"stop_timeout": 10}, 120, 300),
+        ({"stop_timeout": 150.5}, 211, 300),
+        ({"stop_timeout": 900}, 960, 960),
+        ({"stop_timeout": 900, "step_timeout": 100}, 160, 300),
+        ({"stop_timeout": 1e6, "step_timeout": 1e6}, 1_000_060, 65_535),
+    ],
+)
+def test_a_cluster_waits_as_long_as_the_run_takes_to_stop(run: dict[str, float], grace: int, warning: int) -> None:
+    text = yaml.safe_load(RECIPE)
+    text["run"] = {**text.get("run", {}), **run}
+    job = make(text=yaml.safe_dump(text))
+    assert f"#SBATCH --signal=B:USR1@{warning}\n" in write_slurm(job, "f")
+    written = write_kubernetes(job, RECIPE, "f", image="i", claim="c")
+    assert f"terminationGracePeriodSeconds: {grace}\n" in written
+
+
 def test_kubeflows_own_models_read_every_key() -> None:
     """The models drop unknown keys, so what they write must equal what they read."""
     models = pytest.importorskip("kubeflow_trainer_api.models")

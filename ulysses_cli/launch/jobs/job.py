@@ -5,6 +5,7 @@ A job goes on where it stopped: the command resumes from the newest checkpoint, 
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import is_local
 
-GRACE_SECONDS = 120  # a rank takes at most a minute to save and end
-WARNING_SECONDS = 300  # before the end of a job's time
+GRACE_SECONDS = 120  # at least, from SIGTERM to SIGKILL
+WARNING_SECONDS = 300  # at least, before the end of a job's time
+MARGIN_SECONDS = 60  # for what starts and ends around the run
+MAX_WARNING_SECONDS = 65535  # sbatch takes no more
 NAME_LENGTH = 40
 TRACKER_SECRETS = {"wandb": "WANDB_API_KEY"}
 RUN_KEY = "ULYSSES_RUN_KEY"  # machines without a shared disk cannot share it through a file
@@ -32,7 +35,8 @@ GS_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 class ClusterJob:
     """`secrets`: names of environment variables; a file never holds their values. Those of `optional_secrets` may be
     left out, as where machines have a role at the bucket's owner. `schemes`: of the addresses that the run opens.
-    `local_inputs`: paths that the recipe reads. `hours`: None for no limit."""
+    `local_inputs`: paths that the recipe reads. `stop_seconds`: from a signal to the run's end, at most.
+    `hours`: None for no limit."""
 
     name: str
     recipe: Path
@@ -45,6 +49,7 @@ class ClusterJob:
     hours: float | None
     max_restarts: int
     stop_code: int
+    stop_seconds: float
     optional_secrets: tuple[str, ...] = ()
     schemes: frozenset[str] = frozenset()
     checkpoint_uri: str | None = None
@@ -54,6 +59,14 @@ class ClusterJob:
     def is_kept_in_bucket(self) -> bool:
         """The run resumes from an address alone."""
         return self.checkpoint_uri is not None and get_scheme(self.checkpoint_uri) != "file"
+
+    @property
+    def grace_seconds(self) -> int:
+        return max(GRACE_SECONDS, math.ceil(self.stop_seconds) + MARGIN_SECONDS)
+
+    @property
+    def warning_seconds(self) -> int:
+        return min(MAX_WARNING_SECONDS, max(WARNING_SECONDS, self.grace_seconds))
 
     def with_key(self) -> ClusterJob:
         """The job on machines that share no disk."""
@@ -106,6 +119,7 @@ def make_job(
         hours=hours,
         max_restarts=max_restarts,
         stop_code=choose_job_stop_code(run.stop_exit_code),
+        stop_seconds=min(run.stop_timeout, run.step_timeout),
         optional_secrets=(*S3_SECRETS, *S3_SETTINGS) if "s3" in schemes else (),
         schemes=schemes,
         checkpoint_uri=run.checkpoint_uri,

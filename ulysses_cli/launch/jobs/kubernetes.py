@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ulysses_cli.launch.environments import refuse
-from ulysses_cli.launch.jobs.job import GRACE_SECONDS, GS_FILE, ClusterJob
+from ulysses_cli.launch.jobs.job import GS_FILE, ClusterJob
 from ulysses_cli.launch.jobs.yaml_text import dump_yaml
 from ulysses_cli.plan.exit_codes import USAGE
 
@@ -131,7 +131,7 @@ def make_runtime(job: ClusterJob, image: str, claim: str | None) -> dict[str, An
     }
     pod = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "terminationGracePeriodSeconds": job.grace_seconds,
         "containers": [container],
         "volumes": volumes,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from ulysses_cli.launch.jobs.job import GS_FILE, WARNING_SECONDS, ClusterJob
+from ulysses_cli.launch.jobs.job import GS_FILE, ClusterJob
 
 SCRIPT = """\
 #!/bin/bash
@@ -59,7 +59,7 @@ def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) ->
         "requeue": None,
         "open-mode": "append",
         "output": f"{job.name}-%j.log",  # of this script; sbatch makes no folder
-        "signal": f"B:USR1@{WARNING_SECONDS}",
+        "signal": f"B:USR1@{job.warning_seconds}",
     }
     if job.hours is not None:
         options["time"] = format_time(job.hours)
@@ -73,7 +73,7 @@ def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) ->
         file=shlex.quote(file),
         options="\n".join(lines),
         secrets=SECRETS.format(checks="\n".join(checks)) if checks else "",
-        warning=WARNING_SECONDS,
+        warning=job.warning_seconds,
         logs=shlex.quote(f"{job.run_dir}/logs"),
         command=job.write_command(),
         stopped=job.stop_code,
