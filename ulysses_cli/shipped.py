@@ -34,7 +34,8 @@ def copy_recipe(name: str, to: Path | None, *, force: bool) -> Path:
             raise RecipeError(
                 [Problem("", f"{target} already exists", "add --force to overwrite it, or name another file")]
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.is_dir():
+            raise RecipeError([Problem("", f"{target.parent} is not a folder", "make it, or name another file")])
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise RecipeError([Problem("", f"{target} cannot be written: {error.strerror}")]) from None

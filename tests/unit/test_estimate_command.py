@@ -208,7 +208,8 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
         known = [peak for peak in peaks if peak is not None]
         assert len(peaks) == len(sweep["lengths"])
         assert all(a <= b * 1.02 for a, b in itertools.pairwise(known))
-    assert run("estimate-memory", RECIPE, "--html", str(tmp_path / "new" / "x.html")).returncode == 0
+    done = run("estimate-memory", RECIPE, "--html", str(tmp_path / "new" / "x.html"))
+    assert (done.returncode, done.stdout) == (0, run("estimate-memory", RECIPE).stdout)
     assert (tmp_path / "new" / "x.html").is_file()
     done = run("estimate-memory", RECIPE, "--html", str(page / "x.html"))  # below a file
     assert done.returncode == 2

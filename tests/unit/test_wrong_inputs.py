@@ -127,6 +127,8 @@ COMMANDS = (
     ("report t.yaml", "t.yaml is a file, not a run directory"),
     ("recipes show tiny", "no recipe is called tiny\n\nhint: did you mean tiny-cpu?"),
     ("recipes copy tiny-cpu t.yaml", "t.yaml already exists\n\nhint: add --force"),
+    ("recipes copy tiny-cpu no/such/x.yaml", "no/such is not a folder\n\nhint: make it"),
+    ("init new.yaml --data d/a.jsonl --model tyni --gpus cpu --yes", "called tyni\n\nhint: did you mean tiny?"),
     ("config-schema train.max_stps", "hint: did you mean train.max_steps?"),
     ("trian t.yaml", "No such command 'trian'"),
 )

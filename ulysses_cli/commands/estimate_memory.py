@@ -93,10 +93,14 @@ def estimate_memory(
     if trace and not is_known(shape):
         raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))
     results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
-    if sweep or html is not None:
-        _show_sweep(results, html, output)
+    if sweep:
+        _show_sweep(results, output)
     else:
         _show_estimates(valid, results, notes, output, trace=trace, online=online)
+    if html is not None:
+        from ulysses_cli.report.sweep import compute_sweeps, make_sweep_page
+
+        write_page(html, make_sweep_page(compute_sweeps(results)))
     raise typer.Exit(FAILED if strict and any(result.fit.verdict != "fits" for result in results) else DONE)
 
 
@@ -147,7 +151,7 @@ def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, stri
     return FAILED if strict and any(result["verdict"] != "fits" for result in results) else DONE
 
 
-def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> None:
+def _show_sweep(results: list[Estimate], output: Format) -> None:
     from ulysses_cli.report import printing, sweep
 
     sweeps = sweep.compute_sweeps(results)
@@ -155,8 +159,6 @@ def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> N
         printing.print_json({"sweeps": [sweep.describe_sweep(*pair) for pair in sweeps]})
     else:
         printing.print_data("\n\n".join(sweep.format_sweep(*pair) for pair in sweeps))
-    if html is not None:
-        write_page(html, sweep.make_sweep_page(sweeps))
 
 
 def _find_recipe(

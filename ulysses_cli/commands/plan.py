@@ -119,6 +119,9 @@ def _show_longest(request: PlanRequest, offers: list[Offer], notes: list[str], o
     from ulysses_cli.plan.planner import search
     from ulysses_cli.report import planner, printing
 
+    if len(offers) > 1:
+        message = f"looking for the longest row on {len(offers)} kinds of GPU; --gpus with fewer is quicker"
+        printing.print_message(message)
     rows = or_exit(lambda: search.search_longest(request, offers))
     if output is Format.json:
         printing.print_json(planner.describe_longest(rows, notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -136,6 +137,7 @@ class Questions:
                 with redirect_stdout(sys.stderr):  # stdout is data
                     answer = str(typer.prompt(question, default=default))
             except typer.Abort:
+                printing.print_message("")  # ends the line of the question
                 end_with(
                     [Problem(option, "has no answer", f"add {option}, or --yes for the defaults")], OutputFormat.text
                 )
@@ -187,7 +189,15 @@ def _find_shape(name: str, max_length: int = 2) -> ModelShape:
     from ulysses_cli.commands.estimate_memory import find_shape
     from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.plan.planner.first_recipe import TINY, make_tiny_config
+    from ulysses_cli.plan.problem import Problem, RecipeError
 
+    if (
+        "/" not in name
+        and not os.path.exists(name)
+        and name != TINY
+        and difflib.get_close_matches(name, [TINY], cutoff=0.5)
+    ):
+        raise RecipeError([Problem("--model", f"no model is called {name}", f"did you mean {TINY}?")])
     return read_model_shape(make_tiny_config(max_length), TINY) if name == TINY else find_shape(name, online=True)
 
 

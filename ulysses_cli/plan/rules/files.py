@@ -153,7 +153,8 @@ def _check_content(dataset: Dataset, path: Path, key: str) -> Problems:
             hint = f"rename it to what it holds, such as {close[0] if close else '.jsonl'}"
             as_text = ", or write type: text to read it as one text"
             yield Problem(key, f"{dataset.path} has a suffix that names no data format: {suffix[0]}", hint + as_text)
-    elif path.is_dir() and not any(files for _, _, files in os.walk(path)):
+    elif path.is_dir() and dataset.path != "." and not any(files for _, _, files in os.walk(path)):
+        # `.` is wherever the command runs: a recipe for any repository is valid before it is copied there
         yield Problem(key, f"{dataset.path} holds no file", "name another file or folder")
 
 
