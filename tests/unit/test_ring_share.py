@@ -15,7 +15,7 @@ from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner import rings
 from ulysses_cli.plan.planner.fit import is_indexable
-from ulysses_cli.plan.planner.rings import BetterRing, find_better_ring
+from ulysses_cli.plan.planner.rings import BetterRing, explain_own_ring, find_better_ring
 from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.order import Ring
 from ulysses_cli.plan.rows.ring_share import NO_RING, measure_ring
@@ -103,3 +103,19 @@ def test_a_better_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert find_better_ring(replace(job, kernel=kernel), gpu) == found, "cuDNN serves no ring"
     monkeypatch.setattr(rings, "fits", lambda tried, _: tried.layout.ring_size == 2)
     assert find_better_ring(job, gpu) == BetterRing(2, None), "the own does not fit"
+
+
+def test_an_estimate_says_what_its_ring_gains() -> None:
+    gpu, levers = load_hardware().get_gpu("b200"), Levers(tiled_mlp=True, tiled_loss=True)
+    job = Job(get_shape("Qwen/Qwen3-32B"), Layout(1, 1, 64, 8), 2**20, levers)
+    alone = replace(job, layout=Layout(1, 1, 64))
+    gain = 1 - compute_speed(job, gpu).step_seconds / compute_speed(alone, gpu).step_seconds
+    assert gain > 0
+    assert explain_own_ring(job, gpu) == f"{gain:.1%} less time than ulysses 64"
+    assert explain_own_ring(alone, gpu) == ""
+    small = replace(gpu, memory_bytes=2**34)
+    assert explain_own_ring(job, small) == "ulysses 64 does not fit with these levers"
+    chunks = replace(job, levers=replace(levers, head_chunks=8))
+    assert explain_own_ring(chunks, gpu) == "ulysses 64 has too few heads on a rank for 8 chunks"
+    heads = Job(get_shape("Qwen/Qwen2.5-7B"), Layout(1, 1, 8, 2), 2**20, levers)
+    assert explain_own_ring(heads, gpu) == "8 ranks do not divide the 28 attention heads, 4 do"

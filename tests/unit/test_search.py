@@ -18,9 +18,9 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest
 from ulysses_cli.plan.planner.draft import write_draft
 from ulysses_cli.plan.planner.estimate import compute_estimate
-from ulysses_cli.plan.planner.fit import fits, judge
+from ulysses_cli.plan.planner.fit import Verdict, fits, judge
 from ulysses_cli.plan.planner.lever_choice import read_levers
-from ulysses_cli.plan.planner.rings import keep_rings_that_win, list_sp_layouts
+from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.search import (
     MIN_STEPS,
     draft_candidate,
@@ -202,8 +202,39 @@ def test_a_ring_is_searched_and_its_gain_is_said() -> None:
     found = search(replace(request, deadline_seconds=None), offer("h100-80gb:64"))
     layouts = [(plan.gpu.key, plan.job.layout) for plan in (*found.by_cost, *found.by_time)]
     assert any(layout.ring_size > 1 for _, layout in layouts)
-    assert len(found.rings) == len({layout for _, layout in layouts if layout.ring_size > 1})
-    assert all("time than ring" in line or "no other ring" in line for line in found.rings)
+    assert len(found.rings) == len({layout for _, layout in layouts if layout.sp_size > 1})
+    assert "64 x h100-80gb: ring 8 x 4: 32 ranks do not divide the 28 attention heads, 4 do" in found.rings
+    assert any(re.search(r": ulysses 4: no ring gains 1%: ring [24] x \d takes [\d.]+% \w+ time than ulysses 4$", line)
+               for line in found.rings)  # fmt: skip
+
+
+def test_a_ring_is_compared_with_heads_alone() -> None:
+    """Also where another ring is the nearest rival, or heads alone do not fit."""
+    base = search(REQUEST, offer("h100-80gb:8")).by_cost[0]
+
+    def make(ring_size: int, step_seconds: float, verdict: Verdict = "fits") -> Candidate:
+        job, speed = (
+            replace(base.job, layout=Layout(1, 1, 8, ring_size)),
+            replace(base.speed, step_seconds=step_seconds),
+        )
+        return replace(base, job=job, speed=speed, fit=replace(base.fit, verdict=verdict))
+
+    def explain(*tried: Candidate) -> str:
+        (line,) = explain_rings(tried[:1], tried)
+        return line.removeprefix("8 x h100-80gb: ")
+
+    two, four = make(2, 100.0), make(4, 101.0)
+    assert explain(two, make(1, 110.0), four) == (
+        "ring 2 x 4: 9.1% less time than ulysses 8; 1.0% less time than ring 4 x 2"
+    )
+    assert explain(two, make(1, 99.0)) == "ring 2 x 4: 1.0% more time than ulysses 8"
+    assert explain(two, make(1, 90.0, "does_not_fit")) == "ring 2 x 4: ulysses 8 does not fit"
+    assert (
+        explain(make(1, 99.0), two, four)
+        == "ulysses 8: no ring gains 1%: ring 2 x 4 takes 1.0% more time than ulysses 8"
+    )
+    assert explain(make(1, 99.0), make(2, 90.0, "too_close")) == "ulysses 8: no ring of these ranks fits"
+    assert explain_rings([base], [base]) == [], "nothing was tried beside it"
 
 
 def test_another_ring_must_gain() -> None:

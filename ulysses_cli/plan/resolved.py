@@ -85,10 +85,17 @@ def explain_ring(recipe: Recipe, shape: ModelShape, layout: Layout) -> str:
         return (
             "a ring would send more bytes between machines than heads are" if larger else f"no ring is possible: {why}"
         )
-    if layout.sp_size not in shape.sp_sizes:
-        heads = " and ".join(f"{count} {kind} heads" for kind, count in shape.head_counts)
-        return f"{layout.sp_size} ranks do not divide the {heads}, {layout.ulysses_size} do"
-    return f"heads are exchanged inside a machine of {GPUS_PER_NODE} GPUs; only keys and values leave it"
+    return explain_heads(shape, layout) or (
+        f"heads are exchanged inside a machine of {GPUS_PER_NODE} GPUs; only keys and values leave it"
+    )
+
+
+def explain_heads(shape: ModelShape, layout: Layout) -> str:
+    """Why the heads need a ring; '' where they do not."""
+    if layout.sp_size in shape.sp_sizes:
+        return ""
+    heads = " and ".join(f"{count} {kind} heads" for kind, count in shape.head_counts)
+    return f"{layout.sp_size} ranks do not divide the {heads}, {layout.ulysses_size} do"
 
 
 def compute_pad_multiple(recipe: Recipe) -> int:

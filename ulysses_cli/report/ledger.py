@@ -53,6 +53,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "max_length": estimate.max_length,
         "max_length_all_levers": estimate.max_length_all_levers,
         "suggestion": estimate.suggestion,
+        "own_ring": estimate.own_ring,
         "better_ring": None if estimate.better_ring is None else asdict(estimate.better_ring),
         "step_seconds": speed.step_seconds,
         "step_parts": speed.parts,
@@ -92,6 +93,7 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         *([("disk", f"{format_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
         ("longest", _format_longest(estimate)),
         *_format_speed(estimate),
+        *([("ring", estimate.own_ring)] if estimate.own_ring else []),
         *([("ring", _format_better_ring(estimate.better_ring))] if estimate.better_ring else []),
     ]
     text = "\n".join(f"{label:<10} {value}" for label, value in rows)

@@ -20,7 +20,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     find_longest,
     read_levers,
 )
-from ulysses_cli.plan.planner.rings import BetterRing, find_better_ring
+from ulysses_cli.plan.planner.rings import BetterRing, explain_own_ring, find_better_ring
 from ulysses_cli.plan.planner.spending import keep_spending, stop_spending
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_speed
@@ -43,6 +43,7 @@ class Estimate:
     max_length_all_levers: int
     suggestion: str
     better_ring: BetterRing | None = None
+    own_ring: str = ""  # what the job's ring gains, or why it is needed
 
     @property
     def ends_at_index(self) -> bool:
@@ -80,6 +81,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         max_length_all_levers=find_longest(frugal, gpu)[0],
         suggestion="" if fit.verdict == "fits" else suggest_levers(frugal, gpu),
         better_ring=find_better_ring(settled, gpu),
+        own_ring=explain_own_ring(settled, gpu),
     )
 
 

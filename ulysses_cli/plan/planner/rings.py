@@ -12,7 +12,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Candidate
 from ulysses_cli.plan.planner.fit import fits
-from ulysses_cli.plan.resolved import find_ring_size
+from ulysses_cli.plan.resolved import explain_heads, find_ring_size
 from ulysses_cli.plan.speed import compute_speed
 
 MAX_RING = 8  # shares of a row's queries in a plan
@@ -50,27 +50,68 @@ def _rank_ring(plan: Candidate) -> tuple[bool, int]:
 
 
 def explain_rings(shown: Iterable[Candidate], tried: Sequence[Candidate]) -> list[str]:
-    """What each ring that is shown gains over the best other layout of the same ranks."""
+    """What each ring that is shown gains over heads alone and over the best other ring of the same ranks. Where ranks
+    share a row without a ring: that no ring gains enough."""
     lines = list[str]()
     for plan in shown:
         layout = plan.job.layout
-        if layout.ring_size == 1:
-            continue
         alike = (each for each in tried if each.gpu.key == plan.gpu.key and each.job.layout != layout)
         rivals = [each for each in alike if _forget_ring(each.job.layout) == _forget_ring(layout)]
-        fitting = [each for each in rivals if each.fit.verdict == "fits"]
-        gain = "no other ring of these ranks fits" if rivals else "no other ring of these ranks divides the heads"
-        if fitting:
-            rival = min(fitting, key=lambda each: each.seconds)
-            change = plan.seconds / rival.seconds - 1
-            gain = f"{abs(change):.1%} {'less' if change <= 0 else 'more'} time than {_name_ring(rival)}"
-        lines.append(f"{plan.job.world_size} x {plan.gpu.key}: {_name_ring(plan)}: {gain}")
+        text = _explain_gains(plan, rivals) if layout.ring_size > 1 else _explain_no_ring(plan, rivals)
+        lines += [f"{plan.job.world_size} x {plan.gpu.key}: {text}"] if text else []
     return list(dict.fromkeys(lines))
 
 
-def _name_ring(plan: Candidate) -> str:
-    layout = plan.job.layout
-    return f"ring {layout.ring_size} x {layout.ulysses_size}"
+def _explain_gains(plan: Candidate, rivals: Sequence[Candidate]) -> str:
+    alone = next((each for each in rivals if each.job.layout.ring_size == 1), None)
+    fitting = [each for each in rivals if each.fit.verdict == "fits"]
+    if alone is None:
+        gains = [explain_heads(plan.job.shape, plan.job.layout)]
+    else:
+        gains = [_compare(plan, alone) if alone in fitting else f"{_name_ring(alone.job.layout)} does not fit"]
+    others = [each for each in fitting if each is not alone]
+    gains += [_compare(plan, min(others, key=lambda each: each.seconds))] if others else []
+    return f"{_name_ring(plan.job.layout)}: {'; '.join(gains)}"
+
+
+def _explain_no_ring(plan: Candidate, rivals: Sequence[Candidate]) -> str:
+    """'' where no ring is possible. keep_rings_that_win has dropped this plan where a ring gains enough."""
+    if not rivals:
+        return ""
+    fitting = [each for each in rivals if each.fit.verdict == "fits"]
+    name = _name_ring(plan.job.layout)
+    if not fitting:
+        return f"{name}: no ring of these ranks fits"
+    best = min(fitting, key=lambda each: each.seconds)
+    return f"{name}: no ring gains {RING_GAIN:.0%}: {_name_ring(best.job.layout)} takes {_compare(best, plan)}"
+
+
+def _compare(plan: Candidate, rival: Candidate) -> str:
+    return _compare_seconds(plan.seconds, rival.seconds, rival.job.layout)
+
+
+def _compare_seconds(own: float, other: float, layout: Layout) -> str:
+    change = own / other - 1
+    return f"{abs(change):.1%} {'less' if change <= 0 else 'more'} time than {_name_ring(layout)}"
+
+
+def explain_own_ring(job: Job, gpu: Gpu) -> str:
+    """What the ring of a job gains over heads alone with the same levers, or why it is needed; '' without a ring."""
+    layout = _forget_ring(job.layout)
+    if layout == job.layout:
+        return ""
+    if needed := explain_heads(job.shape, job.layout):
+        return needed
+    alone = replace(job, layout=layout)
+    if (job.shape.num_heads // layout.ulysses_size) % job.levers.head_chunks:
+        return f"{_name_ring(layout)} has too few heads on a rank for {job.levers.head_chunks} chunks"
+    if not fits(alone, gpu):
+        return f"{_name_ring(layout)} does not fit with these levers"
+    return _compare_seconds(compute_speed(job, gpu).step_seconds, compute_speed(alone, gpu).step_seconds, layout)
+
+
+def _name_ring(layout: Layout) -> str:
+    return f"ring {layout.ring_size} x {layout.ulysses_size}" if layout.ring_size > 1 else f"ulysses {layout.sp_size}"
 
 
 @dataclass(frozen=True)
