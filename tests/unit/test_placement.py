@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
+from support.model_shapes import get_shape
 from support.paths import ROOT
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.plan.layout import Layout, Placement, count_near_ranks
+from ulysses_cli.report.placement import explain_crossing
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 6))
@@ -46,6 +51,52 @@ def test_the_worst_placed_rank_of_a_row(sp_size: int, per_node: int) -> None:
         for rank in range(start, start + sp_size)
     ]
     assert count_near_ranks(sp_size, per_node) == min(near)
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(2, 4), st.integers(1, 6), st.sampled_from(["7B", "8B"]))
+def test_a_warning_names_a_layout_that_is_legal_and_better(
+    sp_size: int, replicas: int, num_nodes: int, shards: int, model: str
+) -> None:
+    """28 heads, which rings share, or 32. What is named is tried."""
+    shape = get_shape({"7B": "Qwen/Qwen2.5-7B", "8B": "meta-llama/Llama-3.1-8B"}[model])
+    layout = Layout(replicas, shards, sp_size)
+    if layout.world_size % num_nodes:
+        return
+    placement = Placement(layout, num_nodes)
+    text = explain_crossing(placement, None, shape)
+    assert (text != "") == (placement.num_crossing > 0)
+    if named := re.search(r"sp_size (\d+)(?:, ring_size (\d+))? with dp_shard_size (\d+) would not cross", text):
+        better = Layout(replicas, int(named[3]), int(named[1]))
+        assert int(named[2] or 1) in shape.list_ring_sizes(better.sp_size)
+        assert better.world_size == layout.world_size
+        assert Placement(better, num_nodes).num_crossing == 0
+        legal = [size for size in range(better.sp_size, sp_size) if shape.list_ring_sizes(size)]
+        alike = [Layout(replicas, layout.world_size // (replicas * size), size) for size in legal]
+        inside = [each for each in alike if each.world_size == layout.world_size
+                  and not Placement(each, num_nodes).num_crossing]  # fmt: skip
+        assert inside == [better], "it is the largest"
+    if named := re.search(r"with ring_size (\d+) only keys and values would cross", text):
+        ring = int(named[1])
+        assert ring in shape.list_ring_sizes(sp_size)
+        assert (
+            Placement(replace(layout, ring_size=ring), num_nodes).num_crossing_heads == 0 < placement.num_crossing_heads
+        )
+
+
+def test_a_warning_names_the_better_layout() -> None:
+    shape = get_shape("meta-llama/Llama-3.1-8B")
+    head, _, hints = explain_crossing(Placement(Layout(1, 3, 4), 2), None, shape).partition("what it costs; ")
+    assert head.startswith("1 row of 3 cross machines without need: sp_size 4 does not divide 6 GPUs; ")
+    ring = "with ring_size 2 only keys and values would cross"
+    assert hints == f"sp_size 3, ring_size 3 with dp_shard_size 4 would not cross; {ring}"
+    hybrid = get_shape("LiquidAI/LFM2-1.2B")
+    text = explain_crossing(Placement(Layout(1, 3, 4), 2), None, hybrid)
+    assert text.endswith("; sp_size 2 with dp_shard_size 6 would not cross"), "its rows cannot be dealt to a ring"
+    inside = explain_crossing(Placement(Layout(1, 3, 4, 2), 2), None, shape)
+    assert inside.endswith("would not cross; heads are exchanged inside machines, and only keys and values cross")
+    wide = Placement(Layout(1, 1, 16), 4)
+    assert explain_crossing(wide, None, shape).endswith("; with ring_size 4 only keys and values would cross")
+    assert explain_crossing(wide, None, hybrid).endswith("says what it costs")
 
 
 def test_the_command_draws_machines_and_warns() -> None:

@@ -116,12 +116,12 @@ def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:
     if layout.world_size % num_nodes:
         message = f"{layout.world_size} processes do not fill {num_nodes} machines evenly"
         raise RecipeError([Problem("--nnodes", message, "every machine runs the same number of processes")])
-    placement, rings = Placement(layout, num_nodes), valid.shape.list_ring_sizes(layout.sp_size)
+    placement = Placement(layout, num_nodes)
     if gpu is None:
-        return describe_placement(placement, None, rings)
+        return describe_placement(placement, None, valid.shape)
     kind = load_hardware().get_gpu(gpu)
     job = compute_estimate(valid.loaded.recipe, valid.shape, kind).job
-    return describe_placement(placement, compute_crossing_costs(placement, job, kind), rings)
+    return describe_placement(placement, compute_crossing_costs(placement, job, kind), valid.shape)
 
 
 def _predict_memory(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:

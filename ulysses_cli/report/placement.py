@@ -9,6 +9,7 @@ from typing import Any
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Placement, list_divisors
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.speed import compute_second_gather_seconds, compute_speed
 from ulysses_cli.report.quantities import format_seconds
@@ -27,8 +28,7 @@ class CrossingCosts:
     gather: Seconds
 
 
-def describe_placement(placement: Placement, costs: CrossingCosts | None, rings: Sequence[int] = ()) -> dict[str, Any]:
-    """`rings`: the legal sizes of a ring."""
+def describe_placement(placement: Placement, costs: CrossingCosts | None, shape: ModelShape) -> dict[str, Any]:
     shown = range(min(placement.num_nodes, SHOWN_MACHINES))
     has_copies = placement.layout.dp_replicate_size > 1
     return {
@@ -40,14 +40,14 @@ def describe_placement(placement: Placement, costs: CrossingCosts | None, rings:
         "crossing_copies": placement.num_crossing_copies,
         "exchange_seconds": costs.exchange if costs is not None else None,
         "gather_seconds": costs.gather if costs is not None and has_copies else None,
-        "warnings": list_warnings(placement, costs, rings),
+        "warnings": list_warnings(placement, costs, shape),
     }
 
 
-def list_warnings(placement: Placement, costs: CrossingCosts | None = None, rings: Sequence[int] = ()) -> list[str]:
-    """Of groups that cross machines."""
+def list_warnings(placement: Placement, costs: CrossingCosts | None, shape: ModelShape) -> list[str]:
+    """Of groups that cross machines. `shape`: its heads decide which layouts are legal."""
     found = (
-        explain_crossing(placement, costs.exchange if costs is not None else None, rings),
+        explain_crossing(placement, costs.exchange if costs is not None else None, shape),
         explain_crossing_copies(placement, costs.gather if costs is not None else None),
     )
     return [warning for warning in found if warning]
@@ -90,24 +90,48 @@ def explain_crossing_copies(placement: Placement, seconds: Seconds | None) -> st
     return f"{count} cross machines: {layout.replica_size} ranks each, machines of {per_node}; {cost}; {hint}"
 
 
-def explain_crossing(placement: Placement, seconds: Seconds | None, rings: Sequence[int] = ()) -> str:
+def explain_crossing(placement: Placement, seconds: Seconds | None, shape: ModelShape) -> str:
     """'' where no row crosses machines."""
     if not placement.num_crossing:
         return ""
     size, per_node, rows = placement.layout.sp_size, placement.gpus_per_node, placement.layout.dp_size
-    crossing = format_count(placement.num_crossing, "row")
-    cost = _tell_cost("the exchange", seconds)
     if placement.must_cross:
-        text = f"every row crosses machines: sp_size {size} is more than {per_node} GPUs; {cost}"
-        if not placement.num_crossing_heads:
-            return f"{text}; heads are exchanged inside machines, and only keys and values cross"
-        better = [ring for ring in rings if size % ring == 0 and per_node % (size // ring) == 0]
-        return f"{text}; with ring_size {better[0]} only keys and values would cross" if better else text
-    fitting = [str(number) for number in list_divisors(per_node) if placement.layout.world_size % number == 0]
-    return (
-        f"{crossing} of {rows} cross machines without need: sp_size {size} does not divide {per_node} GPUs; {cost}; "
-        f"sp_size {', '.join(fitting)} would not cross, where the model's heads allow it"
-    )
+        text = f"every row crosses machines: sp_size {size} is more than {per_node} GPUs"
+    else:
+        crossing = format_count(placement.num_crossing, "row")
+        text = f"{crossing} of {rows} cross machines without need: sp_size {size} does not divide {per_node} GPUs"
+    hints = [_name_size_inside(placement, shape), _name_ring_inside(placement, shape)]
+    return "; ".join((text, _tell_cost("the exchange", seconds), *filter(None, hints)))
+
+
+def _name_size_inside(placement: Placement, shape: ModelShape) -> str:
+    """The layout with the most ranks for each row, of those that are legal and keep rows inside machines. '' where the
+    row asks for more ranks than a machine has."""
+    if placement.must_cross:
+        return ""
+    layout = placement.layout
+    fitting = [
+        size
+        for size in list_divisors(placement.gpus_per_node)
+        if size < layout.sp_size
+        and shape.list_ring_sizes(size)
+        and layout.world_size % (layout.dp_replicate_size * size) == 0
+    ]
+    if not fitting:
+        return ""
+    size, ring = fitting[-1], shape.list_ring_sizes(fitting[-1])[0]
+    named = f", ring_size {ring}" if max(ring, layout.ring_size) > 1 else ""
+    shards = layout.world_size // (layout.dp_replicate_size * size)
+    return f"sp_size {size}{named} with dp_shard_size {shards} would not cross"
+
+
+def _name_ring_inside(placement: Placement, shape: ModelShape) -> str:
+    """The smallest ring whose ranks exchange heads inside machines."""
+    if not placement.num_crossing_heads:
+        return "heads are exchanged inside machines, and only keys and values cross"
+    size, per_node = placement.layout.sp_size, placement.gpus_per_node
+    inside = [ring for ring in shape.list_ring_sizes(size) if ring > 1 and per_node % (size // ring) == 0]
+    return f"with ring_size {inside[0]} only keys and values would cross" if inside else ""
 
 
 def format_placement(described: dict[str, Any]) -> list[tuple[str, str]]:

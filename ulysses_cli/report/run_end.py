@@ -19,9 +19,8 @@ def format_start(valid: Validated, machines: str, num_machines: int = 1) -> str:
     plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
     lines = [plan, f"machines    {machines}"] if machines else [plan]
     if num_machines > 1 and valid.resolved is not None and valid.shape is not None:
-        layout = valid.resolved.layout
-        rings = valid.shape.list_ring_sizes(layout.sp_size)
-        lines += [f"warning     {text}" for text in list_warnings(Placement(layout, num_machines), rings=rings)]
+        placement = Placement(valid.resolved.layout, num_machines)
+        lines += [f"warning     {text}" for text in list_warnings(placement, None, valid.shape)]
     return "\n".join(lines)
 
 
