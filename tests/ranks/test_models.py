@@ -16,10 +16,11 @@ from support.rank_pool import run_on_ranks
 from support.tiers import NUM_RANKS, mark_by, sample
 from torch import Tensor
 
+from ulysses_cli.plan.rows.order import Ring, deal_rows
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.rotary import serve_rotary
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.processes.sequence_axis import NO_AXIS, make_sequence_axis
 
 LENGTHS = (21, 1, 30, 12)
 
@@ -45,16 +46,26 @@ def run_plain(model_type: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor
     return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run_split(model_type: str, chunks: int, checkpointing: bool, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Runs the packed row, split over all ranks."""
+def run_split(
+    model_type: str, chunks: int, checkpointing: bool, max_shares: float | None, **changes: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Runs the packed row, split over all ranks: by heads, or on a ring of all ranks whose keys come in rounds where
+    they are more than `max_shares`."""
     axis = make_sequence_axis(dist.group.WORLD if dist.is_initialized() else None)
-    model = make_model(model_type, register_attention(axis, "sdpa", chunks), **changes)
+    ring, order = (NO_AXIS, ()) if max_shares is None else (axis, deal_rows(LENGTHS, 1, Ring(axis.size)))
+    heads = axis if max_shares is None else NO_AXIS
+    model = make_model(model_type, register_attention(heads, "sdpa", chunks, ring=ring), **changes)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     serve_rotary(model, axis)
-    ids, positions = (whole.chunk(axis.size, 1)[axis.rank] for whole in make_row())
-    logits = model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS)).logits
+    if max_shares is None:
+        documents, own = make_documents(LENGTHS), torch.arange(sum(LENGTHS)).chunk(axis.size)[axis.rank]
+    else:
+        documents = make_documents(LENGTHS, order=order, max_shares=max_shares)
+        own = torch.tensor([token for run in order[axis.rank] for token in range(*run)])
+    ids, positions = (whole[:, own] for whole in make_row())
+    logits = model(ids, position_ids=positions, use_cache=False, documents=documents).logits
     loss = compute_loss(logits, ids)
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -66,11 +77,15 @@ def run_split(model_type: str, chunks: int, checkpointing: bool, **changes: Any)
 
 
 def compare_models(
-    model_type: str, chunks: int, checkpointing: bool = False, changes: dict[str, Any] | None = None
+    model_type: str,
+    chunks: int,
+    checkpointing: bool = False,
+    changes: dict[str, Any] | None = None,
+    max_shares: float | None = None,
 ) -> float:
     """Returns the largest differences of loss and gradients, relative to the largest value of each."""
     expected_loss, expected = run_plain(model_type, **(changes or {}))
-    loss, grads = run_split(model_type, chunks, checkpointing, **(changes or {}))
+    loss, grads = run_split(model_type, chunks, checkpointing, max_shares, **(changes or {}))
     assert grads.keys() == expected.keys()
     errors = [((grads[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected]
     return max(*errors, abs(loss - expected_loss).item() / expected_loss.item())
@@ -144,6 +159,15 @@ def test_each_document_chooses_its_rotary_frequencies(model_type: str, num_ranks
     """As if it were alone: neither a rank's slice nor a longer document of the row decides."""
     errors = run_on_ranks(num_ranks, compare_models, model_type, 1, True, BY_LENGTH[model_type])
     assert max(errors) < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_shares", [0.0, 1e9], ids=["in rounds", "at once"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "deepseek_v3", "gemma4_text"])
+def test_a_family_is_exact_on_a_ring(model_type: str, max_shares: float) -> None:
+    """Sinks, softcaps with windows, latent keys, and heads of two widths."""
+    errors = run_on_ranks(2, compare_models, model_type, 1, True, None, max_shares)
+    assert max(errors) < TOLERANCES.get(model_type, TOLERANCE)
 
 
 @pytest.mark.full
