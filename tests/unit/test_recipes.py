@@ -9,6 +9,7 @@ from support.paths import RECIPES, ROOT
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
+from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -108,3 +109,19 @@ def test_recipes_for_common_models_are_shipped() -> None:
     assert any(r.lora for r in loaded)
     assert any(r.data.assistant_only_loss for r in loaded)
     assert max(r.data.max_length for r in loaded) == 5 * 2**20
+
+
+@pytest.mark.check
+def test_the_page_on_memory_says_what_a_host_must_hold(tmp_path: Path) -> None:
+    """8B at 500,000 tokens on one GPU with 80 GB: without a disk, with one, and with one and a plain update."""
+    file, gpu = RECIPES / "llama-3.1-8b-500k-1gpu.yaml", load_hardware().get_gpu("h100-80gb")
+    common = ("memory.offload_optimizer=cpu", "memory.activation_offloading=auto")
+    disk = (*common, f"memory.nvme_path={tmp_path}")
+    recipes = [load_recipe(file, words).recipe for words in (common, disk, (*disk, "memory.overlap_optimizer=false"))]
+    estimates = [compute_estimate(recipe, find_model_shape(recipe).shape, gpu) for recipe in recipes]
+    assert [each.fit.verdict for each in estimates] == ["does_not_fit", "fits", "fits"]
+    without, with_disk, plain = (f"{each.fit.host_peak_bytes / GIB:.1f} GiB of host memory" for each in estimates)
+    on_disk = f"{compute_node_disk_bytes(estimates[1].job) / GIB:.1f} GiB on the disk"
+    text = " ".join((ROOT / "docs" / "memory.md").read_text().split())
+    assert f"takes {without} without a disk" in text
+    assert f"With a disk it fits, with {with_disk} and {on_disk}, or with {plain} where the update" in text

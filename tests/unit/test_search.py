@@ -172,6 +172,14 @@ def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
     assert lengths["h100-80gb:1"] < lengths["l40s:8"] < lengths["h200:8"]
 
 
+@pytest.mark.full
+def test_the_longest_row_of_8b_on_8_gpus() -> None:
+    """The stored length changes with the ledger alone. Arctic's long-sequence training publishes 3.7 million tokens."""
+    (longest,) = search_longest(PlanRequest(get_shape("meta-llama/Llama-3.1-8B"), 0, 10**9), offer("h100-80gb:8"))
+    assert longest.candidate.fit.verdict == "fits"
+    assert longest.max_length == 6_995_968 >= 1.4 * 3_700_000
+
+
 def test_no_plan_fits_a_gpu_that_is_too_small() -> None:
     tiny = replace(TABLE.get_gpu("rtx-4090"), memory_bytes=2 << 30)
     assert search_longest(PlanRequest(LLAMA, 0, 10**9), [Offer(tiny, 1)]) == []
