@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from test_generation import PlainForward, make_axes, make_axis, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children import answering
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.evaluate.prompts import Prompter
+from ulysses_cli.evaluate.suites import Sources, check_samples, plan_suites
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.generation import count_cache_bytes, count_read_weights
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.train.generation.decoding import Generator
 
 LONG = {**BYTES_CONFIG, "max_position_embeddings": 4096}
@@ -84,6 +89,114 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     assert prediction["questions_seconds"] == pytest.approx(prediction["questions"] * each)
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--gpu", "abacus")
     assert (result.returncode, json.loads(result.stdout)["problems"][0]["key"]) == (2, "--gpu")
+
+
+def make_question(name: str, context: str) -> dict[str, str]:
+    """Returns a row as LongBench v2 has it."""
+    choices = {f"choice_{letter}": letter.lower() for letter in "ABCD"}
+    facts = {"_id": name, "domain": "d", "difficulty": "easy", "length": "short", "question": "q", "answer": "C"}
+    return {**facts, **choices, "context": context}
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    """One question of some hundred bytes, and one that the model's 4,096 positions do not hold."""
+    file = tmp_path / "longbench_v2.json"
+    file.write_text(json.dumps([make_question("long", "x" * 4000), make_question("short", "x")]))
+    return str(file)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the command gives to its child, which is not started."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(answering, "run", lambda options, *_: found.append(options))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths", "limit", "most"),
+    [
+        (("--suite", "longbench-v2"), [4096], 4096, 4096),
+        (("--suite", "longbench-v2", "--max-length", "1Ki,2Ki"), [1024, 2048], 2048, 2048),
+        (("--suite", "niah,longbench-v2"), [4096], 4096, 4096),
+        (("--suite", "niah"), [4096], 0, 4096),
+        (("--suite", "niah", "--max-length", "8Ki"), [8192], 0, 8192),
+    ],
+)
+def test_files_are_asked_up_to_the_models_own_length(
+    model: str,
+    questions: str,
+    planned: list[dict[str, Any]],
+    tmp_path: Path,
+    words: tuple[str, ...],
+    lengths: list[int],
+    limit: int,
+    most: int,
+) -> None:
+    """`most`: what the model is loaded for."""
+    path = ("--path", questions) if "longbench-v2" in words[1] else ()
+    result = run("evaluate", model, *WORDS, *words, *path, "--output", str(tmp_path / "found"))
+    assert result.returncode == 0, result.stdout
+    (options,) = planned
+    assert (options["lengths"], options["max_prompt_tokens"]) == (lengths, limit)
+    assert parse_recipe(options["model"], "test", []).recipe.data.max_length == most
+    assert len(options["notes"]) == (lengths == [8192])
+    assert all("8Ki: longer than the 4,096 positions" in note for note in options["notes"])
+
+
+def test_a_longer_model_is_compared_on_the_same_questions(
+    model: str, questions: str, planned: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**LONG, "max_position_embeddings": 1024}))
+    words = ("--suite", "longbench-v2", "--path", questions, "--against", str(tmp_path / "other"))
+    result = run("evaluate", model, *WORDS, *words, "--output", str(tmp_path / "found"))
+    assert result.returncode == 0, result.stdout
+    (options,) = planned
+    assert options["max_prompt_tokens"] == 4096
+    assert [parse_recipe(options[name], "test", []).recipe.data.max_length for name in ("model", "against")] == [
+        4096
+    ] * 2
+    (note,) = options["notes"]
+    assert "4Ki: longer than the 1,024 positions" in note
+
+
+def test_a_dry_run_counts_the_questions_of_files(model: str, questions: str) -> None:
+    words = ("--dry-run", "--path", questions, "--suite")
+    result = run("evaluate", model, *WORDS, *words, "longbench-v2")
+    (prediction,) = json.loads(result.stdout)["predictions"]
+    assert (prediction["length"], prediction["questions"]) == (4096, 2)
+    result = run("evaluate", model, *WORDS, *words, "vt,longbench-v2", "--max-length", "2Ki,8Ki")
+    found = json.loads(result.stdout)
+    assert [(each["length"], each["questions"]) for each in found["predictions"]] == [(2048, 20), (8192, 22)]
+    assert "8Ki: longer than the 4,096 positions" in found["notes"][0]
+
+
+def test_a_length_that_holds_no_question_is_refused(questions: str) -> None:
+    """Before a model is loaded."""
+    plan = plan_suites(["longbench-v2"], Sources(path=Path(questions)))
+    prompter = Prompter(make_bytes_tokenizer(), with_template=False)
+    needed = sorted(len(sample.content) + sample.max_new_tokens for sample in plan.samples)
+    check_samples(plan, prompter, needed[0])
+    with pytest.raises(RecipeError, match=f"tokens hold none of 2 questions of the files: .* needs {needed[0]:,}"):
+        check_samples(plan, prompter, needed[0] - 1)
+
+
+@pytest.mark.check
+def test_what_is_too_long_is_listed_and_the_rest_answered(model: str, questions: str, tmp_path: Path) -> None:
+    words = ("--suite", "longbench-v2", "--path", questions, "--output", str(tmp_path / "found"))
+    result = run("evaluate", model, *WORDS, *words, "--html", str(tmp_path / "page.html"))
+    assert result.returncode == 0, result.stderr
+    findings = json.loads(result.stdout)
+    assert [(row["task"], row["n"]) for row in findings["scores"]] == [("longbench-v2", 1)]
+    (each,) = findings["too_long"]
+    assert (each["id"], each["file_id"]) == ("longbench-v2/0/0", "long")
+    assert each["tokens"] > 4096
+    assert "longbench-v2/0/0, long" in (tmp_path / "page.html").read_text()
+    refused = run("evaluate", model, *WORDS, *words, "--max-length", "10")
+    assert refused.returncode == 2
+    assert "10 tokens hold none of 2 questions" in json.loads(refused.stdout)["problems"][0]["message"]
 
 
 def count_cached(model_type: str, ring_size: int = 1) -> int:

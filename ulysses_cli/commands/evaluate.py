@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_BUDGETS = "4Ki,16Ki,64Ki"
+DEFAULT_LENGTH = 4096  # of what is made for a length
 
 
 class EvaluationDevice(StrEnum):
@@ -33,7 +34,12 @@ def evaluate(
         str, typer.Argument(metavar="MODEL", help="a model folder, a hub name, output_dir, or its checkpoints/step-N")
     ],
     suite: Annotated[str, typer.Option(help="suites or tasks, with commas between them")] = "ruler",
-    max_length: Annotated[str, typer.Option(help="lengths in tokens, with commas: 4Ki,32Ki,128Ki")] = "4Ki",
+    max_length: Annotated[
+        str | None,
+        typer.Option(
+            help="lengths in tokens, with commas: 4Ki,32Ki,128Ki  [default: 4Ki; for files, the model's own length]"
+        ),
+    ] = None,
     samples: Annotated[
         int | None,
         typer.Option(min=1, max=100_000, help="samples per task and length  [default: 20; all of lm-eval's tasks]"),
@@ -123,6 +129,7 @@ def evaluate(
       ulysses evaluate my/model --suite niah --max-length 32Ki --against-retrieval
     """
     import os
+    from dataclasses import replace
 
     from ulysses_cli.commands.bench import read_numbers
     from ulysses_cli.commands.children.answering import (
@@ -130,12 +137,14 @@ def evaluate(
         find_base,
         find_model,
         name_results,
+        note_positions,
         plan_questions,
         prepare_model,
         run,
     )
     from ulysses_cli.commands.children.place import find_place
     from ulysses_cli.commands.children.training import Machine
+    from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Plan, Sources
     from ulysses_cli.launch import launcher
     from ulysses_cli.plan.planner.generation import predict, predict_questions, predict_seconds
@@ -147,7 +156,6 @@ def evaluate(
         end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
     machine = Machine(nnodes, node_rank, master_addr, master_port, hostfile)
     nodes, num_ranks = or_exit(lambda: find_place(sp_size, slots, os.environ, machine), output)
-    lengths = or_exit(lambda: read_numbers("--max-length", max_length, []), output)
     if budget is not None and not against_retrieval:
         end_with([Problem("--budget", "is not used without --against-retrieval", "add it, or leave this out")], output)
     if gpu is not None and not dry_run:
@@ -156,20 +164,27 @@ def evaluate(
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     if not suites:
         end_with([Problem("--suite", "no suite is named", f"use some of: {', '.join(SUITES)}")], output)
+    made = [DEFAULT_LENGTH] if set(suites) - set(FILE_SUITES) else []  # of what is not read from files
+    lengths = or_exit(lambda: read_numbers("--max-length", max_length, made), output)
     sources, plan = Sources(text, squad, hotpotqa, code), Plan((), (), ())
     if not nodes.rank:  # the other machines receive the questions
         sources, plan = or_exit(lambda: plan_questions(model, suites, path, sources), output)
     if nodes.count > 1:
         printing.print_message(f"machines: {nodes.describe()}")
     folder = to or Path("runs/evaluations") / name_results(model)
+    reads_files = bool(set(suites) & set(FILE_SUITES))
     question = ModelQuestion(
-        sp_size, num_ranks, max(lengths), dtype.value, tokenizer, "cuda" if slots else "cpu", trust_remote_code,
-        offload_weights,
+        sp_size, num_ranks, max(lengths, default=0), dtype.value, tokenizer, "cuda" if slots else "cpu",
+        trust_remote_code, offload_weights, uses_positions=reads_files and max_length is None,
     )  # fmt: skip
 
-    def prepare(name: str) -> tuple[str, ModelShape]:
+    def prepare(name: str, question: ModelQuestion) -> tuple[str, ModelShape]:
         found = find_model(name, folder / "models", trust_remote_code=trust_remote_code)
         return prepare_model(found, None, question, online=online)
+
+    def choose_limit(shape: ModelShape) -> int:
+        """The most tokens of a question from files, with its answer."""
+        return shape.max_position_embeddings if question.uses_positions else max(lengths)
 
     if dry_run:
         from ulysses_cli.hardware_table import load_hardware
@@ -180,27 +195,35 @@ def evaluate(
         kind = or_exit(lambda: load_hardware().get_gpu(gpu), output) if gpu is not None else None
         width = 4 if dtype is WeightsDtype.float32 else 2
         quantized = base.recipe["lora"]["quantize_base"] if "lora" in base.recipe else None
-        predictions = [predict(shape, length, sp_size, num_ranks, width, quantized=quantized) for length in lengths]
-        num_questions = len(plan.tasks) * (samples or DEFAULT_SAMPLES)
+        limit = choose_limit(shape)
+        every = list(dict.fromkeys([*lengths, limit]))
+        predictions = [predict(shape, length, sp_size, num_ranks, width, quantized=quantized) for length in every]
         for each in predictions:
             each["weights_are_on"] = "host" if offload_weights else "GPU"
             seconds = predict_seconds(shape, each["length"], sp_size, width, kind) if kind is not None else None
             each["prefill_seconds"], each["token_seconds"] = seconds or (None, None)
+            num_questions = len(plan.tasks) * (samples or DEFAULT_SAMPLES) if each["length"] in lengths else 0
+            num_questions += len(plan.samples) if each["length"] == limit else 0
             each["questions"] = num_questions
             each["questions_seconds"] = predict_questions(seconds, num_questions, num_ranks // sp_size)
+        notes = [*plan.notes, *note_positions(every, [shape])]
         if output is Format.json:
-            printing.print_json({"predictions": predictions, "notes": list(plan.notes)})
+            printing.print_json({"predictions": predictions, "notes": notes})
         else:
-            printing.print_data(quality.format_predictions(predictions, shape.name))
+            printing.print_data(quality.format_predictions(predictions, shape.name, notes))
         return
-    own = or_exit(lambda: prepare(model)[0], output)
-    other = or_exit(lambda: prepare(against)[0], output) if against is not None else None
+    own, shape = or_exit(lambda: prepare(model, question), output)
+    limit, shapes, other = choose_limit(shape), [shape], None
+    if against is not None:  # it answers the same questions
+        same = replace(question, max_length=max([*lengths, limit]), uses_positions=False)
+        other, other_shape = or_exit(lambda: prepare(against, same), output)
+        shapes.append(other_shape)
     task = {
         "subject": model,
         "model": own,
         "against": other,
         "suites": suites,
-        "lengths": lengths,
+        "lengths": lengths or [limit],
         "samples": samples or DEFAULT_SAMPLES,
         "harness_limit": samples,
         "seed": seed,
@@ -210,7 +233,8 @@ def evaluate(
         "num_ranks": num_ranks,
         "output": str(folder),
         "with_template": chat_template,
-        "max_prompt_tokens": max(lengths) if plan.samples else 0,
+        "max_prompt_tokens": limit if reads_files else 0,
+        "notes": note_positions([*lengths, *([limit] if reads_files else [])], shapes),
         "price": price,
     }
     run(task, "cuda" if slots else "cpu", output, html, nodes)

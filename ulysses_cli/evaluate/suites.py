@@ -18,6 +18,7 @@ from ulysses_cli.evaluate.needles import TEXT_TASKS, BookHaystack, draw_sentence
 from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
 from ulysses_cli.evaluate.statistics import RULER_TASKS
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 NEEDLES = tuple(name for name in RULER_TASKS if name.startswith("niah"))
@@ -192,6 +193,25 @@ def check_lengths(plan: Plan, prompter: Prompter, amount: Amount) -> None:
             problems += error.problems
     if problems:
         raise RecipeError(problems)
+
+
+def check_samples(plan: Plan, prompter: Prompter, limit: int) -> None:
+    """Raises RecipeError where no question of the files fits with its answer. The shortest texts are counted first, so
+    that as a rule one is enough."""
+    least = 0
+    for sample in sorted(plan.samples, key=lambda sample: len(sample.content)):
+        needed = count_needed(sample, prompter.encode(sample))
+        if needed <= limit:
+            return
+        least = min(least or needed, needed)
+    if plan.samples:
+        number = format_count(len(plan.samples), "question")
+        message = f"{limit:,} tokens hold none of {number} of the files: with its answer the shortest needs {least:,}"
+        raise RecipeError([Problem("--max-length", message, f"use {least:,} or more")])
+
+
+def count_needed(sample: Sample, tokens: Sequence[int]) -> int:
+    return len(tokens) + sample.max_new_tokens
 
 
 def count_prompts(plan: Plan, amount: Amount) -> int:

@@ -23,6 +23,7 @@ WAYS = {"none": "no context", "whole": "whole context", "oracle": "evidence alon
 LOSS_TITLE = "loss by position, in nats per token"
 COMPARED_TITLE = "against the other model, question by question"
 CHANGE_TITLE = "loss minus that of the other model, document by document"
+TOO_LONG_TITLE = "too long: not cut, and not scored"
 RULES = {
     "ruler": "RULER's rule: the mean of its 13 tasks exceeds 85.6 %",
     "own": "the model's own: the mean exceeds 85 % of that at the shortest length",
@@ -49,7 +50,7 @@ def format_quality(findings: Findings) -> str:
     return "\n\n".join(parts)
 
 
-def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> str:
+def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str, notes: Sequence[str] = ()) -> str:
     header = ["length", "cache per rank", "with activations", "weights per rank", "all weights"]
     header += ["operations of a prefill per rank", "prefill", "later token", "questions", "all of them, at most"]
     cells = [
@@ -69,7 +70,7 @@ def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> s
         ]
         for each in predictions
     ]
-    return f"{name}\n{format_table(header, cells)}"
+    return "\n".join([name, format_table(header, cells), *(f"note: {note}" for note in notes)])
 
 
 def _format_percent(value: float | None) -> str:
@@ -212,12 +213,18 @@ def _list_notes(findings: Findings) -> list[str]:
         notes.append(f"{format_count(len(known), 'question')} answered right with no context: {named}")
     too_long = findings.get("too_long") or []
     if too_long:
-        named = ", ".join(f"{each['id']} ({each['tokens']:,} tokens)" for each in too_long[:MAX_LISTED])
-        more = f" and {len(too_long) - MAX_LISTED} more" if len(too_long) > MAX_LISTED else ""
+        named = ", ".join(f"{_name_question(each)} ({each['tokens']:,} tokens)" for each in too_long[:MAX_LISTED])
+        more = f" and {len(too_long) - MAX_LISTED} more, in quality.json" if len(too_long) > MAX_LISTED else ""
         notes.append(f"{format_count(len(too_long), 'question')} too long, not cut and not scored: {named}{more}")
     if findings["scores"] and not findings["has_all_ruler_tasks"]:
         notes.append("fewer than RULER's 13 tasks: the mean is not compared with RULER's 85.6 %")
     return notes
+
+
+def _name_question(question: Mapping[str, Any]) -> str:
+    """With the name that its file gives it."""
+    own = question.get("file_id")
+    return str(question["id"]) if own is None else f"{question['id']}, {own}"
 
 
 def make_quality_page(findings: Findings) -> str:
@@ -279,6 +286,9 @@ def make_quality_blocks(findings: Findings) -> list[Block]:
     if losses := findings.get("losses"):
         blocks += _draw_losses("Loss by position", losses, "nats per token")
         blocks.append(Table(*_make_loss_table(losses), caption=LOSS_TITLE))
+    if too_long := findings.get("too_long"):
+        listed = [[_name_question(each), f"{each['tokens']:,}"] for each in too_long]
+        blocks.append(Table(["question", "tokens with its answer"], listed, caption=TOO_LONG_TITLE))
     blocks.append(Facts([("result", line) for line in _list_facts(findings)]))
     blocks += [Note(note) for note in _list_notes(findings)]
     return blocks

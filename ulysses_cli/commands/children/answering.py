@@ -31,7 +31,8 @@ MAX_NAME = 100
 
 @dataclass(frozen=True)
 class ModelQuestion:
-    """How a model is loaded."""
+    """How a model is loaded. `uses_positions`: for prompts as long as the model's positions, where these exceed
+    `max_length`."""
 
     sp_size: int
     num_ranks: int
@@ -41,6 +42,7 @@ class ModelQuestion:
     device: str
     trust_remote_code: bool
     offloads_weights: bool = False
+    uses_positions: bool = False
 
 
 def name_results(model: str) -> str:
@@ -54,10 +56,12 @@ def name_results(model: str) -> str:
 @dataclass(frozen=True)
 class FoundModel:
     """A model's folder, or its name on the hub. `recipe`: what its own recipe says of adapters beside a base that is
-    held in fewer bits, in sections; empty where the model is whole."""
+    held in fewer bits, in sections; empty where the model is whole. `positions`: those that its recipe stretches it to,
+    where its config does not say so yet; else 0."""
 
     name: str
     recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    positions: int = 0
 
 
 def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> FoundModel:
@@ -241,7 +245,9 @@ def find_base(name: str) -> tuple[FoundModel, dict[str, Any] | None]:
         model = recipe["model"]
         if _keeps_base(recipe):
             return _describe_adapters(recipe, path), None
-        return FoundModel(str(model.get("name_or_path") or name)), model.get("config")
+        scaling = model.get("rope_scaling")
+        positions = recipe["data"]["max_length"] if scaling and scaling["type"] != "dynamic" else 0
+        return FoundModel(str(model.get("name_or_path") or name), positions=positions), model.get("config")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{checkpoint} is not a complete checkpoint: {error}"
         raise RecipeError([Problem("MODEL", message, "name another checkpoint")]) from None
@@ -273,7 +279,7 @@ def prepare_model(
         },
         "data": {
             "datasets": [{"type": "synthetic"}],
-            "max_length": max(question.max_length, question.sp_size),
+            "max_length": max(question.max_length, question.sp_size, 2),  # the least that a recipe takes
             **own.get("data", {}),
         },
         "parallel": {
@@ -299,13 +305,15 @@ def prepare_model(
         message = f"its base is held in {own['lora']['quantize_base']} by bitsandbytes, which is not installed"
         hint = "pip install bitsandbytes; or merge the adapters: ulysses export CHECKPOINT --to MODEL --merge-lora"
         raise RecipeError([Problem("MODEL", message, hint)])
-    text = yaml.safe_dump(settings)
-    recipe = parse_recipe(text, "evaluate", []).recipe
+    recipe = parse_recipe(yaml.safe_dump(settings), "evaluate", []).recipe
     try:
         found, _ = hub.find_model_config(recipe, online=online)
     except RecipeError as error:
         raise RecipeError([replace(problem, key="MODEL", where=Where()) for problem in error.problems]) from None
     shape = read_model_shape(found, name, "MODEL")
+    shape = replace(shape, max_position_embeddings=max(shape.max_position_embeddings, model.positions))
+    if question.uses_positions:
+        settings["data"]["max_length"] = max(settings["data"]["max_length"], shape.max_position_embeddings)
     folder = Path(name).expanduser()
     if config is None and folder.is_dir() and (problem := find_weight_problem(folder)):
         raise RecipeError([Problem("MODEL", problem, "copy the model's folder again, or name another")])
@@ -320,7 +328,20 @@ def prepare_model(
     if shape.inexact and question.sp_size > 1:
         message = f"{name} cannot be split over ranks: {shape.inexact}"
         raise RecipeError([Problem("--sp-size", message, "use --sp-size 1")])
-    return text, shape
+    return yaml.safe_dump(settings), shape
+
+
+def note_positions(lengths: Sequence[int], shapes: Sequence[ModelShape]) -> list[str]:
+    """Notes on lengths that a model was not made for: it answers, but says little about what it learned."""
+    from ulysses_cli.report.quantities import format_binary
+
+    notes = []
+    for shape in shapes:
+        past = [format_binary(length) for length in sorted(set(lengths)) if length > shape.max_position_embeddings]
+        if past:
+            positions = f"the {shape.max_position_embeddings:,} positions that {shape.name} was made for"
+            notes.append(f"{', '.join(past)}: longer than {positions}, which are used as they are")
+    return notes
 
 
 def run(options: dict[str, Any], device: str, output: Format, html: Path | None, nodes: Nodes) -> None:

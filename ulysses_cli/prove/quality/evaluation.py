@@ -17,7 +17,7 @@ from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.losses import summarize_losses
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.retrieval import keep_whole, make_ways
-from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
+from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_needed, count_prompts, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.files.weight_files import list_weight_files
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -221,9 +221,10 @@ class _Questions:
         """The questions that are not answered yet. Those that are too long are listed, and not cut."""
         limit, done = self.evaluation.max_prompt_tokens, self.file.done
         for prompt in self._make_prompts():
-            needed = len(prompt.tokens) + prompt.sample.max_new_tokens
+            needed = count_needed(prompt.sample, prompt.tokens)
             if limit and not prompt.length and needed > limit:
-                self.too_long.append({"id": prompt.name, "task": prompt.sample.task, "tokens": needed})
+                own = {"id": prompt.name, "task": prompt.sample.task, "tokens": needed}
+                self.too_long.append({**own, "file_id": prompt.sample.facts.get("id")})
             elif prompt.name not in done:
                 yield prompt
 

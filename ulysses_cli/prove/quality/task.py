@@ -12,7 +12,7 @@ from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.evaluate.losses import compare_losses
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.retrieval import check_retrieval, keep_whole, summarize_retrieval
-from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, plan_suites
+from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, check_samples, plan_suites
 from ulysses_cli.evaluate.summary import compare_results
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
@@ -29,6 +29,7 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
     prompter = Prompter(tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer))
     plan, amount = plan_suites(evaluation.suites, evaluation.sources), evaluation.amount
     check_lengths(plan, prompter, amount)
+    check_samples(plan, prompter, evaluation.max_prompt_tokens)
     if evaluation.harness is not None:
         from ulysses_cli.prove.quality.harness import load_tasks
 
@@ -98,7 +99,7 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
             machines.leave()
     if not findings:
         return {"command": "evaluate", "passed": True, "machine_number": options["machines"]["rank"]}
-    findings["notes"] += found.notes
+    findings["notes"] += [*found.notes, *options["notes"]]
     if before is not None:
         findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length", "losses", "lm_eval")}
         old, new = (split_results(each["results"]) for each in (before, findings))
