@@ -51,6 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("--suite", "vt,niah_single_1", "--text", __file__), "no task of vt, niah_single_1 reads it"),
         (("--suite", "qa_2", "--squad", __file__), "qa_2 is made from your files"),
         (("--suite", "niah,graphs", "--squad", "nowhere.json"), "no task of niah, graphs reads it"),
+        (("--suite", "qa_1", "--squad", "nowhere.json"), "nowhere.json does not exist"),
         (("--suite", "niah", "--hotpotqa", "nowhere.json"), "no task of niah reads it"),
         (("--suite", "ruler", "--code", "nowhere"), "no task of ruler reads it"),
     ],

@@ -30,14 +30,16 @@ class PaperQuestion:
 
 def read_questions(file: Path, option: str) -> tuple[list[PaperQuestion], list[str]]:
     """Reads SQuAD or HotpotQA JSON, which `option` names. Returns the questions with answers, and all paragraphs."""
+    hint = "download SQuAD's dev-v2.0.json, or hotpot_dev_distractor_v1.json of HotpotQA"
+    if not file.exists():
+        raise RecipeError([Problem(option, f"{file} does not exist", hint)])
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError([Problem(option, f"{file} cannot be read as JSON: {error}")]) from None
+        raise RecipeError([Problem(option, f"{file} cannot be read as JSON: {error}", hint)]) from None
     try:
         questions = _read_squad(content) if isinstance(content, dict) else _read_hotpot(content)
     except (KeyError, TypeError, IndexError) as error:
-        hint = "download SQuAD's dev-v2.0.json, or hotpot_dev_distractor_v1.json of HotpotQA"
         message = f"{file} is neither SQuAD's nor HotpotQA's: it lacks {error}"
         raise RecipeError([Problem(option, message, hint)]) from None
     paragraphs = dict.fromkeys(paragraph for each in questions for paragraph in each.evidence)
