@@ -22,8 +22,9 @@ from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring.scorers import score
 from ulysses_cli.evaluate.statistics import compare_pairs, estimate_mean, find_effective_lengths, weigh_mean
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
-from ulysses_cli.evaluate.summary import compare_results, summarize
+from ulysses_cli.evaluate.summary import compare_all, compare_results, summarize
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.report.quality import format_quality, make_quality_page
 
 
 def ask(metric: Any, answer: str, *references: str, **facts: Any) -> float:
@@ -274,3 +275,38 @@ def test_a_summary_has_intervals_depths_and_what_was_too_long() -> None:
     assert [entry["id"] for entry in summary["too_long"]] == ["mrcr/0/3"]
     better = [{**result, "score": 1.0} for result in results]
     assert [row["difference"] for row in compare_results(results, better)] == [0.0, 0.5]
+
+
+def test_groups_intervals_and_the_difference_of_all_questions_are_shown() -> None:
+    """Of each length and difficulty two questions; the second model answers three more of all eight."""
+
+    def make(right: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": f"v2/{length}/{at}", "task": "v2", "length": length, "index": at, "prompt_tokens": length,
+                "depths": [], "score": float(at + (0 if length == 4096 else 4) < right), "answer": "x",
+                "is_greedy": None, "seconds": 0.5, "groups": {"difficulty": "easy" if at < 2 else "hard"},
+            }
+            for length in (4096, 8192) for at in range(4)
+        ]  # fmt: skip
+
+    old, new = make(2), make(5)
+    whole = compare_all(old, new)
+    assert whole is not None
+    assert (whole["n"], whole["difference"]) == (8, 3 / 8)
+    assert compare_all(old, []) is None
+    findings = {
+        **summarize(new), "subject": "model", "seconds": 3.0, "num_ranks": 2,
+        "differences": compare_results(old, new), "difference": whole,
+    }  # fmt: skip
+    by_group = {row["group"]: (row["by"], row["n"], row["score"]) for row in findings["groups"]}
+    assert by_group == {"easy": ("difficulty", 4, 0.75), "hard": ("difficulty", 4, 0.5)}
+    shown = [" ".join(line.split()) for line in format_quality(findings).splitlines()]
+    # Wilson's interval of 3 of 4, of 2 of 4 and of 1 of 4 right answers
+    for words in ("v2 difficulty easy 4 75.0 % 30-95", "v2 difficulty hard 4 50.0 % 15-85"):
+        assert words in shown
+    assert "mean of 1 task at 8Ki: 25.0 % (5-70)" in shown
+    assert any(line.startswith("all all 8 +37.5 ") for line in shown)
+    page = make_quality_page(findings)
+    for words in ("difficulty", "hard", "(5-70)", "+37.5"):
+        assert words in page

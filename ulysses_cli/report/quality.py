@@ -21,6 +21,7 @@ RETRIEVAL_NOTE = (
 )
 WAYS = {"none": "no context", "whole": "whole context", "oracle": "evidence alone"}
 LOSS_TITLE = "loss by position, in nats per token"
+GROUPS_TITLE = "score by what the files say of a question"
 COMPARED_TITLE = "against the other model, question by question"
 CHANGE_TITLE = "loss minus that of the other model, document by document"
 TOO_LONG_TITLE = "too long: not cut, and not scored"
@@ -33,6 +34,8 @@ RULES = {
 def format_quality(findings: Findings) -> str:
     """The table of scores, the mean, effective lengths, the comparison, and what was left out."""
     parts = [format_table(*_make_score_table(findings))] if findings["scores"] else []
+    if findings.get("groups"):
+        parts.append(f"{GROUPS_TITLE}\n" + format_table(*_make_group_table(findings["groups"])))
     if findings.get("losses"):
         parts.append(f"{LOSS_TITLE}\n" + format_table(*_make_loss_table(findings["losses"])))
     if findings.get("retrieval"):
@@ -82,7 +85,7 @@ def _make_score_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     cells = [
         [
             row["task"], format_binary(row["length"]), str(row["n"]), _format_percent(row["score"]),
-            f"{100 * row['low']:.0f}-{100 * row['high']:.0f}", _format_percent(row["teacher_forced"]),
+            _format_ends(row), _format_percent(row["teacher_forced"]),
             str(row["empty"] or ""),
         ]
         for row in findings["scores"]
@@ -90,14 +93,32 @@ def _make_score_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     return header, cells
 
 
+def _format_ends(row: Mapping[str, Any]) -> str:
+    return f"{100 * row['low']:.0f}-{100 * row['high']:.0f}"
+
+
+def _make_group_table(groups: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Of what files say of their questions, such as the difficulty."""
+    header = ["task", "by", "group", "n", "score", "95 % interval"]
+    cells = [
+        [row["task"], row["by"], row["group"], str(row["n"]), _format_percent(row["score"]), _format_ends(row)]
+        for row in groups
+    ]
+    return header, cells
+
+
 def _make_difference_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """By task and length; the last row is that of all questions."""
     header = ["task", "length", "n", "difference", "95 % interval"]
+    whole = findings.get("difference")
+    rows = [(row["task"], format_binary(row["length"]), row) for row in findings["differences"]]
+    rows += [("all", "all", whole)] if whole else []
     cells = [
         [
-            row["task"], format_binary(row["length"]), str(row["n"]), f"{100 * row['difference']:+.1f}",
+            task, length, str(row["n"]), f"{100 * row['difference']:+.1f}",
             f"{100 * row['low']:+.0f} to {100 * row['high']:+.0f}",
         ]
-        for row in findings["differences"]
+        for task, length, row in rows
     ]  # fmt: skip
     return header, cells
 
@@ -190,7 +211,7 @@ def _draw_losses(title: str, rows: Sequence[Mapping[str, Any]], y_label: str) ->
 def _list_facts(findings: Findings) -> list[str]:
     lines = [
         f"mean of {format_count(row['tasks'], 'task')} at {format_binary(row['length'])}: "
-        f"{_format_percent(row['score'])}"
+        f"{_format_percent(row['score'])} ({_format_ends(row)})"
         for row in findings["mean"]
     ]
     if len(findings["mean"]) > 1:
@@ -278,6 +299,8 @@ def make_quality_blocks(findings: Findings) -> list[Block]:
                             Table(["length", "depth", "n", "score"], rows)))  # fmt: skip
     if findings["scores"]:
         blocks.append(Table(*_make_score_table(findings)))
+    if groups := findings.get("groups"):
+        blocks.append(Table(*_make_group_table(groups), caption=GROUPS_TITLE))
     if retrieval := findings.get("retrieval"):
         blocks.append(Table(*_make_retrieval_table(retrieval), caption=RETRIEVAL_TITLE))
         blocks.append(Note(RETRIEVAL_NOTE))

@@ -13,7 +13,7 @@ from ulysses_cli.evaluate.losses import compare_losses
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.retrieval import check_retrieval, keep_whole, summarize_retrieval
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, check_samples, plan_suites
-from ulysses_cli.evaluate.summary import compare_results
+from ulysses_cli.evaluate.summary import compare_all, compare_results
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.prove.quality.documents import Found, read_documents
@@ -103,7 +103,8 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
     if before is not None:
         findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length", "losses", "lm_eval")}
         old, new = (split_results(each["results"]) for each in (before, findings))
-        findings["differences"] = compare_results(*map(keep_whole, (old[0], new[0])))
+        pair = [keep_whole(each[0]) for each in (old, new)]
+        findings["differences"], findings["difference"] = compare_results(*pair), compare_all(*pair)
         findings["loss_differences"] = compare_losses(old[1], new[1])
     price = options["price"]
     if evaluation.budgets:
