@@ -174,6 +174,23 @@ def test_a_dry_run_counts_the_questions_of_files(model: str, questions: str) -> 
     assert "8Ki: longer than the 4,096 positions" in found["notes"][0]
 
 
+@pytest.mark.parametrize(("kind", "length"), [("yarn", 16384), ("dynamic", 4096)])
+def test_a_checkpoints_positions_are_those_that_it_was_stretched_to(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, length: int
+) -> None:
+    """A dynamic stretch leaves the model's own number in its config."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    recipe = {"model": {"config": LONG, "rope_scaling": {"type": kind}}, "data": {"max_length": 16384}}
+    monkeypatch.setattr(answering, "load_state", lambda _: {"recipe": recipe})
+    result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--suite", "longbench-v2", "--path", questions)
+    assert result.returncode == 0, result.stdout
+    found = json.loads(result.stdout)
+    assert [each["length"] for each in found["predictions"]] == [length]
+    assert not found["notes"]
+
+
 def test_a_length_that_holds_no_question_is_refused(questions: str) -> None:
     """Before a model is loaded."""
     plan = plan_suites(["longbench-v2"], Sources(path=Path(questions)))
