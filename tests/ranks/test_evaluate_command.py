@@ -201,7 +201,7 @@ def test_a_length_that_holds_no_question_is_refused(questions: str) -> None:
         check_samples(plan, prompter, needed[0] - 1)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_what_is_too_long_is_listed_and_the_rest_answered(model: str, questions: str, tmp_path: Path) -> None:
     words = ("--suite", "longbench-v2", "--path", questions, "--output", str(tmp_path / "found"))
     result = run("evaluate", model, *WORDS, *words, "--html", str(tmp_path / "page.html"))
