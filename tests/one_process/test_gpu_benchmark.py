@@ -108,7 +108,7 @@ def test_a_part_past_its_time_keeps_its_rows_and_leaves_no_process(call: Any, tm
 def test_a_row_is_written_before_its_part_ends(call: Any, tmp_path: Path) -> None:
     file = tmp_path / "results" / "gpu-nvidia-h200.json"
     look = f"show(name='a'); import time; time.sleep(1.5); show(name='seen', text=open({str(file)!r}).read())"
-    _, found = call([make_part("slow", look)])
+    _, found = call([make_part("slow", look, 240.0)])
     seen = json.loads(found["slow"]["rows"][1]["text"])["parts"]["slow"]
     assert (seen["status"], seen["rows"]) == ("running", [{"name": "a"}])
 

@@ -61,7 +61,11 @@ def test_a_wrong_input_ends_with_2(tmp_path: Path, words: tuple[str, ...], messa
 @pytest.mark.parametrize(
     ("environment", "message", "hint"),
     [
-        ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun started this command once for each process", "leave torchrun out"),
+        (
+            {"TORCHELASTIC_RUN_ID": "none"},
+            "torchrun started this command once for each process",
+            "leave it out: `ulysses evaluate`",
+        ),
         ({"NNODES": "2"}, "2 machines need --node-rank", "NODE_RANK and MASTER_ADDR"),
         (
             {"SLURM_STEP_NODELIST": "a1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"},

@@ -105,6 +105,8 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert run("recipes", "show", "tiny-cpu").stdout == Path(TINY).read_text()
     assert run("recipes", "copy", "tiny-cpu", cwd=RECIPES).returncode == 2  # it exists already
     target = tmp_path / "new" / "my.yaml"
+    assert "is not a folder" in run("recipes", "copy", "tiny-cpu", str(target)).stderr
+    target.parent.mkdir()
     assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
     assert target.read_text() == Path(TINY).read_text()
     again = run("recipes", "copy", "tiny-cpu", str(target))

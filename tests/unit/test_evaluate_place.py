@@ -39,8 +39,12 @@ def test_ranks_are_dealt_to_machines(sp_size: int, slots: int, environ: dict[str
     [
         (SECOND, "15 ranks cannot be dealt evenly to 2 machines", "use a --sp-size that divides 16"),
         ({"TORCHELASTIC_RUN_ID": "x"}, "torchrun started this command", "`ulysses evaluate` starts the processes"),
-        ({"SLURM_JOB_NUM_NODES": "2"}, "SLURM gave this job 2 machines", "ulysses evaluate ..., or --nnodes 1"),
-        ({"NODE_RANK": "1"}, "NNODES does not name several machines", "set NNODES"),
+        (
+            {"SLURM_JOB_NUM_NODES": "2"},
+            "SLURM gave this job 2 machines",
+            "srun --ntasks-per-node=1 ulysses evaluate ...; or --nnodes 1",
+        ),
+        ({"NODE_RANK": "1"}, "NUM_NODES does not name several machines", "set NNODES"),
     ],
 )
 def test_what_cannot_be_read_is_refused(environ: dict[str, str], message: str, hint: str) -> None:

@@ -170,8 +170,11 @@ def _make_job(
     if valid.problems or valid.loaded is None or valid.resolved is None:
         end_with(valid.problems, Format.text)
     recipe, world_size, file = valid.loaded.recipe, valid.resolved.layout.world_size, Path(files[0])
-    if recipe.run.device == "cpu":
-        hint = "leave it out to train on GPUs, or start it on this machine with ulysses train"
+    if recipe.run.device == "cpu" and gpus_per_node is None:
+        hint = (
+            "leave it out to train on GPUs, start it on this machine with ulysses train, or give --gpus-per-node, as "
+            "many ranks as a machine shall have"
+        )
         message = "cpu needs no GPU, and a job is written for machines with GPUs"
         end_with([Problem("run.device", message, hint, valid.loaded.locate("run.device"))], Format.text)
     kind = or_exit(lambda: _choose_gpu(gpu, valid))
