@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -161,7 +162,7 @@ import sys, time
 from ulysses_cli.report.live.progress import make_display
 display = make_display(sys.stderr, 100, 2.5, 8)
 display.emit({"event": "phase", "name": "loading model"})
-time.sleep(0.3)
+input()
 slowest = []
 for step in range(1, 43):
     start = time.perf_counter()
@@ -171,10 +172,13 @@ for step in range(1, 43):
 display.emit({"event": "eval", "step": 42, "loss": 1.5})
 display.emit({"event": "warning", "message": "caf\\u00e9 [bold]markup[/bold] is text"})
 print("said by a library", file=sys.stderr)
-time.sleep(0.3)
+input()
 display.close()
 print("slowest", max(slowest), "median", sorted(slowest)[21])
 """
+
+
+AWAITED = "loading", r"step[ =]42/100|step=1/100", "$^"  # what a terminal shows before the script goes on
 
 
 def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
@@ -186,14 +190,20 @@ def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
-        stdin=other,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=other,
         env={**kept, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", **environment},
     )
     os.close(other)
-    written = b""
+    assert process.stdin
+    written, awaited = b"", 0
     while True:
+        if re.search(AWAITED[awaited], strip(written.decode("utf-8", "replace"))):
+            awaited += 1
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        assert select.select([main], [], [], 60)[0], f"the terminal shows nothing new: {written.decode()}"
         try:
             part = os.read(main, 65536)
         except OSError:  # how Linux says that the other end is closed
