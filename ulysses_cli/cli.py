@@ -29,7 +29,7 @@ from ulysses_cli.commands import (
     verify,
 )
 from ulysses_cli.commands.asking import init
-from ulysses_cli.commands.options import EXIT_CODES
+from ulysses_cli.commands.options import EXIT_CODES, Command
 from ulysses_cli.commands.results import push, report
 from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
 
@@ -97,14 +97,14 @@ CLUSTERS: dict[str, tuple[Callable[..., None], str]] = {
     "sky": (launch.sky, "Write a task for SkyPilot."),
 }
 for name, (command, short_help) in COMMANDS.items():
-    app.command(name, short_help=short_help)(command)
+    app.command(name, cls=Command, short_help=short_help)(command)
 app.add_typer(recipes_app, name="recipes")
-recipes_app.command("list")(recipes.list_recipes)
-recipes_app.command("show")(recipes.show_recipe)
-recipes_app.command("copy")(recipes.copy_recipe)
+recipes_app.command("list", cls=Command)(recipes.list_recipes)
+recipes_app.command("show", cls=Command)(recipes.show_recipe)
+recipes_app.command("copy", cls=Command)(recipes.copy_recipe)
 app.add_typer(launch_app, name="launch")
 for cluster, (command, short_help) in CLUSTERS.items():
-    launch_app.command(cluster, short_help=short_help)(command)
+    launch_app.command(cluster, cls=Command, short_help=short_help)(command)
 
 
 def run() -> None:

@@ -147,7 +147,7 @@ def test_the_plain_loop_of_the_page_runs(folder: Path) -> None:
     run_ranks(folder, PROGRAMS["loop.py"] + "\nassert loss.isfinite()\n")
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_the_programs_for_recipes_run(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(
         TINY.replace("sp_size: 2", "sp_size: 1").replace("  warmup_steps: 5\n", "") + "  rehearsal: false\n"

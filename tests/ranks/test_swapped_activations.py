@@ -16,6 +16,7 @@ import torch
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
+from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -48,7 +49,7 @@ def run_steps(recipe: Recipe, folder: str) -> tuple[list[float], dict[str, torch
     return harness.losses, harness.read_weights(), sum(written), os.listdir(swap) if swap else []
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.check) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=mark_by(False, name == "inputs alone")) for name in CASES])
 def test_what_waits_on_a_disk_changes_no_bit(tmp_path: Path, case: str) -> None:
     disk = tmp_path / "swap"
     disk.mkdir()
@@ -119,8 +120,14 @@ def run_in_small_pieces(recipe: Recipe, folder: str, limit_bytes: int) -> tuple[
     return harness.losses, harness.read_weights(), max(counted, default=1)
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("more", [(), ("lora.r=8",), ("memory.tiled_mlp=true", "memory.gradient_checkpointing=full")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.full),
+        pytest.param(("lora.r=8",), marks=pytest.mark.full),
+        pytest.param(("memory.tiled_mlp=true", "memory.gradient_checkpointing=full"), marks=pytest.mark.check),
+    ],
+)
 def test_layers_in_pieces_train_as_whole_ones(tmp_path: Path, more: tuple[str, ...]) -> None:
     recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", *more)
     whole = run_on_ranks(2, run_in_small_pieces, recipe, str(tmp_path), 1 << 32)

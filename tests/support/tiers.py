@@ -12,14 +12,19 @@ import pytest
 
 QUICK, CHECK, FULL = 0, 1, 2
 # Whole runs, the longest file first. A worker that takes one of them last works alone while the others are idle.
-LONGEST_FIRST = ("test_resume_walk.py", "test_train_command.py", "test_python_page.py", "test_quickstart.py")
+LONGEST_FIRST = (
+    "test_slurm.py", "test_resume_walk.py", "test_quickstart.py", "test_train_command.py", "test_trace.py",
+    "test_python_page.py", "test_uploads.py", "test_evaluate_command.py", "test_swapped_activations.py",
+)  # fmt: skip
 FOLDERS = ("ranks", "one_process", "unit", "gpu")
 TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYSSES_CHECK") else QUICK
 
 
-def sample(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Returns parameters of a test: those in `quick` for every run, the others from `make check` on."""
-    return [value if value in quick else _mark(value, pytest.mark.check) for value in values]
+def sample(values: Iterable[Any], quick: Collection[Any], is_checked: bool = True) -> list[Any]:
+    """Returns parameters of a test: those in `quick` for every run, the others from `make check` on, or in
+    `make test-full` alone."""
+    mark = pytest.mark.check if is_checked else pytest.mark.full
+    return [value if value in quick else _mark(value, mark) for value in values]
 
 
 def sample_every(step: int, values: Iterable[Any]) -> list[Any]:

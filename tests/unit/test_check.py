@@ -781,7 +781,7 @@ def test_check_output_dir(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": "another"}))
     assert only(here) == (
         f"command line: run.output_dir: {tmp_path} holds the run of another recipe (hash another, this one is {ours})"
-        "\n\nhint: choose another run.output_dir, or go on from its checkpoint with --resume auto"
+        "\n\nhint: choose another run.output_dir; --resume auto goes on with its run and names settings that must stay"
     )
     assert check(here, "run.resume_from_checkpoint=auto") == []
     (tmp_path / "run.json").write_text("{")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from ulysses_cli.commands.asking.completion import complete_words
 from ulysses_cli.plan.exit_codes import USAGE
@@ -29,6 +30,18 @@ T = TypeVar("T")
 class Format(StrEnum):
     text = "text"
     json = "json"
+
+
+class Command(TyperCommand):
+    """Says in plain words what is wrong with an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:  # the words are those of the library that validates
+            reason = error.message.removeprefix("Value error, ").replace("Input should be", "must be")
+            error.message = reason.partition(", unable to parse")[0]
+            raise
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="text for people, json for programs")]

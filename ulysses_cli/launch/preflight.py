@@ -157,7 +157,8 @@ def check_export(checkpoint: Path, to: Path) -> Problems:
     if not checkpoint.exists():
         yield Problem(key, f"{checkpoint} does not exist", _list_steps(checkpoint.parent) or hint)
     elif not checkpoint.is_dir():
-        yield Problem(key, f"{checkpoint} is not a folder", hint)
+        is_recipe = checkpoint.suffix in (".yaml", ".yml")
+        yield Problem(key, f"{checkpoint} is {'a recipe' if is_recipe else 'not a folder'}", hint)
     elif (run_dir := find_run_dir(checkpoint)) is not None:
         if not list_checkpoints(run_dir):
             yield Problem(key, f"{checkpoint} holds no checkpoint: the run has not written one", "name another run")

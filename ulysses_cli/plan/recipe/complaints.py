@@ -31,6 +31,7 @@ FOREIGN_KEYS = {
     "pipeline_parallel_size": "pipeline parallelism is not offered; parallel.sp_size splits rows and heads",
     "val_set_size": "write data.eval_split, a share such as 0.01",
     "lr": "write train.learning_rate",
+    "rank": "write lora.r",
     "rope_theta": "the base of the positions is the model's own; model.rope_scaling stretches it",
 }
 WHOLE_NUMBERS = "write a whole number, such as 10, 65_536, 500K or 64Ki"
@@ -48,7 +49,9 @@ def explain_unknown(name: str, section: type[Section], prefix: str) -> str:
     close = difflib.get_close_matches(name, list_settings(section), n=1) or difflib.get_close_matches(
         name, names, n=1, cutoff=0.8
     )
-    if close:
+    if not close:  # `epochs` for num_train_epochs
+        close = [full for full in list_settings(section) if name in full.split("_")]
+    if len(close) == 1:
         return f"did you mean {before}{names[close[0]]}?"
     return f"{prefix or 'a recipe'} takes {', '.join(list_settings(section))}"
 
@@ -101,6 +104,9 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
     for quoted values, lists and mappings."""
     if str(value) in setting.refused:
         return f"{value} is refused", setting.refused[str(value)]
+    if value == () and accepts.inner:
+        first, _ = next(iter(list_settings(accepts.inner).items()))
+        return "is an empty list", f"write {setting.key}: [{{{first}: ...}}]"
     if value in ("", (), {}):
         hint = _suggest_default(setting)
         kind = "text" if isinstance(value, str) else "list" if isinstance(value, tuple) else "mapping"

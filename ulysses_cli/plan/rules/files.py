@@ -71,7 +71,7 @@ def check_output_dir(recipe: Recipe) -> Problems:
         yield Problem(
             "run.output_dir",
             f"{recipe.run.output_dir} holds the run of another recipe (hash {run_hash}, this one is {recipe_hash})",
-            "choose another run.output_dir, or go on from its checkpoint with --resume auto",
+            "choose another run.output_dir; --resume auto goes on with its run and names settings that must stay",
         )
 
 
