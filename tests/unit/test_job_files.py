@@ -296,3 +296,17 @@ def test_the_command(tmp_path: Path, words: list[str]) -> None:
     assert run("parallel.sp_size=3").exit_code == 2
     chosen = run("--dry-run")
     assert "a token costs least" in chosen.stderr
+
+
+def test_a_job_without_time_for_steps_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text((ROOT / "recipes" / "qwen3-4b-64k-4gpu.yaml").read_text())
+
+    def run(hours: str) -> Result:
+        return CliRunner().invoke(app, ["launch", "slurm", str(recipe), "--dry-run", "--gpu", "h200", "--hours", hours])
+
+    refused = run("0.16")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "a job of 576 s has no time to train: it is told to save 300 s before its end" in refused.stderr
+    assert "give --hours 0.17 or more" in refused.stderr
+    assert run("0.17").exit_code == 0

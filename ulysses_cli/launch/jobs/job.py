@@ -97,7 +97,8 @@ def make_job(
     hours: float | None = None,
     max_restarts: int = 10,
 ) -> ClusterJob:
-    """Raises RecipeError where the recipe's processes do not fill machines evenly."""
+    """Raises RecipeError where the recipe's processes do not fill machines evenly, or where a job has no time for
+    steps."""
     per_node = min(gpus_per_node or gpu.gpus_per_node, world_size)
     if world_size % per_node:
         hint = "change the parallel sizes, or give --gpus-per-node a number that divides them"
@@ -107,7 +108,7 @@ def make_job(
     is_on_hub = model is not None and not Path(model).expanduser().is_dir() and not find_address(model)
     schemes = frozenset(get_scheme(each) for each in _list_addresses(recipe))
     of_trackers = [TRACKER_SECRETS[name] for name in run.report_to if name in TRACKER_SECRETS]
-    return ClusterJob(
+    job = ClusterJob(
         name=name_job(run.run_name or Path(run.output_dir).name),
         recipe=file,
         overrides=overrides,
@@ -125,6 +126,11 @@ def make_job(
         checkpoint_uri=run.checkpoint_uri,
         local_inputs=tuple(each for each in _list_inputs(recipe) if not find_address(each) and is_local(each)),
     )
+    if hours is not None and hours * 3600 < 2 * job.warning_seconds:
+        before = f"it is told to save {job.warning_seconds:,} s before its end"
+        message = f"a job of {hours * 3600:,.0f} s has no time to train: {before}"
+        raise refuse(message, f"give --hours {math.ceil(2 * job.warning_seconds / 36) / 100:g} or more")
+    return job
 
 
 def _list_inputs(recipe: Recipe) -> list[str]:
