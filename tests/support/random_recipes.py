@@ -1,7 +1,8 @@
 """Draws random recipes from a seed and compares the ledger's formula with a trace of each.
 
 Families, sizes, levers, layouts, stages, adapters and engine settings are drawn. A recipe is used when it passes every
-rule of the checks.
+rule of the checks. A wide draw takes every family, rings, and all kinds of adapters; a narrow one takes the families
+and settings that the first saved seeds were drawn from, and gives their recipes again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import math
 import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import yaml
 
+from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.snapshots import walk_snapshots
@@ -35,6 +39,7 @@ DRAWN = (
     *("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3"),
     *("qwen3_moe", "smollm3"),
 )
+SAVED_CONFIGS = ROOT / "benchmarks" / "results" / "estimate-families.json"  # the other families' sizes
 WINDOWED = set(DRAWN) - {"llama", "granite", "olmo2"}
 
 PEAK_BAR, WORST_PEAK_BAR, PHASE_BAR = 0.03, 0.05, 0.10
@@ -53,6 +58,7 @@ class DrawnRecipe:
     settings: dict[str, Any]
     recipe: Recipe
     later: tuple[str, ...] = ()
+    is_wide: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -70,7 +76,8 @@ class DrawnRecipe:
 
     @property
     def command(self) -> str:
-        return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}"
+        wide = " --wide" if self.is_wide else ""
+        return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}{wide}"
 
     def describe(self) -> str:
         text = yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
@@ -100,28 +107,40 @@ class ComparedPhases:
         return max(self.phase_errors.items(), key=lambda each: abs(each[1]))
 
 
-def draw_recipes(seed: int, num: int, start: int = 0) -> Iterator[DrawnRecipe]:
+def draw_recipes(seed: int, num: int, start: int = 0, *, is_wide: bool = False) -> Iterator[DrawnRecipe]:
     for number in range(start, start + num):
-        yield draw_recipe(seed, number)
+        yield draw_recipe(seed, number, is_wide=is_wide)
 
 
-def draw_recipe(seed: int, number: int, *, later: Sequence[str] | None = None, digest: str = "") -> DrawnRecipe:
+def draw_recipe(
+    seed: int, number: int, *, later: Sequence[str] | None = None, digest: str = "", is_wide: bool = False
+) -> DrawnRecipe:
     """Draws a recipe. As many consecutive recipes as there are families cover all families. `later`: settings that did
     not exist when the first traces were saved, as words of a command line; None draws them too, by dice of their own,
     which leave the other draws alone. `digest`: that of the recipe that was taken when rules of the checks were others.
     """
-    order = sorted(DRAWN)
+    order = sorted({*DRAWN, *read_saved_configs()} if is_wide else DRAWN)
     random.Random(f"families {seed} {number // len(order)}").shuffle(order)
     dice = random.Random(f"recipe {seed} {number}")
     for _ in range(MAX_DRAWS):
-        settings = _draw_settings(dice, order[number % len(order)])
+        settings = _draw_settings(dice, order[number % len(order)], is_wide=is_wide)
         words = tuple(_draw_later(seed, number, settings) if later is None else later)
+        if is_wide:
+            words = _write_into(settings, words)
         loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", words)
         shape = read_model_shape(settings["model"]["config"], "the drawn model")
-        drawn = DrawnRecipe(seed, number, settings, loaded.recipe, words)
+        drawn = DrawnRecipe(seed, number, settings, loaded.recipe, words, is_wide)
         if drawn.digest == digest if digest else not check_recipe(loaded, shape):
             return drawn
     raise AssertionError(f"no recipe {number} of seed {seed} in {MAX_DRAWS} draws")
+
+
+def _write_into(settings: dict[str, Any], words: Sequence[str]) -> tuple[str, ...]:
+    for word in words:
+        key, _, value = word.partition("=")
+        section, _, name = key.partition(".")
+        settings[section][name] = yaml.safe_load(value)
+    return ()
 
 
 def _draw_later(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -138,8 +157,25 @@ def _draw_flag(name: str, seed: int, number: int) -> str:
     return str(random.Random(f"{name} {seed} {number}").choice((False, True))).lower()
 
 
-def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
-    sp_size, config = dice.choice((1, 1, 2, 2, 4, 8)), _draw_config(dice, family)
+@cache
+def read_saved_configs() -> dict[str, list[dict[str, Any]]]:
+    """Returns the contents of config.json of saved recipes, by family."""
+    configs: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(SAVED_CONFIGS.read_text())["rows"]:
+        config = row["recipe"]["model"]["config"]
+        configs.setdefault(config["model_type"], []).append(config)
+    return configs
+
+
+def _take_config(dice: random.Random, family: str) -> dict[str, Any]:
+    """Takes a saved config.json with a vocabulary of another size."""
+    config = deepcopy(dice.choice(read_saved_configs()[family]))
+    return {**config, "vocab_size": round(_draw_size(dice, 1_000, 100_000)), "pad_token_id": 0}
+
+
+def _draw_settings(dice: random.Random, family: str, *, is_wide: bool = False) -> dict[str, Any]:
+    sp_size = dice.choice((1, 1, 2, 2, 4, 8))
+    config = _draw_config(dice, family) if family in DRAWN else _take_config(dice, family)
     heads, stage = config["num_attention_heads"], dice.choice((1, 2, 3, 3, 3))
     local_tokens = 2 * round(_draw_size(dice, 128, 16_384) / 2)
     max_length = local_tokens * sp_size
@@ -170,13 +206,29 @@ def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
             "optim": dice.choice(("adamw", "adamw", "adamw", "adamw_8bit")),
             "z_loss_weight": dice.choice((0.0, 0.0, 0.0, 1e-4)),
         },
-        "memory": _draw_levers(dice, heads // sp_size, config["num_hidden_layers"], stage),
+        "memory": _draw_levers(dice, heads // sp_size, _count_layers(config), stage),
         "run": {"output_dir": "nowhere"},
         "deepspeed": {"zero_optimization": _draw_engine(dice, config, stage)},
     }
-    if dice.random() < 0.25:
+    if dice.random() < (0.5 if is_wide else 0.25):
         settings["lora"] = _draw_adapters(dice, family)
+    if is_wide:
+        _widen(dice, settings)
     return settings
+
+
+def _widen(dice: random.Random, settings: dict[str, Any]) -> None:
+    """Draws what a narrow draw does not have."""
+    if dice.random() < 0.3:
+        settings["parallel"]["ring_size"] = dice.choice(list_divisors(settings["parallel"]["sp_size"]))
+    if dice.random() < 0.15:
+        settings["data"]["added_tokens"] = [f"<{number}>" for number in range(dice.choice((1, 40)))]
+    if lora := settings.get("lora"):
+        if settings["parallel"]["zero_stage"] < 3:  # with ZeRO-3 they are refused
+            lora["use_dora"], lora["quantize_base"] = dice.choice(
+                ((False, None), (True, None), (False, "nf4"), (False, "int8"))
+            )
+        lora["modules_to_save"] = dice.choice(([], [], ["norm"], ["embed_tokens"], ["lm_head", "norm"]))
 
 
 def _draw_size(dice: random.Random, low: float, high: float) -> float:
@@ -229,6 +281,10 @@ def _draw_experts(dice: random.Random, family: str, hidden: int, num_layers: int
     return {**chosen, "num_experts": num, "moe_intermediate_size": inner, "mlp_only_layers": dense}
 
 
+def _count_layers(config: dict[str, Any]) -> int:
+    return int(config["num_hidden_layers"] if "num_hidden_layers" in config else len(config["layers_block_type"]))
+
+
 def _draw_levers(dice: random.Random, local_heads: int, num_layers: int, stage: int) -> dict[str, Any]:
     on = (False, True)
     recomputes = dice.choice((True, True, "full", False))
@@ -245,8 +301,10 @@ def _draw_levers(dice: random.Random, local_heads: int, num_layers: int, stage: 
 
 def _draw_engine(dice: random.Random, config: dict[str, Any], stage: int) -> dict[str, int]:
     """Draws buckets as much smaller than DeepSpeed's as the model is smaller than usual ones, or the usual."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    about = hidden * (config["vocab_size"] + 7 * layers * max(hidden, config["intermediate_size"]))
+    hidden, layers = config["hidden_size"], _count_layers(config)
+    inner = config.get("intermediate_size")
+    widest = max(hidden, inner) if isinstance(inner, int) else hidden
+    about = hidden * (config["vocab_size"] + 7 * layers * widest)
     sizes = {"reduce_bucket_size": (0.02, 1.5)}
     if stage == 3:
         sizes |= {"prefetch_bucket_size": (0.003, 0.5), "sub_group_size": (0.05, 2), "max_live_parameters": (0.1, 3)}
@@ -336,17 +394,16 @@ def summarize(comparisons: Sequence[ComparedPhases]) -> dict[str, Any]:
         "phases_within_10_percent": phases,
         "is_good": near >= SHARE_WITHIN * len(comparisons) and close == phases == len(comparisons),
         "worst": [_list_row(each) for each in ranked[:20]],
-        "rows": [
-            {
-                "number": each.drawn.number,
-                "digest": each.drawn.digest,
-                "later": each.drawn.later,
-                "traced": each.traced,
-                "formula": each.formula,
-            }
-            for each in comparisons
-        ],
+        "rows": [_list_bytes(each) for each in comparisons],
     }  # fmt: skip
+
+
+def _list_bytes(each: ComparedPhases) -> dict[str, Any]:
+    """Lists bytes and where they come from. Sizes of a wide draw come from a file that grows, so its recipe is kept."""
+    drawn, traced = each.drawn, {"traced": each.traced, "formula": each.formula}
+    if drawn.is_wide:
+        return {"number": drawn.number, "family": drawn.family, **traced, "recipe": drawn.settings}
+    return {"number": drawn.number, "digest": drawn.digest, "later": drawn.later, **traced}
 
 
 def _list_row(each: ComparedPhases) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from support.random_recipes import (
 )
 from support.tiers import sample
 
+from ulysses_cli.plan.models.families import FAMILIES
+
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
 NOT_DRAWN = ("nvme_path", "activation_offload_device")  # no disk is drawn
@@ -51,6 +53,23 @@ def test_draws_cover_every_family_and_every_lever() -> None:
         [bool(each.recipe.data.eval_split) for each in drawn],
     ):
         assert len(set(values)) > 1
+
+
+@pytest.mark.check
+def test_wide_draws_cover_every_family_rings_and_every_kind_of_adapter() -> None:
+    drawn = list(draw_recipes(1, 2 * len(FAMILIES), is_wide=True))
+    for start in (0, len(FAMILIES)):
+        assert {each.family for each in drawn[start : start + len(FAMILIES)]} == set(FAMILIES)
+    adapters = [each.recipe.lora for each in drawn if each.recipe.lora]
+    for values in (
+        [each.recipe.parallel.ring_size for each in drawn],
+        [bool(each.recipe.data.added_tokens) for each in drawn],
+        [lora.use_dora for lora in adapters],
+        [bool(lora.modules_to_save) for lora in adapters],
+    ):
+        assert len(set(values)) > 1
+    assert {lora.quantize_base for lora in adapters} == {None, "nf4", "int8"}
+    assert all(not each.later for each in drawn), "a saved recipe is whole"
 
 
 @pytest.mark.parametrize(
