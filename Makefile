@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 RECIPE ?= recipes/tiny-cpu.yaml
 MINUTES ?= 25
-SPREAD ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
+SPREAD ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 # Each rank and command imports the package, and pytest rewrites each test file: compiled files save a quarter of the CPU

@@ -156,6 +156,7 @@ def test_the_table_shows_measured_beside_predicted() -> None:
     assert lines[3:] == ["  FAILED test_b[gpu]", "other: FAILED: exit code 1: no"]
 
 
+@pytest.mark.check
 def test_tests_are_counted_whatever_pytest_is_told_elsewhere(call: Any, tmp_path: Path) -> None:
     """By the lines of -v, which come test by test."""
     file = tmp_path / "test_some.py"
@@ -212,7 +213,7 @@ TIMED = "8B's layers, all levers, 128Ki"
 
 
 @pytest.mark.parametrize(
-    "only", [pytest.param(TIMED, marks=pytest.mark.check), pytest.param(None, marks=pytest.mark.full)]
+    "only", [pytest.param(TIMED, marks=pytest.mark.full), pytest.param(None, marks=pytest.mark.full)]
 )
 def test_every_kind_of_part_can_be_rehearsed_without_a_gpu(tmp_path: Path, only: str | None) -> None:
     command = [sys.executable, str(SCRIPT), "--rehearse", "--minutes", "45", "--results", str(tmp_path)]

@@ -111,7 +111,7 @@ LONG_RULES = [Rule(0.3), Rule(0.3, 100), Rule(0.3, None, 2.0), Rule(0.3, 700, 2.
 
 @pytest.mark.parametrize(
     ("rule", "heads"),
-    sample(product(LONG_RULES, [(4, 4), (4, 2), (6, 1)]), quick=[]),
+    sample(product(LONG_RULES, [(4, 4), (4, 2), (6, 1)]), quick=[], checked=[(LONG_RULES[3], (4, 2))]),
     ids=str,
 )
 def test_long_documents_cross_blocks(rule: Rule, heads: tuple[int, int]) -> None:

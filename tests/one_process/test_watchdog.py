@@ -124,7 +124,11 @@ def test_moved_bytes_count_once_every_rank_gives_a_sign(tmp_path: Path, kind: st
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("phase", "moves"),
-    [("update", "train_state.step = at"), ("saving", "MOVED.add(1)"), ("writing the model", "None  # a library works")],
+    [
+        ("update", "train_state.step = at"),
+        pytest.param("saving", "MOVED.add(1)", marks=pytest.mark.full),
+        pytest.param("writing the model", "None  # a library works", marks=pytest.mark.full),
+    ],
 )
 def test_a_process_that_hangs_ends_itself(tmp_path: Path, phase: str, moves: str) -> None:
     """It takes longer than the limit altogether, but moves on. Then it hangs in a save, which has no longer limit."""

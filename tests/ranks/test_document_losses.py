@@ -156,7 +156,7 @@ def test_a_document_with_targets_in_one_bucket_counts_there() -> None:
             ("--path", "documents.jsonl", "--suite", "loss,longbench"),
             "is read for one suite, and there are loss, longbench",
         ),
-        (("--path", "nowhere.jsonl"), "nowhere.jsonl"),
+        pytest.param(("--path", "nowhere.jsonl"), "nowhere.jsonl", marks=pytest.mark.full),
         (("--path", "documents.jsonl", "--max-length", "9000"), "no document has 9,000 tokens"),
     ],
 )

@@ -77,7 +77,7 @@ def train_with_answers(*overrides: str) -> tuple[list[float], list[list[str]]]:
         return train_with_questions(("vt", "niah_single_1"), *overrides)[0], answers
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_ring_trains_and_answers_as_ranks_that_share_heads() -> None:
     losses, answers = run_on_ranks(2, train_with_answers, "parallel.ring_size=2")[0]
     same_losses, same_answers = run_on_ranks(2, train_with_answers)[0]

@@ -59,7 +59,7 @@ CASES = [
     ("kimi_linear", "4x1", 1, False, "default"),
     ("lfm2", "4x1", 3, False, "default"),
 ]
-CHECKED = (CASES[0], CASES[7])
+CHECKED = (CASES[0],)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_loop_of_plain_torch_has_the_gradients_of_whole_documents(folder: Path
             torch.testing.assert_close(ours, weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_the_plain_loop_of_the_page_runs(folder: Path) -> None:
     run_ranks(folder, PROGRAMS["loop.py"] + "\nassert loss.isfinite()\n")
 

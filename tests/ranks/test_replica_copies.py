@@ -154,7 +154,7 @@ def run_alone(way: str) -> tuple[list[float], Notes]:
         pool.kill()
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_copies_are_gathered_in_order_without_a_wait_of_the_host() -> None:
     expected, _ = run_alone("synchronous")
     plain, plain_notes = run_alone("DeepSpeed's")

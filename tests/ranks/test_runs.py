@@ -137,7 +137,7 @@ def resume_from(recipe: Recipe, folder: str) -> tuple[int, list[float]]:
     return harness.train_state.step, harness.losses
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_checkpoint_resumes_at_any_layout_and_stage(tmp_path: Path) -> None:
     """With the same rows per step, results are bitwise equal where nothing has changed, and equal to rounding
     elsewhere."""

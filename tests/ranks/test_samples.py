@@ -53,7 +53,7 @@ def sample_between_steps(overrides: tuple[str, ...]) -> tuple[list[float], list[
 @pytest.mark.parametrize(
     ("num_ranks", "overrides"),
     [
-        pytest.param(2, ("parallel.zero_stage=2",), marks=pytest.mark.check),
+        pytest.param(2, ("parallel.zero_stage=2",), marks=pytest.mark.full),
         pytest.param(2, ("parallel.ring_size=2",), marks=pytest.mark.check),
         pytest.param(4, ("parallel.dp_shard_size=2", "memory.tiled_mlp=true"), marks=pytest.mark.full),
     ],

@@ -87,7 +87,7 @@ def test_a_full_disk_ends_a_run_with_the_setting_to_change(tmp_path: Path) -> No
         assert message.endswith("or set memory.activation_offload_device: cpu")
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_no_ending_leaves_what_layers_saved(tmp_path: Path) -> None:
     """Neither a kill of all ranks nor the end of the resumed run; what the kill has left is a folder's name."""
     runs, disk = Runs(tmp_path), tmp_path / "fast"

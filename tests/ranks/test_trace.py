@@ -75,7 +75,7 @@ WHOLE = "lora.modules_to_save=[embed_tokens,lm_head,norm]"
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param((WHOLE, *TILES[1:]), marks=pytest.mark.check),
+        pytest.param((WHOLE, *TILES[1:]), marks=pytest.mark.full),
         pytest.param((WHOLE,), marks=pytest.mark.full),
         pytest.param((WHOLE, *TILES[1:], "parallel.zero_stage=2"), marks=pytest.mark.full),
     ],
@@ -106,7 +106,7 @@ def test_the_formula_counts_lengths_of_rows(words: tuple[str, ...]) -> None:
     assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_the_formula_counts_sums_of_pieces() -> None:
     """An MLP without tiles whose rows pass 4 GiB: its matrices are so large beside its rows that the memory is fullest
     while the last one's gradients are summed in float32. The sums are 3 % of it. The formula is 0.7 % high, since a

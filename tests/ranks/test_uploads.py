@@ -18,7 +18,6 @@ from support.bucket_server import IS_INSTALLED, REASON, serve_bucket
 from support.faults import Runs, wait_until
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
-from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.host.operator_builds import get_builds_folder
@@ -36,7 +35,7 @@ from ulysses_cli.train.loop import train
 
 NUM_STEPS = 8
 WORDS = (f"train.max_steps={NUM_STEPS}", "run.save_steps=2")
-KILLS = [pytest.param(seed, marks=mark_by(is_quick=False, is_checked=seed == 3)) for seed in range(10)]
+KILLS = [pytest.param(seed, marks=pytest.mark.full) for seed in range(10)]
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.paths import TINY_RECIPE
 from support.rank_pool import run_on_ranks
-from support.tiers import sample
+from support.tiers import mark_by
 from support.training import make_recipe
 
 from ulysses_cli.plan.layout import Layout
@@ -189,7 +189,7 @@ FOUND_BY = {
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("lora", sample([False, True], quick=[False]))
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.full), True])
 def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
     rows = prove_with("none", tmp_path, *(["lora.r=4"] if lora else []))
     assert {row.verdict for row in rows} == {"PASS"}, rows
@@ -198,7 +198,10 @@ def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("fault", sample(sorted(FOUND_BY), quick=["kv gradient"]))
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=mark_by(each == "kv gradient", each in ("boundary", "leak"))) for each in FOUND_BY],
+)
 def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
     failed = {row.name for row in prove_with(fault, tmp_path) if row.verdict == "FAIL"}
     assert FOUND_BY[fault] in failed, failed

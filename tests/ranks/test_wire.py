@@ -26,7 +26,9 @@ def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torc
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("num_ranks", "more"), [(2, ()), (1, ("train.gradient_accumulation_steps=2",))])
+@pytest.mark.parametrize(
+    ("num_ranks", "more"), [(2, ()), pytest.param(1, ("train.gradient_accumulation_steps=2",), marks=pytest.mark.full)]
+)
 def test_bfloat16_gradients_lose_no_bit(num_ranks: int, more: tuple[str, ...]) -> None:
     words = (f"parallel.sp_size={num_ranks}", "model.dtype=bfloat16", *more)
     words += ("deepspeed.zero_optimization.reduce_bucket_size=5000",)

@@ -20,11 +20,15 @@ FOLDERS = ("ranks", "one_process", "unit", "gpu")
 TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYSSES_CHECK") else QUICK
 
 
-def sample(values: Iterable[Any], quick: Collection[Any], is_checked: bool = True) -> list[Any]:
-    """Returns parameters of a test: those in `quick` for every run, the others from `make check` on, or in
-    `make test-full` alone."""
-    mark = pytest.mark.check if is_checked else pytest.mark.full
-    return [value if value in quick else _mark(value, mark) for value in values]
+def sample(values: Iterable[Any], quick: Collection[Any], checked: Collection[Any] | None = None) -> list[Any]:
+    """Returns parameters of a test: those in `quick` for every run, those in `checked`, or all others, from
+    `make check` on, and the rest for `make test-full` alone."""
+    return [
+        value
+        if value in quick
+        else _mark(value, pytest.mark.check if checked is None or value in checked else pytest.mark.full)
+        for value in values
+    ]
 
 
 def sample_every(step: int, values: Iterable[Any]) -> list[Any]:

@@ -83,6 +83,7 @@ def test_wide_draws_cover_every_family_rings_and_every_kind_of_adapter() -> None
             "estimate-random-20270117.json",
         ],
         quick=[],
+        checked=["estimate-random-7001.json"],
     ),
 )
 def test_the_formula_agrees_with_saved_traces(name: str) -> None:

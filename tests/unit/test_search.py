@@ -81,7 +81,7 @@ def test_prices_are_named_with_their_source() -> None:
     ]
 
 
-@pytest.mark.parametrize("length", sample([4096, 16_385, 50_001, 100_000, 2**17], quick=[50_001], is_checked=False))
+@pytest.mark.parametrize("length", sample([4096, 16_385, 50_001, 100_000, 2**17], quick=[50_001], checked=()))
 @pytest.mark.parametrize("is_lora", [False, True])
 @pytest.mark.parametrize("kinds", [("h100-80gb:8", "rtx-4090:2"), ("h200:16", "l40s:1")])
 def test_a_plan_equals_its_recipe(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
@@ -160,7 +160,7 @@ def test_walls_of_memory_and_heads() -> None:
     assert [wall.kind for wall in search(REQUEST, [Offer(poor, 8)]).walls] == ["host"]
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
     request = PlanRequest(LLAMA, 0, 10**9)
     lengths = {

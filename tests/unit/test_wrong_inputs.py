@@ -139,7 +139,7 @@ COMMANDS = (
     ("evaluate folder --samples 0", "'--samples': must be greater than or equal to 1"),
     ("evaluate folder --samples few", "'--samples': must be a valid integer"),
     ("evaluate folder --dtype int8", "'--dtype': 'int8' is not one of 'bfloat16', 'float32'"),
-    ("evaluate t.yaml", "MODEL: t.yaml is a recipe\n\nhint: name its run.output_dir"),
+    ("evaluate t.yaml", "MODEL: t.yaml is a recipe\n\nhint: name a model folder"),
     ("export t.yaml --to x", "CHECKPOINT: t.yaml is a recipe\n\nhint: name a run's output_dir"),
     ("trian t.yaml", "No such command 'trian'"),
 )

@@ -75,11 +75,9 @@ def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> FoundMode
     if not path.exists():
         return FoundModel(name)
     if not path.is_dir():
-        is_recipe = path.suffix in (".yaml", ".yml")
-        hint = "name a model folder, a name on the hub, a run, or one of its checkpoints"
-        if is_recipe:
-            hint = "name its run.output_dir, a folder with a model, or a hub name"
-        raise RecipeError([Problem("MODEL", f"{name} is {'a recipe' if is_recipe else 'not a folder'}", hint)])
+        what = "a recipe" if path.suffix in (".yaml", ".yml") else "not a folder"
+        hint = "name a model folder, a name on the hub, a run's output_dir, or one of its checkpoints"
+        raise RecipeError([Problem("MODEL", f"{name} is {what}", hint)])
     if (path / "config.json").is_file():
         return FoundModel(name)
     checkpoint = _find_checkpoint(path)
