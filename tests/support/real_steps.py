@@ -15,6 +15,7 @@ from support.training import MemoryRows, make_recipe
 from ulysses_cli.plan.ledger.device import DEVICE_LINES
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.snapshots import walk_snapshots
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import make_layout
@@ -103,11 +104,11 @@ def predict_step(recipe: Any) -> int:
     share of the host's."""
     shape = read_model_shape(recipe.model.config, "test")
     job = make_job(recipe, shape, choose_levers(recipe, shape, None).levers)
-    ledger = compute_ledger(job)
+    ledger, fullest = compute_ledger(job), dict[str, int]()
 
     def add_up(lines: dict[str, int]) -> int:
         return sum(size for name, size in lines.items() if name not in UNSEEN)
 
-    return max(
-        add_up(ledger.phases[phase].lines) + add_up(ledger.host_phases[phase]) // job.ranks_per_node for phase in PHASES
-    )
+    for snapshot in walk_snapshots(job):  # the ledger's fullest may be so by what kernels alone see
+        fullest[snapshot.phase] = max(fullest.get(snapshot.phase, 0), add_up(snapshot.lines))
+    return max(fullest[phase] + add_up(ledger.host_phases[phase]) // job.ranks_per_node for phase in PHASES)

@@ -95,6 +95,10 @@ class Job:
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
     model: ModelShape | None = None  # the whole model's, in a view of one kind of layer
 
+    def __hash__(self) -> int:
+        """Cheap, because every ledger looks up caches by job."""
+        return hash((self.shape, self.layout, self.row_tokens, self.levers, self.batch, self.model))
+
     @cached_property
     def family(self) -> Family:
         return FAMILIES[self.shape.model_type]

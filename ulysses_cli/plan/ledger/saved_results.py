@@ -53,19 +53,27 @@ def _list_saved_inside(job: Job) -> dict[Layer, int]:
 
 def _sum_saved(job: Job, start: int, stop: int) -> Lines:
     """What layers from `start` to before `stop` keep for their recomputation."""
-    kinds_before, results, first = job.shape.kinds_before, 0, job.weights.first_trained
+    kinds_before, first = job.shape.kinds_before, job.weights.first_trained
     start, stop = max(start, first), max(stop, first)
-    if layer.saves_result(job):
-        for kind in job.shape.layer_kinds:
-            num = kinds_before[kind][stop] - kinds_before[kind][start]
-            results += num * mixers.compute_result(job.view(kind), kind)
+    results = outputs = 0
+    for kind, (result, output) in _list_kept(job).items():
+        num = kinds_before[kind][stop] - kinds_before[kind][start]
+        results += num * result
+        outputs += num * output
     return {
         "saved_layer_inputs": (stop - start) * layer.compute_layer_input(job),
         "saved_attention_results": results,
-        "saved_mlp_outputs": sum(
-            (kinds_before[kind][stop] - kinds_before[kind][start]) * mlp.compute_saved_output(job.view(kind))
-            for kind in job.shape.layer_kinds
-        ),
+        "saved_mlp_outputs": outputs,
+    }
+
+
+@lru_cache(maxsize=16)
+def _list_kept(job: Job) -> dict[Layer, tuple[int, int]]:
+    """Of each kind of layer, the results of its mixers and of its MLP that are kept for the recomputation."""
+    saves = layer.saves_result(job)
+    return {
+        kind: (mixers.compute_result(job.view(kind), kind) * saves, mlp.compute_saved_output(job.view(kind)))
+        for kind in job.shape.layer_kinds
     }
 
 

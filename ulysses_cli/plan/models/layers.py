@@ -7,6 +7,7 @@ Plain values; config_layers.py reads them from config.json.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 
@@ -125,7 +126,11 @@ class Layer:
     mlp: DenseMlp | ExpertsMlp | None
     num_parameters: int = 0
 
-    @property
+    def __hash__(self) -> int:
+        """Cheap, because every ledger looks up sizes by kind of layer, and a model has few kinds."""
+        return hash((len(self.mixers), self.num_parameters))
+
+    @cached_property
     def attention(self) -> AttentionMixer | None:
         return next((mixer for mixer in self.mixers if isinstance(mixer, AttentionMixer)), None)
 
