@@ -106,7 +106,7 @@ def train_by_score(patience: int) -> tuple[list[int], int, dict[int, float]]:
     return saved, state.step, state.eval_lacks
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_all_ranks_choose_by_the_score_that_rank_0_has() -> None:
     first, second = run_on_ranks(2, train_by_score, 3)
     assert first == second

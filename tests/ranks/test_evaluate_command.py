@@ -260,7 +260,9 @@ def test_layers_that_need_tokens_in_order_have_no_ring() -> None:
     assert "3 does not divide the 4 attention heads, and convolution layers" in str(caught.value.problems[0])
 
 
-@pytest.mark.parametrize("weights", [(), pytest.param(("--offload-weights",), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "weights", [pytest.param((), marks=pytest.mark.check), pytest.param(("--offload-weights",), marks=pytest.mark.full)]
+)
 def test_one_rank_answers_and_an_untrained_model_finds_nothing(
     model: str, weights: tuple[str, ...], tmp_path: Path
 ) -> None:

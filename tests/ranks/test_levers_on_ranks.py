@@ -77,7 +77,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "sp_size", "lora"), sample(SAMPLE, quick=SAMPLE[1:2]), ids=str)
+@pytest.mark.parametrize(("kind", "sp_size", "lora"), sample(SAMPLE, quick=SAMPLE[1:2], checked=SAMPLE[4:]), ids=str)
 def test_zero3(kind: str, sp_size: int, lora: tuple[str, ...]) -> None:
     """At sp 1 the second rank's row has 5 tokens: fewer tokens than tiles, and other counts than the first rank's."""
     case = Case(kind, ALL, dtype=torch.float32, lora=lora)

@@ -72,7 +72,7 @@ def kill_at(runs: Runs, run: str, event: str, who: str, number: int) -> tuple[Co
     return command, list_processes(command), time.monotonic()
 
 
-WALK = [pytest.param(event, marks=mark_by(event == "last evaluation", False)) for event in PHASES]
+WALK = [pytest.param(event, marks=mark_by(False, event == "last evaluation")) for event in PHASES]
 
 
 @pytest.mark.parametrize("event", WALK)

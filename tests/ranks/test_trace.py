@@ -168,7 +168,7 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], Estimate]:
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, id=file.stem, marks=() if file.stem == "tiny-cpu" else pytest.mark.full) for file in FILES],
+    [pytest.param(file, id=file.stem, marks=mark_by(False, file.stem == "tiny-cpu")) for file in FILES],
 )
 def test_formula_and_trace_agree_on_a_shipped_recipe(file: Path) -> None:
     result, estimate = trace_file(file)
@@ -179,7 +179,7 @@ def test_formula_and_trace_agree_on_a_shipped_recipe(file: Path) -> None:
     assert result["disk"]["activations"] == pytest.approx(compute_activation_file_bytes(estimate.job), rel=0.001)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_trace_counts_activations_on_a_disk(tmp_path: Path) -> None:
     """It writes nothing. The host holds a chunk for each thread, and the file what the formula says."""
     words = ("parallel.sp_size=2", "run.device=cuda", *NARROW, *TILES, "memory.activation_offloading=6")

@@ -15,7 +15,7 @@ import yaml
 from click.testing import Result
 from support.commands import load_elsewhere
 from support.paths import ROOT
-from support.tiers import sample_every
+from support.tiers import sample
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -267,13 +267,14 @@ def test_the_image_is_clean() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    sample_every(
-        3,
+    sample(
         [
             ["slurm", "--hours", "12"],
             ["k8s", "--image", "me/u:1", "--claim", "data", "--max-restarts", "3"],
             ["sky", "--image", "me/u:1", "--bucket", "s3://mine"],
         ],
+        quick=[],
+        checked=[["slurm", "--hours", "12"]],
     ),
 )
 def test_the_command(tmp_path: Path, words: list[str]) -> None:

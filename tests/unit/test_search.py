@@ -148,6 +148,7 @@ def test_a_bound_is_kept_or_named() -> None:
     assert "no price is known" in unpriced.walls[0].message
 
 
+@pytest.mark.check
 def test_walls_of_memory_and_heads() -> None:
     plan_results = search(replace(REQUEST, max_length=2**24 - 2**16), offer("a100-40gb:64"))
     assert plan_results.walls[0].kind == "gpu"
