@@ -58,9 +58,15 @@ def make_recipe(folder: Path, name: str, config: dict[str, Any], *, length: int,
     return file
 
 
-def make_tests(name: str, file: str, seconds: float) -> Part:
-    words = ["-o", "addopts=--strict-markers", "-v", "-rfE", str(Path("tests/gpu") / file)]
-    return Part(name, lambda _: [[PYTHON, "-m", "pytest", *words]], seconds, read_test_line, judge=judge_tests)
+def make_tests(name: str, file: str, seconds: float, *, is_variant: bool = True) -> Part:
+    """The part that is rehearsed reads the files of all: without a GPU each test is skipped, and a file that cannot be
+    imported fails."""
+
+    def make(folders: PartFolders) -> list[list[str]]:
+        target = "tests/gpu" if folders.rehearses else str(Path("tests/gpu") / file)
+        return [[PYTHON, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rfE", target]]
+
+    return Part(name, make, seconds, read_test_line, judge=judge_tests, is_variant=is_variant)
 
 
 def read_test_line(line: str) -> Iterator[Row]:
@@ -169,7 +175,7 @@ AUTO, HALF = "8B's layers, levers as chosen", "against the Trainer, two layers o
 HOST = ("activation_offloading=true", "gradient_checkpointing=true")
 TILES = ("tiled_mlp=true", "tiled_loss=true")
 PARTS = [
-    make_tests("attention on a GPU", "test_gpu_kernels.py", 300),
+    make_tests("attention on a GPU", "test_gpu_kernels.py", 300, is_variant=False),
     make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
     make_tests("levers on a GPU", "test_gpu_levers.py", 120),
     Part("a run, saved and resumed", run_training, 240, read=read_training),

@@ -42,7 +42,7 @@ class PartFolders:
 class Part:
     """`make_commands`: run in order. `read_line`: rows of one line of their output, which are kept at once; `read`:
     rows of the last one's whole output. `judge`: status and reason by the rows of commands that have ended well.
-    `is_variant`: differs from an earlier part in numbers only, and needs no rehearsal."""
+    `is_variant`: an earlier part's rehearsal covers it."""
 
     name: str
     make_commands: Callable[[PartFolders], list[list[str]]]

@@ -1,6 +1,7 @@
 """Chooses which tests run where, skips GPU tests without a GPU, and keeps tests out of folders that hold real runs."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -25,6 +26,7 @@ os.environ[FOLDER] = str(get_builds_folder(os.environ))  # tests start ranks wit
 # For commands, which run in other folders. Packages may come from this path, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 os.environ.pop("PYTHONUNBUFFERED", None)  # commands keep their output in a buffer, as they do for users
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore Ctrl-C
 for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job
     os.environ.pop(scheduler, None)
 rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands

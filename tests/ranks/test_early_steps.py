@@ -143,7 +143,7 @@ def test_early_steps_change_no_bit(case: str) -> None:
 
 
 @NEEDS_ADAM
-@pytest.mark.check
+@pytest.mark.full
 def test_an_early_step_that_is_not_undone_is_noticed() -> None:
     words = ("train.max_grad_norm=0",)
     expected = run_on_ranks(1, run, make(*words, overlap=False))[0]

@@ -132,7 +132,7 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
         assert all(torch.equal(ours, reference) for ours, reference in zip(states, expected_states, strict=True))
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_checkpoint_resumes_at_another_layout_and_with_float32_moments(tmp_path: Path) -> None:
     recipe = make_recipe(*CODED, "train.gradient_accumulation_steps=2")
     expected = run_on_ranks(2, save_and_train, recipe, str(tmp_path), SavePolicy())[0][0]

@@ -125,6 +125,7 @@ def split_by_hand(folder: Path, row: dict[str, Any]) -> tuple[float, list[torch.
     return loss.item(), [gradient / 2 for gradient in gradients]
 
 
+@pytest.mark.check
 def test_a_loop_of_plain_torch_has_the_gradients_of_whole_documents(folder: Path) -> None:
     row = {"input_ids": ROWS[0] + ROWS[1][:4], "seq_lengths": [12, 4]}
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager", dtype=torch.float64)

@@ -21,7 +21,7 @@ from support.tiers import mark_by
 
 RECIPE = make_settings(
     parallel={"sp_size": 2},
-    data={"eval_split": 0.02, "max_length": 256},
+    data={"eval_split": 0.005, "max_length": 256},
     train={"max_steps": 4, "gradient_accumulation_steps": 2},
     run={"save_steps": 2, "eval_steps": 2, "sample_steps": 2, "sample_prompts": ["a"], "sample_max_new_tokens": 8},
 )
@@ -52,8 +52,9 @@ def check_resumed_run(runs: Runs, run: str) -> None:
     assert first
     assert runs.read_losses(run) == runs.read_losses("whole")
     assert runs.read_model(run) == runs.read_model("whole")
-    evaluated = [json.loads(line)["step"] for line in (runs.folder / run / "eval.jsonl").read_text().splitlines()]
-    assert evaluated == [2, 4]
+    for name in ("eval", "samples"):
+        lines = (runs.folder / run / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [2, 4], name
     again = runs.start(run, "--resume", "auto")
     out, output = again.communicate(timeout=240)
     assert (again.returncode, out) == (0, f"{run}/model\n"), output

@@ -214,7 +214,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
 
 
 @pytest.mark.check
-@settings(max_examples=count_examples(40))
+@settings(max_examples=count_examples(20))
 @given(problems())
 def test_random_problems(case: tuple[Problem, int]) -> None:
     problem, ring_size = case

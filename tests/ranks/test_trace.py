@@ -253,9 +253,7 @@ RINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "ring", [pytest.param(name, marks=mark_by(False, name == "ring 2, whole precision")) for name in RINGS]
-)
+@pytest.mark.parametrize("ring", [pytest.param(name, marks=pytest.mark.full) for name in RINGS])
 def test_the_formula_of_a_ring_equals_a_trace(ring: str) -> None:
     """One document of which most is attention: keys in rounds, their gradients and float32 sums."""
     sizes = {"intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 512}

@@ -27,7 +27,7 @@ from ulysses_cli.data.rows import PackedRows, open_rows
 TIME_LIMIT = 240
 RECIPE = make_settings(
     parallel={"sp_size": 2},
-    data={"eval_split": 0.02, "max_length": 256},
+    data={"eval_split": 0.005, "max_length": 256},
     train={"max_steps": 8},
     run={"eval_steps": 4, "save_steps": 3, "save_total_limit": None},
 )

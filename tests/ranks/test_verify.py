@@ -220,6 +220,7 @@ def test_the_command_proves(tmp_path: Path) -> None:
     assert "evaluation tokens" in page.read_text()
 
 
+@pytest.mark.check
 def test_a_rank_that_raises_or_dies_is_reported() -> None:
     from ulysses_cli.prove.ranks.ranks import RankFailureError
     from ulysses_cli.prove.ranks.ranks import run_on_ranks as run

@@ -122,7 +122,7 @@ def run_and_save(recipe: Recipe, folder: str, resumes_at: int | None, num_steps:
 
 @pytest.mark.parametrize(
     ("settings", "stage"),
-    [pytest.param((WHOLE,), 3, marks=pytest.mark.check), pytest.param((WHOLE, DORA), 2, marks=pytest.mark.full)],
+    [pytest.param((WHOLE,), 3, marks=pytest.mark.full), pytest.param((WHOLE, DORA), 2, marks=pytest.mark.full)],
     ids=["whole", "both"],
 )
 def test_a_run_resumes_at_another_layout(base: Path, tmp_path: Path, settings: tuple[str, ...], stage: int) -> None:

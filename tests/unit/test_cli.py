@@ -190,6 +190,7 @@ def test_a_section_of_the_schema_is_printed() -> None:
         assert f"SECTION: no section or setting is called {key}\n\nhint: {hint}" in result.stderr
 
 
+@pytest.mark.check
 def test_quiet_prints_problems_and_what_does_not_fit() -> None:
     recipe = str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml")
     quiet = ["validate-config", "--quiet", recipe, "run.output_dir=nowhere"]

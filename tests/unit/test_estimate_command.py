@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import run
 from support.paths import RECIPES
+from support.tiers import sample
 
 from ulysses_cli.commands.children import tracing
 from ulysses_cli.plan.levers import Levers
@@ -73,6 +74,7 @@ def test_a_recipe_that_does_not_fit_says_what_would() -> None:
     assert run(*words, "memory.activation_offloading=false", "memory.tiled_mlp=false", "--strict").returncode == 1
 
 
+@pytest.mark.check
 def test_a_row_that_ends_at_an_index_says_so() -> None:
     """All heads of a rank in one kernel call end at 4,194,304 tokens, on any GPU; logits end at memory alone."""
     every = ("memory.gradient_checkpointing=full", "memory.activation_offloading=true", "memory.tiled_mlp=true")
@@ -156,7 +158,7 @@ def test_a_users_table_is_read_and_its_mistakes_are_placed(tmp_path: Path) -> No
     assert f"{own}:4:1: not valid YAML" in done.stderr
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", sample(["full", "lora"], quick=["lora"]))
 def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, method: str) -> None:
     file = tmp_path / "planned.yaml"
     words = ("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "256Ki", "--gpus", "h100-80gb:16", "--tokens", "200M")
@@ -185,6 +187,7 @@ def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
     assert min(measure_cpu_seconds("plan", *words) for _ in range(2)) < 3 * NOISE
 
 
+@pytest.mark.check
 def test_the_longest_row() -> None:
     done = run("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--gpus", "h100-80gb:8,rtx-4090:1", "--format", "json")
     answer = json.loads(done.stdout)["longest"]

@@ -116,6 +116,7 @@ def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
     assert find_longest(replace(all_levers, levers=Levers()), tight)[0] > 1 << 20
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("name", "kind", "adapters"),
     sample(
@@ -247,6 +248,7 @@ def test_a_suggestion_ends_large_tiles_first_and_leaves_early_steps() -> None:
     assert explain_memory(recipe, LLAMA_8B, levers, H100).endswith("  large_tiles: false\n")
 
 
+@pytest.mark.check
 def test_no_suggestion_where_none_helps() -> None:
     estimate = compute_estimate(load("data.max_length=8Mi").recipe, LLAMA_8B, H100)
     assert estimate.fit.verdict == "does_not_fit"
@@ -381,6 +383,7 @@ def test_a_host_that_is_too_small_drops_results_before_it_is_a_wall() -> None:
     assert "GiB of host memory of 320" in dropped.reasons["gradient_checkpointing"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("disk_gb_s", [5.0, 0.05])
 def test_a_disk_is_weighed_against_computing_attention_twice(disk_gb_s: float, tmp_path: Path) -> None:
     """With a slow disk, the second pass of attention is faster; the choice is the faster of all that fit."""
@@ -401,6 +404,7 @@ def test_a_disk_is_weighed_against_computing_attention_twice(disk_gb_s: float, t
             assert chosen <= compute_speed(replace(job, levers=other), gpu).step_seconds
 
 
+@pytest.mark.check
 def test_one_gpu_trains_on_a_row_past_2_to_the_31_with_a_disk(tmp_path: Path) -> None:
     """1.2 Mi tokens of 8B on one H200: what no host of 240 GiB holds waits on the disk. Without one the estimate says
     how much host memory it takes, and what a disk would hold."""

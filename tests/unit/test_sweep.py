@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import RECIPES
+from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
@@ -34,6 +35,7 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
     assert "-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index" in output["auto"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("device", ["optimizer", "param"])
 def test_what_is_given_to_a_disk_stays_there(device: str, tmp_path: Path) -> None:
     words = (f"memory.offload_{device}=nvme", f"memory.nvme_path={tmp_path}")
@@ -45,6 +47,7 @@ def test_what_is_given_to_a_disk_stays_there(device: str, tmp_path: Path) -> Non
     assert least <= 1.05 * least_open
 
 
+@pytest.mark.check
 def test_memory_is_not_spent_along_a_curve() -> None:
     """`auto` makes tiles large at the recipe's own length alone; where every lever is on, no tile is large."""
     name, gpu = "llama-3.1-8b-128k-8gpu", "b200"
@@ -58,7 +61,9 @@ def test_memory_is_not_spent_along_a_curve() -> None:
     assert curves["true"][1].curves[-2] != curves["false"][1].curves[-2]
 
 
-@pytest.mark.parametrize("name", ["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"])
+@pytest.mark.parametrize(
+    "name", sample(["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"], quick=["tiny-cpu"])
+)
 def test_the_pictures_titles_and_legends_are_complete(name: str) -> None:
     page = make_sweep_page(sweep(name, gpu="a100-40gb"))
     texts = re.findall("<text[^>]*>([^<]*)</text>", page)
