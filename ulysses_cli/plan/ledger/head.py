@@ -8,6 +8,7 @@ from __future__ import annotations
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     PRECISE_NORMS,
+    PROOF_TOKENS,
     compute_norm_backward,
     compute_norm_saved,
     count_mlp_tile_tokens,
@@ -17,8 +18,6 @@ from ulysses_cli.plan.ledger.layer import (
 from ulysses_cli.plan.rows.indexing import runs_in_pieces
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
-PROOF_TOKENS = 8  # train/assembly/head.py: PROBE_TOKENS
-
 
 def count_head_elements(job: Job) -> int:
     return job.shape.vocab_size * job.shape.hidden_size
@@ -27,6 +26,15 @@ def count_head_elements(job: Job) -> int:
 def compute_final_norm(job: Job) -> int:
     """The last norm saves its float32 input and scaled result, and its output is the head's input: (4 + 2 b) h S."""
     return compute_norm_saved(job, job.shape.hidden_size) + job.dtype_bytes * job.shape.hidden_size * job.local_tokens
+
+
+def compute_final_norm_saved(job: Job) -> int:
+    """What is left of that in the backward: a frozen head saves no input, but for its adapter and under ZeRO-3."""
+    weight = "embed_tokens" if job.shape.tie_word_embeddings else "lm_head"
+    is_adapted = job.adapters is not None and "lm_head" in job.adapters.targets
+    if job.trains(weight) or is_adapted or job.zero_stage == 3:
+        return compute_final_norm(job)
+    return compute_norm_saved(job, job.shape.hidden_size)
 
 
 def compute_final_norm_forward(job: Job) -> int:

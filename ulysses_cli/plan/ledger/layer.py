@@ -23,6 +23,7 @@ PRECISE_NORMS = {
 NATIVE_NORMS = {"jais2", "starcoder2"}  # torch's layer_norm in the model's dtype, which saves its input unchanged
 FLOAT32_NORMS = {"olmo"}  # the same of a float32 copy, without weights (modeling_olmo.py: OlmoLayerNorm)
 DROPOUT_MASK_BYTES = 1  # of an element
+PROOF_TOKENS = 8  # train/assembly/head.py: PROBE_TOKENS
 
 
 def compute_layer_input(job: Job) -> int:
@@ -120,18 +121,30 @@ def _count_scaled_bytes(job: Job) -> int:
 
 
 def compute_adapter_saved(job: Job, kind: Layer) -> int:
-    return sum(num_bytes for _, num_bytes in list_adapter_saved(job, kind))
+    return sum(num_bytes for _, num_bytes, _ in list_adapter_saved(job, kind))
 
 
-def list_adapter_saved(job: Job, kind: Layer) -> Iterator[tuple[str, int]]:
-    """(Adapted linear layer, bytes that its adapter saves). An adapter saves its narrow result, b rank S. It shares its
-    input with the layer that it adapts, except under dropout, which makes a copy and a mask of one byte per element
-    (torch: native_dropout on a GPU)."""
+def list_adapter_saved(job: Job, kind: Layer) -> Iterator[tuple[str, int, bool]]:
+    """(Adapted linear layer, bytes that its adapter saves, whether it is in the MLP), apart from MLPs in tiles."""
+    for name, width, in_mlp in _list_adapters(job, kind):
+        if not (is_tiled(job) and in_mlp):
+            yield name, width * job.local_tokens, in_mlp
+
+
+def compute_tile_adapter_saved(job: Job, kind: Layer) -> int:
+    """What adapters save of one tile of the MLP."""
+    return sum(width for _, width, in_mlp in _list_adapters(job, kind) if in_mlp) * count_mlp_tile_tokens(job)
+
+
+def _list_adapters(job: Job, kind: Layer) -> Iterator[tuple[str, int, bool]]:
+    """(Adapted linear layer, bytes per token that its adapter saves, whether it is in the MLP). An adapter saves its
+    narrow result, b rank. It shares its input with the layer that it adapts, except under dropout, which makes a copy
+    and a mask of one byte per element (torch: native_dropout on a GPU)."""
     if job.adapters is None:
         return
     rank, own = job.adapters.rank, job.dtype_bytes + DROPOUT_MASK_BYTES if job.adapters.drops else 0
     number = job.shape.kinds_before[kind].index(1) - 1  # of the first such layer
     for module in job.weights.modules:
-        if module.layer == number and module.name.endswith(".a") and not (is_tiled(job) and module.in_mlp):
+        if module.layer == number and module.name.endswith(".a"):
             width = job.dtype_bytes * rank + own * (module.weights[0][1] // rank)
-            yield module.name.removesuffix(".a"), width * job.local_tokens
+            yield module.name.removesuffix(".a"), width, module.in_mlp

@@ -25,6 +25,11 @@ def find_latent(kind: Layer) -> AttentionMixer | None:
     return kind.attention if kind.attention and kind.attention.latent else None
 
 
+def is_convolution(kind: Layer) -> bool:
+    """Whether its only mixer is a short convolution."""
+    return bool(kind.mixers) and kind.attention is None and find_recurrence(kind) is None and find_kimi(kind) is None
+
+
 def find_kimi(kind: Layer) -> KimiDeltaMixer | None:
     return next((mixer for mixer in kind.mixers if isinstance(mixer, KimiDeltaMixer)), None)
 

@@ -14,6 +14,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
     compute_norm_saved,
+    compute_tile_adapter_saved,
     compute_weight_gradient,
     count_mlp_tile_tokens,
     is_tiled,
@@ -279,10 +280,20 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
     saved = compute_inside_saved(job, layer, tile)
     inside = saved - lengths.compute_last_saved(job, layer, in_mlp=True) + compute_inside_backward(job, layer, tile)
     inside = max(inside, lengths.compute_tile_again(job, layer, saved))
+    if job.adapters is not None and job.adapters.drops and not layer.num_experts:
+        inside = max(inside, saved + _compute_dropped(job, layer))
     if not layer.num_experts and not _adapts_last(job) and job.quantized is None:
         num_inner = _count_activation_saved(job) + 3 + _count_gradients(job)
         inside = max(inside, round(num_inner) * job.dtype_bytes * job.shape.intermediate_size * tile)
     return inside + compute_layer_input(job) + compute_scaled(job) + sums
+
+
+def _compute_dropped(job: Job, layer: Layer) -> int:
+    """In a tile at the last matrix's backward, beside its inside: what the adapters' dropouts save, the product's
+    gradient, the frozen matrix's result and the gradient of the scaled result, b (i + 2 h) S."""
+    width = job.shape.intermediate_size + 2 * job.shape.hidden_size
+    inner = job.dtype_bytes * width * count_mlp_tile_tokens(job)
+    return inner + compute_tile_adapter_saved(job, layer)
 
 
 def _compute_waiting(job: Job) -> int:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from ulysses_cli.plan.ledger import layer, mixers, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
+from ulysses_cli.plan.ledger.recurrence import convolution
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, has_norm_before
 from ulysses_cli.plan.models.layers import Layer
 
@@ -94,7 +95,8 @@ def compute_first_unsaved(job: Job) -> int:
         )
         unsaved += layer.DROPOUT_MASK_BYTES * num_adapted * job.shape.hidden_size * job.local_tokens
         unsaved += layer.compute_layer_input(job) * (has_norm and layer.saves_input(job, *FIRST_PROJECTIONS))
-    return unsaved
+    first = job.shape.layers[job.weights.first_trained]
+    return unsaved + (convolution.compute_first_unsaved(job.view(first)) if mixers.is_convolution(first) else 0)
 
 
 def _skips_first_norm(job: Job) -> bool:

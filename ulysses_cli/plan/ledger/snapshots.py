@@ -197,6 +197,8 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[MemorySnapshot]:
     # the sum of the head's gradients is allocated when the first tile is done
     first, phase = {**tiles, "head_accumulator": 0}, "forward" if tiled else "backward"
     yield MemorySnapshot("forward", "loss", {**at_loss, **final, **first, line: head.compute_loss_forward(job)})
+    if not tiled:
+        final = {"final_norm": head.compute_final_norm_saved(job)}
     yield MemorySnapshot(phase, "loss", {**at_loss, **final, **first, line: head.compute_loss_backward(job)})
     if tiled:
         a_tile = head.count_loss_tokens(job)
@@ -295,7 +297,7 @@ def _walk_load(job: Job, gathered: Gathered) -> Iterator[MemorySnapshot]:
         hook = {"parameters_arriving": states.compute_arriving(job, one), "parameters_gathered": job.dtype_bytes * one}
         yield MemorySnapshot("load", "a weight is gathered alone", {**loaded, **hook})
     proof = {"parameters_gathered": job.dtype_bytes * gathered.proof, "logits": head.compute_proof_logits(job)}
-    yield MemorySnapshot("load", "the head is proven", {**loaded, **proof})
+    yield MemorySnapshot("load", "the head is proven", {**loaded, **proof, "lora": lengths.compute_proof(job)})
 
 
 def _list_fetched(job: Job, num_elements: int, num_arriving: int) -> Lines:

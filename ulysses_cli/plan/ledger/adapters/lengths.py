@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens, is_tiled
+from ulysses_cli.plan.ledger.layer import PROOF_TOKENS, count_mlp_tile_tokens, is_tiled
 from ulysses_cli.plan.ledger.weights import Weights
 from ulysses_cli.plan.models.layers import Layer
 
@@ -77,6 +77,16 @@ def compute_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bool) -
     drops = job.adapters is not None and job.adapters.drops  # the frozen layer runs again on what is left
     scaling = identity * keeps + product + (NUM_AT_ONCE + drops) * o * tokens
     return job.dtype_bytes * max(making, measuring, scaling)
+
+
+def compute_proof(job: Job) -> int:
+    """The most of its work before training, when the model runs on a few tokens."""
+    works = (
+        compute_work(job, linear, PROOF_TOKENS, keeps=False)
+        for kind in job.shape.layer_kinds
+        for linear in list_adapted(job, kind)
+    )
+    return max(works, default=0)
 
 
 def compute_gradients(job: Job, linear: AdaptedLinear, tokens: int) -> int:

@@ -24,6 +24,14 @@ def compute_saved(job: Job) -> int:
     return compute_input_norm_saved(job) + _count_bytes(job, 3 + 2 + projected)
 
 
+def compute_first_unsaved(job: Job) -> int:
+    """What it does not save where nothing before the output projection is trained: all but the norm's part and that
+    projection's input."""
+    if job.adapters is None or job.adapters.adapts("in_proj"):
+        return 0
+    return _count_bytes(job, 3 + 2 + saves_input(job, "in_proj"))
+
+
 def compute_output_input(job: Job) -> int:
     return _count_bytes(job, saves_input(job, "o_proj"))
 
