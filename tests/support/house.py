@@ -74,6 +74,7 @@ ORDER: dict[str, list[str]] = {
             "documents",
             "files",
             "prompt_tokens",
+            "thinking",
             "prompts",
             "losses",
             "suites",

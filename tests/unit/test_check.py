@@ -356,6 +356,9 @@ def test_check_quantized_base() -> None:
 def test_check_whole_parts() -> None:
     assert check("lora.modules_to_save=[embed_tokens,lm_head,norm]") == []
     assert only("lora.modules_to_save=[norm,norm]").endswith("names a part twice\n\nhint: name each part once")
+    assert only("lora.modules_to_save=[norm]", model_type="olmo").endswith(
+        "have no weights to train\n\nhint: leave norm out"
+    )
     with pytest.raises(RecipeError, match="'wte' is not `embed_tokens`, `lm_head` or `norm`"):
         check("lora.modules_to_save=[wte]")
 

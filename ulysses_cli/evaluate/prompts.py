@@ -10,6 +10,7 @@ from typing import Any
 
 from ulysses_cli.evaluate.prompt_tokens import PromptTokenizer
 from ulysses_cli.evaluate.sample import Draft, Sample, fill_up
+from ulysses_cli.evaluate.thinking import can_think, render_question
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 FILLS = (" so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
@@ -63,9 +64,12 @@ class Prompter:
         self.fill = self._find_fill()
 
     def _apply(self, messages: Sequence[tuple[str, str]]) -> str:
-        shown = [{"role": role, "content": text} for role, text in messages]
-        text: str = self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
-        return text
+        return render_question(self.tokenizer, [{"role": role, "content": text} for role, text in messages])
+
+    def list_notes(self) -> list[str]:
+        if self.with_template and can_think(self.tokenizer):
+            return ["the model is asked to answer at once: thinking is turned off in its chat template"]
+        return []
 
     def render(self, sample: Sample) -> tuple[str, int | None]:
         """Returns the prompt's text, and the character at which the content begins; None where the content is not in

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ulysses_cli.plan.ledger.job import is_known
+from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -52,6 +53,8 @@ def check_whole_parts(recipe: Recipe, shape: ModelShape) -> Problems:
             "they would differ",
             "leave it out; the whole model, with the tied weight, is trained without the lora section",
         )
+    if "norm" in lora.modules_to_save and FAMILIES[shape.model_type].norm_parts == 0:
+        yield Problem(key, f"the norms of {shape.name} have no weights to train", "leave norm out")
     if len(set(lora.modules_to_save)) < len(lora.modules_to_save):
         yield Problem(key, "names a part twice", "name each part once")
 

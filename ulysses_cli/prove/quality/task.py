@@ -34,7 +34,8 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
         from ulysses_cli.prove.quality.harness import load_tasks
 
         load_tasks(**evaluation.harness)
-    notes = check_retrieval(plan.samples, bool(plan.tasks)) if evaluation.budgets else []
+    notes = prompter.list_notes() if plan.samples or plan.tasks else []
+    notes += check_retrieval(plan.samples, bool(plan.tasks)) if evaluation.budgets else []
     if not plan.has_loss:
         return Found((), tuple(notes))
     if against and _load_tokenizer(against).get_vocab() != tokenizer.get_vocab():
