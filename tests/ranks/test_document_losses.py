@@ -156,7 +156,8 @@ def test_a_document_with_targets_in_one_bucket_counts_there() -> None:
             ("--path", "documents.jsonl", "--suite", "loss,longbench"),
             "is read for one suite, and there are loss, longbench",
         ),
-        pytest.param(("--path", "nowhere.jsonl"), "nowhere.jsonl", marks=pytest.mark.full),
+        (("--path", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
+        (("--path", "/nowhere"), "/nowhere does not exist"),
         pytest.param(
             ("--path", "documents.jsonl", "--max-length", "9000"), "no document has 9,000", marks=pytest.mark.full
         ),

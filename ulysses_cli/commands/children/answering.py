@@ -147,9 +147,14 @@ def find_reader(suites: Sequence[str], path: str | None) -> str:
 def find_documents(model: str, path: str | None) -> tuple[dict[str, Any], ...]:
     """The data sets whose loss is measured: what --path names, else the held-out ones of the run whose model it is."""
     from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.recipe.data_section import Dataset
+    from ulysses_cli.plan.rules.files import check_dataset
 
     if path and "://" in path:
         raise RecipeError([Problem("--path", f"{path} is an address", "download it, and name the file")])
+    missing = check_dataset(Dataset(path=path), "--path") if path else ()
+    if found := [replace(problem, key="--path") for problem in missing]:
+        raise RecipeError(found)
     return ({"path": path},) if path else _list_held_out(Path(model).expanduser())
 
 

@@ -33,7 +33,7 @@ def check_datasets(recipe: Recipe) -> Problems:
     """Each source names files or a data set, and named files exist."""
     for section in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(recipe.data, section)):
-            yield from _check_dataset(dataset, f"data.{section}.{index}")
+            yield from check_dataset(dataset, f"data.{section}.{index}")
             yield from _check_unused(dataset, f"data.{section}.{index}", is_eval=section == "eval_datasets")
             yield from _check_reading(dataset, f"data.{section}.{index}")
 
@@ -98,7 +98,8 @@ def check_checkpoint_uri(recipe: Recipe) -> Problems:
             yield Problem("run.checkpoint_uri", f"{mask_text(address)} {message}", hint)
 
 
-def _check_dataset(dataset: Dataset, key: str) -> Problems:
+def check_dataset(dataset: Dataset, key: str) -> Problems:
+    """What a data set names is there. Problems name `key.path`, or one of `key.data_files`."""
     if dataset.type == "synthetic":
         if dataset.path is not None:
             yield Problem(f"{key}.path", "is not used: synthetic documents are generated", "leave path out")
