@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-check test-full lint types docs pictures bench gpu check clean
+.PHONY: help install demo test test-check test-full coverage lint types docs pictures bench gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,13 @@ test-check: install  ## the larger sample of tests that CI runs
 
 test-full: install  ## all tests, with every combination
 	ULYSSES_FULL=1 python -m pytest tests
+
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+coverage: install  ## line coverage of `make test`, ranks included; ULYSSES_CHECK=1 or ULYSSES_FULL=1: of a larger sample
+	coverage erase
+	coverage run -m pytest tests $(SPREAD)
+	coverage combine -q
+	coverage report --skip-covered --sort=cover
 
 lint: install  ## ruff check and format check
 	ruff check . && ruff format --check .
