@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,6 +204,25 @@ def test_the_compiler_takes_a_rotation_and_keeps_its_layout(function: Any, width
     out = compiled(rows, cos, sin)
     torch.testing.assert_close(out, function(rows, cos, sin), rtol=0, atol=0)
     assert out.stride() == rows.stride()
+
+
+def test_each_width_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes what differs between two calls of one function a variable of its graph."""
+    num_variables: list[int] = []
+
+    def note_and_run(graph: Any, inputs: list[Any]) -> Any:
+        num_variables.append(sum(not isinstance(each, torch.Tensor) for each in inputs))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note_and_run))
+    operators._compile.cache_clear()
+    for width in range(8, 20):
+        for tokens in (6, 7, 9):
+            hidden, weight = draw(tokens, width), draw(width)
+            ours = operators.normalize(hidden, weight, 1e-5, "rounded", "compiled")
+            torch.testing.assert_close(ours, operators.normalize(hidden, weight, 1e-5, "rounded", "blocks"))
+    operators._compile.cache_clear()
+    assert num_variables == [0, 1] * 12, "of each width one graph for a number of tokens, and one for all others"
 
 
 @pytest.mark.full

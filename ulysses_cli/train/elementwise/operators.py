@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -129,6 +130,10 @@ def _pick(function: Callable[..., Any], way: str, *tensors: Tensor) -> Callable[
 
 
 @cache
-def _compile(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
-    """One compiled function for each width, so that only the number of tokens is a variable of the kernel."""
-    return torch.compile(function, fullgraph=True)
+def _compile(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
+    """One compiled function for each width, so that only the number of tokens is a variable of the kernel. torch keeps
+    what it has compiled by code and name: two widths of one function would make the width a variable, and many kinds of
+    inputs would be refused."""
+    code, name = function.__code__, "_".join(map(str, (function.__name__, *kind)))
+    own = FunctionType(code.replace(co_name=name), function.__globals__, name, function.__defaults__)
+    return torch.compile(own, fullgraph=True)
