@@ -11,6 +11,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
     compute_norm_saved,
+    compute_query_norm_saved,
     saves_input,
     saves_input_unchanged,
     saves_result,
@@ -33,7 +34,9 @@ def compute_query_norms_saved(job: Job) -> int:
     """The norms of queries and keys, where the family has them. One of values has no weight and saves its float32 input
     alone, 4 k S."""
     values = 4 * job.kv_width * job.local_tokens if job.shape.model_type in NORMS_OF_VALUES else 0
-    return compute_norm_saved(job, job.query_width + job.kv_width) + values if job.shape.query_key_norm else 0
+    if not job.shape.query_key_norm:
+        return 0
+    return compute_query_norm_saved(job, job.query_width + job.kv_width) + values
 
 
 def saves_slices(job: Job) -> bool:

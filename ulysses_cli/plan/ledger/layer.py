@@ -22,6 +22,9 @@ PRECISE_NORMS = {
 }
 NATIVE_NORMS = {"jais2", "starcoder2"}  # torch's layer_norm in the model's dtype, which saves its input unchanged
 FLOAT32_NORMS = {"olmo"}  # the same of a float32 copy, without weights (modeling_olmo.py: OlmoLayerNorm)
+# Norms of queries and keys whose weight is a matrix, a vector for each head. They are centered, and run neither in one
+# kernel nor in tiles (train/memory/tiled_norm.py: _is_norm).
+MATRIX_NORMS = {"cohere"}
 DROPOUT_MASK_BYTES = 1  # of an element
 PROOF_TOKENS = 8  # train/assembly/head.py: PROBE_TOKENS
 
@@ -74,6 +77,18 @@ def compute_norm_saved(job: Job, width: int) -> int:
     if saves_norm_input(job):
         return job.dtype_bytes * width * job.local_tokens
     return _count_norm_bytes(job) * width * job.local_tokens
+
+
+def compute_query_norm_saved(job: Job, width: int) -> int:
+    if job.shape.model_type in MATRIX_NORMS:
+        return _count_norm_bytes(job) * width * job.local_tokens
+    return compute_norm_saved(job, width)
+
+
+def compute_query_norm_backward(job: Job, width: int) -> int:
+    if job.shape.model_type in MATRIX_NORMS:
+        return 12 * width * job.local_tokens
+    return compute_norm_backward(job, width)
 
 
 def compute_norm_backward(job: Job, width: int) -> int:

@@ -145,7 +145,7 @@ def _walk_attention(
         yield "attention", take("attention", rest, 0, attention=num_bytes, attention_kernel=in_kernels)
     if job.shape.query_key_norm:
         rows = attention.compute_attention_rows(job)
-        norm = layer.compute_norm_backward(job, job.query_width) + rows
+        norm = layer.compute_query_norm_backward(job, job.query_width) + rows
         yield "q_norm", take("query norm", rest - rows - result, 0, norm_backward=norm)
 
 

@@ -237,14 +237,19 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         num_parameters=count_model(layers, facts, family) if family else None,
         inexact=find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),
-        logits_divisor=compute_logits_divisor(
-            model_type, facts.find_number("logits_scaling"), facts.find_number("logit_scale")
-        ),
+        logits_divisor=compute_logits_divisor(model_type, _find_scaling(facts), facts.find_number("logit_scale")),
         other_dropouts=tuple((each, rate) for each in DROPOUTS if (rate := facts.find_number(each))),
         centers_norms=family is not None and family.centers_norms(facts),
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
     )
+
+
+def _find_scaling(facts: ConfigFacts) -> float | None:
+    """MiniCPM3 computes it from two widths (configuration_minicpm3.py: logits_scaling)."""
+    if base := facts.find_number("dim_model_base"):
+        return (facts.find_number("hidden_size") or base) / base
+    return facts.find_number("logits_scaling")
 
 
 def compute_logits_divisor(model_type: str, scaling: float | None, factor: float | None) -> float:
