@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 from support.paths import ROOT
 from support.random_recipes import (
     DRAWN,
@@ -23,6 +24,7 @@ from support.random_recipes import (
 from support.tiers import sample
 
 from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.recipe.loader import parse_recipe
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
@@ -81,9 +83,11 @@ def test_wide_draws_cover_every_family_rings_and_every_kind_of_adapter() -> None
             "estimate-random-424242.json",
             "estimate-random-20261201.json",
             "estimate-random-20270117.json",
+            "estimate-random-wide-20261124.json",
+            "estimate-random-wide-20261125.json",
         ],
         quick=[],
-        checked=["estimate-random-7001.json"],
+        checked=["estimate-random-7001.json", "estimate-random-wide-20261124.json"],
     ),
 )
 def test_the_formula_agrees_with_saved_traces(name: str) -> None:
@@ -194,6 +198,9 @@ def test_bytes_that_the_formula_missed_at_a_sixth_seed(number: int, phase: str) 
 
 
 def draw_again(record: dict[str, Any], row: dict[str, Any]) -> DrawnRecipe:
+    if settings := row.get("recipe"):
+        loaded = parse_recipe(yaml.safe_dump(settings), "a saved recipe", [])
+        return DrawnRecipe(record["seed"], row["number"], settings, loaded.recipe)
     later = row.get("later", [f"model.fused_kernels={str(row.get('fuses', False)).lower()}"])
     return draw_recipe(record["seed"], row["number"], later=later, digest=row["digest"])
 

@@ -21,7 +21,7 @@ from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.models.shape import ModelShape
 
 ByLayer = tuple[tuple[int, int], ...]
-VIEWED_EXPERTS = {"mixtral", "qwen3_moe"}  # their weights are transposed before they are multiplied
+TRANSPOSED_EXPERTS = {"gpt_oss"}  # their weights lie as the product reads them; those of others are transposed for it
 WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
 
 
@@ -72,7 +72,7 @@ def compute_gathered(job: Job, *, trains: bool = True) -> Gathered:
     if job.world_size == 1 and job.levers.offload_param == "none":
         return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
-    saves_experts = trains and not (recomputes or is_tiled(job)) and job.shape.model_type in VIEWED_EXPERTS
+    saves_experts = trains and not (recomputes or is_tiled(job)) and job.shape.model_type not in TRANSPOSED_EXPERTS
     options = {"splits": job.world_size > 1, "saves_experts": saves_experts}
     return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, **options)
 
