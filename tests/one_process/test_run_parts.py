@@ -180,21 +180,6 @@ def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2, 3]
 
 
-def test_what_a_resumed_run_measures_again_is_written_once(tmp_path: Path) -> None:
-    """A run that was killed after its last step, while it wrote the model, measures that step again."""
-    for _ in range(2):
-        record = Record(tmp_path)
-        record.open(Screen())
-        record.start_files(4)
-        for step in (2, 4) if not (tmp_path / "samples.jsonl").exists() else (4,):
-            record.write_samples({"step": step, "samples": []})
-            record.write_quality({"step": step, "score": 0.5})
-        record.close()
-    for name in ("samples", "quality"):
-        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [2, 4]
-
-
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):

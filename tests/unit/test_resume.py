@@ -192,12 +192,14 @@ def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: 
     """Rank 0 reads them and sends them to all ranks, since they decide collectives."""
     make_checkpoint(tmp_path, 6)
     (tmp_path / "eval.jsonl").write_text('{"step": 3}\n{"step": 6}\n{"step": 9}\n{"step":')
+    (tmp_path / "samples.jsonl").write_text('{"step": 3}\n{"step": 9}\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "ulysses.json").write_text('{"step": 6}')
     begin = find_resume_point(tmp_path, "auto", 0, print)
-    assert (begin.is_own, begin.last_eval_step, begin.model_steps) == (True, 6, (6, 6))
+    assert (begin.is_own, begin.last_eval_step, begin.last_sample_step, begin.model_steps) == (True, 6, 3, (6, 6))
     elsewhere = find_resume_point(tmp_path / "other", str(begin.path), 0, print)
-    assert (elsewhere.is_own, elsewhere.last_eval_step, elsewhere.model_steps) == (False, -1, None)
+    assert (elsewhere.is_own, elsewhere.last_eval_step, elsewhere.last_sample_step) == (False, -1, -1)
+    assert elsewhere.model_steps is None
     (tmp_path / "model" / "ulysses.json").write_text("[[")
     assert find_resume_point(tmp_path, "auto", 0, print).model_steps is None
 

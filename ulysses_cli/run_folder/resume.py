@@ -49,6 +49,7 @@ class ResumePoint:
     eval_lacks: Mapping[int, float] = field(default_factory=dict)  # what scores of run.eval_suite lack to 1, by step
     measure: str | None = None  # what the present recipe's run.keep_best goes by
     best_step: int | None = None  # of the best checkpoint by that measure in the run's folder
+    last_sample_step: int = -1
 
     @property
     def step(self) -> int:
@@ -142,13 +143,18 @@ def find_resume_point(
     try:
         state = load_state(path)
         is_own = path.resolve() == (get_folder(run_dir) / f"step-{int(state['step'])}").resolve()
-        last_eval_step = find_last_step(run_dir / "eval.jsonl", int(state["step"])) if is_own else -1
+        last_eval_step, last_sample_step = (
+            find_last_step(run_dir / name, int(state["step"])) if is_own else -1
+            for name in ("eval.jsonl", "samples.jsonl")
+        )
         model_steps = read_model_steps(run_dir / "model") if is_own else None
         losses = load_losses(run_dir, path) if is_own else read_losses(state)
         lacks = load_losses(run_dir, path, SCORE) if is_own else read_lacks(state)
         steps = [get_step(other) for other in list_checkpoints(run_dir)] if is_own else []
         best_step = choose_best(lacks if measure == SCORE else losses, steps)
-        return ResumePoint(path, state, is_own, last_eval_step, model_steps, losses, lacks, measure, best_step)
+        return ResumePoint(
+            path, state, is_own, last_eval_step, model_steps, losses, lacks, measure, best_step, last_sample_step
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
 

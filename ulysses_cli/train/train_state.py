@@ -39,6 +39,7 @@ class TrainState:
     position: int = 0
     optimizer_steps: int = 0
     last_eval_step: int = -1
+    last_sample_step: int = -1
     eval_losses: dict[int, float] = field(default_factory=dict)  # by step, the same on all ranks
     eval_lacks: dict[int, float] = field(default_factory=dict)  # what scores of run.eval_suite lack to 1: the same
     measure: str | None = None  # run.keep_best

@@ -157,7 +157,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     context = run.context
     watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
     if state.step:
-        measure_again(state, settings, evaluation, suite)
+        measure_again(state, settings, evaluation, samples, suite)
     try:
         reason = train(state)
     except BadStepsError:
@@ -168,11 +168,13 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     watchdog.stop()
 
 
-def measure_again(state: TrainState, settings: Run, evaluation: Evaluation, suite: EvalSuite) -> None:
-    """Collective over all ranks, after a resume: the evaluation and the questions of the checkpoint's step, as far as a
-    signal or a kill had ended them. What is known of that step is rank 0's, on all ranks."""
+def measure_again(state: TrainState, settings: Run, evaluation: Evaluation, samples: Samples, suite: EvalSuite) -> None:
+    """Collective over all ranks, after a resume: the evaluation, the samples and the questions of the checkpoint's
+    step, as far as a signal or a kill had ended them. What is known of that step is rank 0's, on all ranks."""
     if settings.eval_steps and state.last_eval_step < state.step:
         every(settings.eval_steps, evaluation.run)(state, None)
+    if settings.sample_steps:
+        every(settings.sample_steps, samples.run)(state, None)
     if settings.eval_suite_steps:
         every(settings.eval_suite_steps, suite.run)(state, None)
 

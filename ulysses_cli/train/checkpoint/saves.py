@@ -235,6 +235,7 @@ class Saves:
         self.bad_steps.count = int(saved["bad_steps"])
         state.stop.hours_before = float(saved["hours"])
         state.last_eval_step = resume_point.last_eval_step
+        state.last_sample_step = resume_point.last_sample_step
         state.eval_losses.update(resume_point.eval_losses)
         state.eval_lacks.update(resume_point.eval_lacks)
         if resume_point.is_own:

@@ -53,7 +53,7 @@ class Samples:
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
         """Collective over all ranks. Groups of ranks that share rows each take some of the prompts. `stop`: reasons to
         end it early, without a result; by default the run's own."""
-        if not self.prompts:
+        if not self.prompts or state.last_sample_step == state.step:
             return
         groups, answers = state.groups, dict[int, list[int]]()
         read_flags = (stop or state.stop).read_flags
@@ -72,6 +72,7 @@ class Samples:
             for at, prompt in enumerate(self.prompts)
         ]
         self.write({"step": state.step, "samples": samples})
+        state.last_sample_step = state.step
 
 
 def _show_progress(state: TrainState, title: str, num_tokens: int) -> None:

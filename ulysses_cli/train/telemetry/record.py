@@ -85,18 +85,16 @@ class Record:
         self._write("eval", "eval", "eval", line)
 
     def write_samples(self, line: dict[str, Any]) -> None:
-        self._open("samples", line["step"])
+        self._open("samples")
         self._write("samples", "samples", "samples", line)
 
     def write_quality(self, line: dict[str, Any]) -> None:
-        self._open("quality", line["step"])
+        self._open("quality")
         self._write("quality", "quality", "quality", line)
 
-    def _open(self, name: str, step: int) -> None:
-        """Opens a file that most runs do not write. A run that was killed after its last step measures that step again
-        when it is resumed: the new line takes the place of the old one."""
+    def _open(self, name: str) -> None:
+        """Opens a file that most runs do not write."""
         if self.display is not None and name not in self.files:
-            cut_lines(self.run_dir / f"{name}.jsonl", step - 1)
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
 
     def _write(self, file: str, event: str, split: str, line: dict[str, Any]) -> None:
