@@ -183,10 +183,11 @@ def test_a_resumed_run_asks_what_its_end_had_interrupted(
         return False
 
     monkeypatch.setattr(eval_suite, "ask_questions", ask)
-    evaluation: Any = Counted()
-    measure_again(state, Run(eval_steps=2, eval_suite=("vt",), eval_suite_steps=4), evaluation, suite)
+    evaluation, samples = Counted(), Counted()
+    settings = Run(eval_steps=2, eval_suite=("vt",), eval_suite_steps=4, sample_steps=2, sample_prompts=("a",))
+    measure_again(state, settings, evaluation, samples, suite)  # type: ignore[arg-type]
     assert steps == asked
-    assert evaluation.steps == [step] * (step == 4)
+    assert evaluation.steps == samples.steps == [step] * (step == 4)
 
 
 def test_a_score_that_is_known_is_not_asked_for_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,11 +138,11 @@ def evaluate(
         find_model,
         name_results,
         note_positions,
-        plan_questions,
         prepare_model,
         run,
     )
     from ulysses_cli.commands.children.place import find_place
+    from ulysses_cli.commands.children.questions import plan_questions
     from ulysses_cli.commands.children.training import Machine
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Plan, Sources
