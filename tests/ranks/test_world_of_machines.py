@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import Amount, Sources
 from ulysses_cli.prove.quality.evaluation import ModelEvaluation, run_evaluation
 from ulysses_cli.prove.ranks.machines import MachinePlace, Machines
+from ulysses_cli.prove.ranks.rank_server import start_process
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.run_folder.seal import KEY
 
@@ -58,6 +60,33 @@ def fail_on_the_last(_: object) -> None:
     if dist.get_rank() == 3:
         raise ValueError("this rank fails")
     dist.barrier()
+
+
+def end_with_3() -> None:
+    os._exit(3)
+
+
+def test_all_threads_learn_how_a_rank_has_ended() -> None:
+    """Each process that starts asks how all others have ended, and so do threads that wait for theirs."""
+
+    def watch(process: Any) -> int:
+        while process.exitcode is None:
+            pass
+        return int(process.exitcode)
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            process = start_process(end_with_3, ())
+            assert {each.result() for each in [pool.submit(watch, process) for _ in range(8)]} == {3}
+
+
+def test_a_failure_of_a_rank_passes_through_a_context() -> None:
+    @contextmanager
+    def enter() -> Iterator[None]:
+        yield
+
+    with pytest.raises(RankFailureError, match="rank 1: ValueError: why"), enter():
+        raise RankFailureError(1, "ValueError", "why", "")
 
 
 @pytest.mark.check

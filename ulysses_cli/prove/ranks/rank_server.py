@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.popen_forkserver import Popen
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -20,6 +22,29 @@ from ulysses_cli.run_folder.seal import KEY, find_seal
 PRELOADED = ["ulysses_cli.prove.verify.recorded_run", "deepspeed", "peft"]
 ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # DeepSpeed decides when it is imported
 ABANDONED = 143
+
+
+class _RankPopen(Popen):
+    """Reads how its process has ended once, whichever thread asks: a process that starts another one asks for all that
+    it has, and a second reading would say that a rank was killed."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.lock = threading.Lock()
+        super().__init__(process)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if not self.lock.acquire(blocking=not flag):
+            return self.returncode
+        try:
+            return super().poll(flag)
+        finally:
+            self.lock.release()
+
+
+class _ForkedRank(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Popen:
+        return _RankPopen(process_obj)
 
 
 def warm_up() -> None:
@@ -33,8 +58,8 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], device: st
     """Runs `target(*args)` in a process of its own."""
     if device == "cpu":
         warm_up()
-    context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    process = context.Process(target=_run, args=(target, args, find_seal().key), daemon=True)
+    kind: Any = _ForkedRank if device == "cpu" else multiprocessing.get_context("spawn").Process
+    process: BaseProcess = kind(target=_run, args=(target, args, find_seal().key), daemon=True)
     process.start()
     return process
 

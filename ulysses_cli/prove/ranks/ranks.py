@@ -34,7 +34,7 @@ MAX_CPU_RANKS = 8  # of a proof
 OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for want of memory
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # and not frozen: whatever it passes through notes the traceback in it
 class RankFailureError(Exception):
     """The first rank that failed. `kind` is the exception's name, or `killed`, `time`. `problems`: those of an input
     that the rank refused."""
