@@ -31,7 +31,12 @@ test: install  ## tests to run before each commit: every module, real ranks, res
 test-check: install  ## the larger sample of tests that CI runs
 	ULYSSES_CHECK=1 python -m pytest tests $(SPREAD)
 
-test-full: install  ## all tests, with every combination
+.loaders/installed: tests/loaders.txt
+	$(PYTHON) -m venv --clear .loaders
+	.loaders/bin/python -m pip install -q --no-compile -r tests/loaders.txt
+	touch $@
+
+test-full: install .loaders/installed  ## all tests, with every combination
 	ULYSSES_FULL=1 python -m pytest tests
 
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage

@@ -1,12 +1,24 @@
-"""Tests that a resumed run does not depend on the powers of betas that DeepSpeed's Adam for the host remembers."""
+"""Tests of DeepSpeed's Adam for the host: a resumed run does not depend on the powers of betas that it remembers, and
+an image's build of it runs on any CPU with AVX2."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ulysses_cli.host.operator_builds import (
+    COMMON_CPU,
+    PORTABLE,
+    get_builds_folder,
+    has_common_instructions,
+    read_cpu_kind,
+)
 from ulysses_cli.train.optimizer.states import reset_beta_powers
 
 BETAS = (0.85, 0.97)
@@ -66,3 +78,29 @@ def test_weights_are_those_of_adamw_to_rounding() -> None:
     step_again(optimizer, parameter, range(NUM_STEPS))
     step_again(reference, expected, range(NUM_STEPS))
     assert torch.allclose(parameter, expected, rtol=1e-5, atol=1e-6)
+
+
+BUILD = """
+import torch
+from ulysses_cli.prove.doctor.software import ADAM_TOLERANCE, step_cpu_adam
+from ulysses_cli.train.processes.requirements import build_cpu_adam
+build_cpu_adam()
+assert step_cpu_adam(torch.device("cpu"))[0] <= ADAM_TOLERANCE
+"""
+
+
+@pytest.mark.full
+def test_an_images_build_is_for_all_cpus_with_avx2(tmp_path: Path) -> None:
+    """As docker/Dockerfile builds it: with the compiler's flags for those, and none for this machine's CPU."""
+    if not has_common_instructions(read_cpu_kind()):
+        pytest.skip("this CPU has no AVX2")
+    environ = {**os.environ, PORTABLE: "1", "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    folder = get_builds_folder(environ)
+    environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    done = subprocess.run([sys.executable, "-c", BUILD], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (written,) = folder.rglob("build.ninja")
+    flags = written.read_text().split()
+    assert f"-march={COMMON_CPU}" in flags
+    assert "-D__AVX256__" in flags
+    assert "-march=native" not in flags

@@ -90,6 +90,8 @@ def test_kubeflows_own_models_read_every_key() -> None:
         (job, models.TrainerV1alpha1TrainJob),
     ):
         assert kind.from_dict(content).to_dict() == content
+    assert "exits with 75: the pods start again and resume" in text
+    assert "up to 10 (--max-restarts). Exit code 2, a mistake in the recipe, ends the job" in text
     assert config["data"] == {"my.yaml": RECIPE}
     assert job["metadata"]["labels"] == {QUEUE_LABEL: "team"}
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
@@ -166,19 +168,25 @@ def test_the_batch_script_says_which_keys_of_buckets_reach_it() -> None:
 
 SKY_CHECK = """
 import json, sys, yaml, sky
-secrets = [("HF_TOKEN", "x"), ("WANDB_API_KEY", "y")]
-task = sky.Task.from_yaml_config(yaml.safe_load(sys.stdin), secrets_overrides=secrets)
+text = yaml.safe_load(sys.stdin)
+secrets = [(name, "x") for name in text["secrets"]]
+task = sky.Task.from_yaml_config(text, secrets_overrides=secrets)
 resources, = task.resources
 print(json.dumps([task.num_nodes, resources.accelerators, resources.job_recovery, task.run]))
 """
 
 
-def test_skypilots_own_loader_reads_the_task() -> None:
-    text = write_skypilot(make(8), "my.sky.yaml", image="me/u:1", bucket="s3://mine/runs", spot=True)
-    num_nodes, accelerators, recovery, command = json.loads(load_elsewhere("sky", SKY_CHECK, text))
-    assert (num_nodes, accelerators) == (1, {"H100": 8})
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [(make(8), {"bucket": "s3://mine/runs", "spot": True}), (make(16), {"volume": "shared"}), (make(16, text=S3), {})],
+    ids=["a bucket", "a volume on two machines", "an address"],
+)
+def test_skypilots_own_loader_reads_the_task(job: ClusterJob, options: dict[str, Any]) -> None:
+    text = write_skypilot(job, "my.sky.yaml", image="me/u:1", **options)
+    num_nodes, accelerators, recovery, command = json.loads(load_elsewhere(SKY_CHECK, text))
+    assert (num_nodes, accelerators) == (job.num_nodes, {"H100": 8})
     assert recovery["recover_on_exit_codes"] == [75]
-    assert command.strip() == make(8).write_command()
+    assert command.strip() == job.write_command()
 
 
 def test_a_task_for_skypilot() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -13,14 +14,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from ulysses_cli.data import transaction
 from ulysses_cli.host import network
 from ulysses_cli.launch import launcher, rendezvous, results, start_lock
 from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.launcher import make_agent_args, make_environment
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import LOST_SECONDS
+from ulysses_cli.plan.files.locks import WITHOUT_LOCKS
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.report.run_end import format_failure, format_interruption
+from ulysses_cli.report.run_end import format_failure, format_interruption, format_missing_lock
 from ulysses_cli.run_folder import run_key
 from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
 from ulysses_cli.run_folder.seal import KEY, Seal
@@ -40,7 +43,7 @@ def test_the_agents_command_line(tmp_path: Path) -> None:
     place_of_all = "--rdzv-conf=store_type=file,node_rank=0,join_seconds=600.0,lost_seconds=inf"
     assert {f"--rdzv-endpoint={folder}/agent", place_of_all} < set(alone)
     assert alone[-1] == "--log-dir=x"
-    assert environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     assert len(environ[KEY]) == 64
 
 
@@ -220,6 +223,27 @@ def test_a_folder_is_locked_as_long_as_a_process_of_its_run_lives(tmp_path: Path
             start_lock.lock_run(tmp_path / "run", 0)
         end()
     os.close(start_lock.lock_run(tmp_path / "run", 0).handle)
+
+
+@pytest.mark.parametrize("number", WITHOUT_LOCKS)
+def test_a_disk_without_locks_is_used_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As Lustre without its flock option and mounted buckets are."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock = start_lock.lock_run(tmp_path / "run", 0)
+    assert not lock.is_locked
+    rank = RunLock(lock.file)
+    shutil.rmtree(tmp_path / "run")
+    rank.put_back()
+    assert lock.file.exists()
+    with transaction.lock(tmp_path / "store", lambda: pytest.fail("nobody else has it")):
+        assert (tmp_path / "store").exists()
+    assert format_missing_lock(tmp_path).endswith("without file locks: a second run in it will not be refused")
 
 
 def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_task_for_skypilot_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert (task["num_nodes"], task["resources"]["use_spot"]) == (1, True)
     task.pop("secrets", None)  # the loader wants their values
     task["file_mounts"] = {}  # it asks the cloud for the bucket
-    assert load_elsewhere("sky", SKY_CHECK, yaml.safe_dump(task)) == "1"
+    assert load_elsewhere(SKY_CHECK, yaml.safe_dump(task)) == "1"
 
 
 def test_dstacks_own_loader_reads_the_configuration() -> None:
@@ -116,7 +116,7 @@ def test_dstacks_own_loader_reads_the_configuration() -> None:
     task = yaml.safe_load(text)
     environ = {"DSTACK_NODES_NUM": str(task["nodes"]), "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
     assert find_nodes(16, environ | {"DSTACK_GPUS_PER_NODE": "8"}) == Nodes(2, 1, "10.0.0.1", 29400, 8)
-    assert json.loads(load_elsewhere("dstack", DSTACK_CHECK, text)) == [2, 8, task["commands"]]
+    assert json.loads(load_elsewhere(DSTACK_CHECK, text)) == [2, 8, task["commands"]]
 
 
 def test_kubeflows_own_model_reads_the_pytorchjob() -> None:
@@ -128,7 +128,7 @@ def test_kubeflows_own_model_reads_the_pytorchjob() -> None:
     environ |= {"PET_NNODES": str(count), "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": job["nprocPerNode"]}
     environ |= {"PET_MASTER_ADDR": "my-run-master-0", "PET_MASTER_PORT": "23456"}
     assert find_nodes(16, environ) == Nodes(2, 1, "my-run-master-0", 23456, 8)
-    assert load_elsewhere("kubeflow.training", PYTORCH_JOB_CHECK, text) == "true"
+    assert load_elsewhere(PYTORCH_JOB_CHECK, text) == "true"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

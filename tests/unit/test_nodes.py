@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ulysses_cli.launch import hostfile
-from ulysses_cli.launch.environments import choose_stop_code, expand_host_list
+from ulysses_cli.launch.environments import SCHEDULERS, choose_stop_code, expand_host_list
 from ulysses_cli.launch.nodes import Nodes, find_nodes
 from ulysses_cli.plan.exit_codes import DONE, STOPPED
 from ulysses_cli.plan.problem import RecipeError
@@ -85,10 +85,17 @@ CLUSTERS = {
     "dstack": {
         "DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "gpu01", "DSTACK_GPUS_PER_NODE": "8"
     },
+    "mpirun": {
+        "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "MASTER_ADDR": "gpu01",
+    },
 }  # fmt: skip
 
 
-RANKS = ("NODE_RANK", "SLURM_NODEID", "PET_NODE_RANK", "RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
+RANKS = (
+    *("NODE_RANK", "SLURM_NODEID", "PET_NODE_RANK", "RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK"),
+    "OMPI_COMM_WORLD_RANK",
+)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -105,6 +112,9 @@ def test_each_kind_of_cluster_is_read(name: str, rank: int) -> None:
             assert find_nodes(16, rest).count == 2 or variable == "RANK", variable  # WORLD_SIZE alone means nothing
         except RecipeError as error:  # what is left of it never makes a run of one machine
             assert all(problem.hint for problem in error.problems)
+
+
+VERTEX = '{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222", "c:2222"]}, "task": {"index": 0}}'
 
 
 @pytest.mark.parametrize(
@@ -129,6 +139,11 @@ def test_each_kind_of_cluster_is_read(name: str, rank: int) -> None:
         ({"NHOSTS": "3"}, "Grid Engine gave this job 3 machines"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, r"an MPI launcher gave this job 2 processes \(PMI_SIZE\)"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
+        ({"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"}, "SageMaker gave this job 2 machines"),
+        ({"CLUSTER_SPEC": VERTEX}, "Vertex AI gave this job 3 machines"),
+        ({"CLUSTER_SPEC": "{}"}, "CLUSTER_SPEC is {}, not a list of machines"),
+        ({"AZUREML_NODE_COUNT": "2"}, "Azure ML gave this job 2 machines"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "Kubernetes gave this pod the number 0 of an indexed Job"),
         ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}, "SkyPilot gave this job 2 machines"),
         ({"DSTACK_NODES_IPS": "10.0.0.1\n10.0.0.2"}, "dstack gave this job 2 machines"),
         ({"SKYPILOT_NODE_RANK": "0"}, "SKYPILOT_NODE_RANK is 0, but SKYPILOT_NUM_NODES does not name"),
@@ -160,6 +175,10 @@ def test_a_job_of_one_machine_is_read_as_one(tmp_path: Path) -> None:
         {"NNODES": "1", "NODE_RANK": "0"},
         {"PET_NNODES": "1", "PET_NODE_RANK": "0", "WORLD_SIZE": "1", "RANK": "0"},
         {"WORLD_SIZE": "16"},
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+        {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:2222"]}}'},
+        {"AZUREML_NODE_COUNT": "1"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"},
     ):
         assert find_nodes(16, environ) == Nodes(processes_here=16), environ
 
@@ -225,6 +244,7 @@ def test_this_machine_is_recognised_by_name_and_address(tmp_path: Path) -> None:
 
 def test_an_early_stop_is_no_success_for_a_scheduler() -> None:
     assert choose_stop_code(None, {}) == DONE
-    assert choose_stop_code(None, {"SLURM_JOB_ID": "7"}) == STOPPED == 75
+    for name in SCHEDULERS:
+        assert choose_stop_code(None, {name: "7"}) == STOPPED == 75
     assert choose_stop_code(0, {"KUBERNETES_SERVICE_HOST": "x"}) == 0
     assert choose_stop_code(9, {}) == 9

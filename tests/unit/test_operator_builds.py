@@ -35,6 +35,22 @@ def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkey
     operator_builds._name_environment.cache_clear()
 
 
+def test_an_image_has_one_folder_for_all_cpus_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+    names = {}
+    for cpu in (f"{flags} avx512f", f"{flags} sha_ni", "sse avx"):
+        with monkeypatch.context() as patch:
+            patch.setattr(operator_builds, "read_cpu_kind", lambda cpu=cpu: ("a maker", cpu))
+            operator_builds._name_environment.cache_clear()
+            names[cpu] = [get_builds_folder({key: "1"}).name for key in ("ULYSSES_PORTABLE_OPERATORS", "OTHER")]
+    operator_builds._name_environment.cache_clear()
+    (first, first_own), (second, second_own), (old, old_own) = names.values()
+    assert first == second
+    assert first.endswith("-x86-64-v3")
+    assert len({first, first_own, second_own, old_own}) == 4
+    assert old == old_own, "it cannot run what is built for the others"
+
+
 def test_a_cpu_is_known_by_its_instructions(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     text = "processor\t: {}\nvendor_id\t: X\nflags\t\t: {}\ncpu MHz\t: {}\n\nprocessor : 1\nflags : other\n"

@@ -12,8 +12,11 @@ from support.paths import ROOT
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
+from ulysses_cli.launch.nodes import find_nodes
 from ulysses_cli.plan.layout import Layout, Placement, count_near_ranks
 from ulysses_cli.report.placement import explain_crossing
+from ulysses_cli.report.run_end import format_start
+from ulysses_cli.validate import validate_recipe
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 6))
@@ -137,3 +140,13 @@ def test_the_command_draws_copies_of_the_weights_and_warns() -> None:
     needed = run("--nnodes", "8", "parallel.sp_size=4", "parallel.dp_replicate_size=2", "parallel.dp_shard_size=2")
     assert "2 copies of the weights of 2 cross machines: 8 ranks each, machines of 2; " in needed
     assert "dp_replicate_size 1 gathers as fast" in needed
+
+
+def test_a_run_says_which_machine_this_is_and_warns() -> None:
+    words = ["parallel.sp_size=16", "parallel.ring_size=1", "parallel.dp_shard_size=2"]
+    valid = validate_recipe(ROOT / "recipes" / "qwen3-32b-128k-4x8gpu.yaml", words)
+    nodes = find_nodes(32, {"NNODES": "4", "NODE_RANK": "1", "MASTER_ADDR": "zeta"})
+    shown = format_start(valid, nodes.describe(), nodes.count)
+    by = "the environment (NNODES, NODE_RANK, MASTER_ADDR)"
+    assert f"machines    4; this is number 1, by {by}; they meet at zeta:29400; " in shown
+    assert "\nwarning     every row crosses machines: sp_size 16 is more than 8 GPUs; " in shown

@@ -8,7 +8,6 @@ folder, which the next process removes.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.problems import DataError
+from ulysses_cli.plan.files.locks import take_lock
 from ulysses_cli.plan.problem import Problem
 
 MANIFEST = "manifest.json"
@@ -130,10 +130,10 @@ def lock(file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     while True:
         with open(file, "a") as stream:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_lock(stream.fileno())
             except BlockingIOError:
                 on_wait()
-                fcntl.flock(stream, fcntl.LOCK_EX)
+                take_lock(stream.fileno(), waits=True)
             if not _is_at(file, stream.fileno()):
                 continue
             try:

@@ -10,7 +10,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,9 @@ BUILD_SECONDS = 600  # no operator takes this long to build
 WATCH_SECONDS = 2.0
 SIGN_SECONDS = 30.0  # commands give a sign of the builds on their machine each WATCH_SECONDS
 FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10.0, 30.0
+PORTABLE = "ULYSSES_PORTABLE_OPERATORS"  # set: operators are built for all CPUs with AVX2, as an image needs them
+COMMON_CPU = "x86-64-v3"  # the compiler's name of those; train/processes/requirements.py reads it in the folder's name
+COMMON_FLAGS = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 CPU_FACTS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")  # x86, then Arm
 HINT = f"name a folder of your own that you can write: {FOLDER}=FOLDER"
 
@@ -31,7 +34,8 @@ def get_builds_folder(environ: Mapping[str, str], has_gpu: bool | None = None) -
     are compiled against one installation of torch and DeepSpeed and for the CPU of the builder. In one folder for all,
     which is torch's way, two environments rebuild each other's operators, and a CPU that is older than the builder's
     ends its rank with an illegal instruction. `has_gpu`: of the machine that will use them; None: of this one."""
-    name = _name_environment(any(Path("/dev").glob("nvidia[0-9]*")) if has_gpu is None else has_gpu)
+    sees_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    name = _name_environment(sees_gpu if has_gpu is None else has_gpu, bool(environ.get(PORTABLE)))
     if environ.get(FOLDER):
         named = Path(environ[FOLDER])
         return named if named.name == name else named / name  # a rank's variable holds the whole path already
@@ -40,11 +44,15 @@ def get_builds_folder(environ: Mapping[str, str], has_gpu: bool | None = None) -
 
 
 @cache
-def _name_environment(has_gpu: bool) -> str:
+def _name_environment(has_gpu: bool, is_portable: bool) -> str:
     packages = {name: (_get_version(name), _find_place(name)) for name in ("torch", "deepspeed")}
-    facts = repr((packages, platform.python_version(), platform.machine(), has_gpu, read_cpu_kind()))
+    cpu = read_cpu_kind()
+    is_common = is_portable and has_common_instructions(cpu)
+    kind = (COMMON_CPU,) if is_common else cpu
+    facts = repr((packages, platform.python_version(), platform.machine(), has_gpu, kind))
     readable = "-".join(f"{name}{seen}" for name, (seen, _) in packages.items())
-    return f"{re.sub('[^A-Za-z0-9.-]', '_', readable)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    name = f"{re.sub('[^A-Za-z0-9.-]', '_', readable)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    return f"{name}-{COMMON_CPU}" if is_common else name
 
 
 def _get_version(package: str) -> str:
@@ -68,6 +76,10 @@ def read_cpu_kind(file: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     facts = {name.strip(): value for name, value in fields.items()}
     return tuple(" ".join(sorted(facts.get(name, "").split())) for name in CPU_FACTS)
+
+
+def has_common_instructions(cpu: Iterable[str]) -> bool:
+    return {word for fact in cpu for word in fact.split()} >= COMMON_FLAGS
 
 
 def find_write_problem(environ: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ Holds facts and reads texts. nodes.py decides what wins.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -141,6 +142,10 @@ def refuse_lone_rank(environ: Mapping[str, str], *, is_alone: bool) -> None:
 
 
 def _refuse_unread_job(environ: Mapping[str, str], command: str) -> None:
+    if number := environ.get("JOB_COMPLETION_INDEX"):
+        message = f"Kubernetes gave this pod the number {number} of an indexed Job (JOB_COMPLETION_INDEX), but no count"
+        line = f"--nnodes N --node-rank {number} --master-addr FIRST"
+        raise refuse(message, f"write {line}; or --nnodes 1, if each pod has a run of its own")
     for job in UNREAD_JOBS:
         if (count := job.count(environ, job.variable)) > 1:
             message = f"{job.name} gave this job {count} {job.unit} ({job.variable}), but not which of them this is"
@@ -174,6 +179,16 @@ def _count_lines(environ: Mapping[str, str], name: str) -> int:
     return len({line.split()[0] for line in lines if line.strip()})
 
 
+def _count_hosts(environ: Mapping[str, str], name: str) -> int:
+    """Of SageMaker's list, or of Vertex AI's lists, one for each pool of workers."""
+    try:
+        facts = json.loads(environ.get(name) or "[]")
+        lists = facts["cluster"].values() if isinstance(facts, dict) else [facts]
+        return sum(map(len, lists))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise refuse(f"{name} is {environ[name]}, not a list of machines", "give --nnodes") from None
+
+
 @dataclass(frozen=True)
 class UnreadJob:
     """A variable that tells of several machines, or processes, without saying which of them this is. `count` reads it.
@@ -199,6 +214,10 @@ UNREAD_JOBS = (
     UnreadJob("LSF", "LSB_MCPU_HOSTS", _count_pairs),
     UnreadJob("LSF", "LSB_HOSTS", _count_words),
     UnreadJob("Grid Engine", "NHOSTS"),
+    UnreadJob("SageMaker", "SM_HOSTS", _count_hosts, rank="(the place of SM_CURRENT_HOST in SM_HOSTS)"),
+    UnreadJob("Vertex AI", "CLUSTER_SPEC", _count_hosts, rank="(this machine's place in CLUSTER_SPEC)"),
+    UnreadJob("Azure ML", "AZUREML_NODE_COUNT", rank="$NODE_RANK"),
+    UnreadJob("mpirun", "OMPI_COMM_WORLD_SIZE", rank="$OMPI_COMM_WORLD_RANK", unit="processes"),
     UnreadJob("an MPI launcher", "MV2_COMM_WORLD_SIZE", rank="$MV2_COMM_WORLD_RANK", unit="processes"),
     UnreadJob("an MPI launcher", "PMI_SIZE", rank="$PMI_RANK", unit="processes"),
 )

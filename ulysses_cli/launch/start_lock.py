@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
+from ulysses_cli.plan.files.locks import take_lock
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.changes import list_differences
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
@@ -23,10 +23,12 @@ MAX_DIFFERENCES = 12
 
 @dataclass(frozen=True)
 class NewLock:
-    """The lock file, open and locked. The ranks hold a lock on the same file: run_folder/run_lock.py."""
+    """The lock file, open, and locked where its file system has locks. The ranks hold a lock on the same file:
+    run_folder/run_lock.py."""
 
     file: Path
     handle: int
+    is_locked: bool = True
 
 
 def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = None) -> NewLock:
@@ -39,15 +41,15 @@ def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = N
         problem = Problem("run.output_dir", f"{run_dir} cannot be written: {error.strerror}", "choose another folder")
         raise RecipeError([problem]) from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = take_lock(handle)
         facts = {"process": os.getpid(), "host": socket.gethostname(), "started": time.time(), "recipe": recipe}
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(mask_secrets(facts, known=collect_secrets(recipe, os.environ))).encode(), 0)
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        take_lock(handle, shares=True)
     except BlockingIOError:
         os.close(handle)
         raise RecipeError([_describe_live_run(run_dir, read_json(file), recipe)]) from None
-    return NewLock(file, handle)
+    return NewLock(file, handle, is_locked)
 
 
 def _describe_live_run(run_dir: Path, facts: Any, recipe: Mapping[str, Any] | None) -> Problem:

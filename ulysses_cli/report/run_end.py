@@ -15,6 +15,10 @@ from ulysses_cli.report.placement import list_warnings
 from ulysses_cli.validate import Validated
 
 
+def format_missing_lock(run_dir: Path) -> str:
+    return f"warning     {run_dir} is on a disk without file locks: a second run in it will not be refused"
+
+
 def format_start(valid: Validated, machines: str, num_machines: int = 1) -> str:
     plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
     lines = [plan, f"machines    {machines}"] if machines else [plan]

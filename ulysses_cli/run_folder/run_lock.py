@@ -5,9 +5,10 @@ If the folder is removed, the lock is written again. No torch.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
+
+from ulysses_cli.plan.files.locks import take_lock
 
 VARIABLE = "ULYSSES_LOCK"  # the lock's file
 MAX_FACTS_BYTES = 1 << 20
@@ -23,7 +24,7 @@ class RunLock:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.handle = os.open(file, os.O_RDWR)
-        fcntl.flock(self.handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        take_lock(self.handle, shares=True)
 
     def put_back(self) -> None:
         """On one rank of a machine: if the file is gone, writes a new one with the old content. Raises LostFolderError
@@ -33,7 +34,7 @@ class RunLock:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # exclusive: fails if a second run holds it shared
+            take_lock(handle)  # exclusive: fails if a second run holds it shared
         except BlockingIOError:
             os.close(handle)
             raise LostFolderError(
@@ -42,7 +43,7 @@ class RunLock:
         facts = os.pread(self.handle, MAX_FACTS_BYTES, 0)
         os.ftruncate(handle, 0)
         os.pwrite(handle, facts, 0)
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        take_lock(handle, shares=True)
         self.handle = handle
 
 

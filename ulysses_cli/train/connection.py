@@ -37,7 +37,7 @@ from ulysses_cli.train.processes.device import StartError, find_least
 from ulysses_cli.train.processes.disks import Disks, find_disks
 from ulysses_cli.train.processes.groups import Groups, make_groups
 from ulysses_cli.train.processes.rank_store import join_ranks
-from ulysses_cli.train.processes.requirements import find_missing_compiler, find_missing_operator
+from ulysses_cli.train.processes.requirements import find_missing_compiler, find_missing_operator, settle_cpu_flags
 from ulysses_cli.train.telemetry.forecast import Forecast
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.run_file import list_versions
@@ -119,6 +119,7 @@ def open_swap_folder(launch: Launch, inputs: Inputs, groups: Groups, levers: Lev
     recipe = launch.loaded.recipe
     folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir) if uses_disk(levers) else None
     steps_on_host = levers.offload_optimizer == "cpu" and not launch.options.pretend
+    settle_cpu_flags()
     problem = find_missing_compiler() if steps_on_host else ""
     if folder is not None:
         launch.leftovers.callback(remove_rank_files, folder)

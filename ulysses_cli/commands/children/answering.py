@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
@@ -17,6 +16,7 @@ import typer
 from ulysses_cli.commands.children.questions import find_own_run
 from ulysses_cli.commands.options import Format, check_page, or_exit, write_page
 from ulysses_cli.plan.exit_codes import FAILED
+from ulysses_cli.plan.files.locks import take_lock
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.run_folder.archive import EVALUATIONS, NAME, find_damage, find_run_dir, get_folder, list_checkpoints
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state, read_model_steps
@@ -122,7 +122,7 @@ def _alone(folder: Path) -> Iterator[None]:
     written."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        take_lock(lock.fileno(), waits=True)
         yield
 
 

@@ -209,6 +209,8 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
     printing.print_message(run_end.format_start(valid.result, machines, nodes.count))
     lock = lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json"))
     stack.callback(os.close, lock.handle)
+    if not lock.is_locked:
+        printing.print_message(run_end.format_missing_lock(valid.run_dir))
     starts_anew = not recipe.run.resume_from_checkpoint and not options.dry_run and nodes.rank == 0
     inputs = [path for path in (recipe.model.name_or_path, *(dataset.path for dataset in recipe.data.datasets)) if path]
     if starts_anew:

@@ -22,6 +22,8 @@ HEAD = """\
 # {description}
 # Written by `ulysses launch k8s`; submit it with: kubectl apply -f {file}
 # Needs Kubeflow Trainer 2.2 or 2.3{claim}
+# A run that stops early with a checkpoint exits with {stop}: the pods start again and resume. Each start after an early
+# stop or a failure counts, up to {restarts} (--max-restarts). Exit code {usage}, a mistake in the recipe, ends the job.
 {secrets}"""
 ON_CLAIM = """, and a volume claim `{claim}` that all pods can write. It holds local data, if the
 # recipe names any, and {run_dir}."""
@@ -63,6 +65,9 @@ def write_kubernetes(
     head = HEAD.format(
         description=job.describe(),
         file=file,
+        stop=job.stop_code,
+        restarts=job.max_restarts,
+        usage=USAGE,
         claim=(ON_CLAIM if claim else IN_BUCKET).format(claim=claim, run_dir=job.run_dir, uri=job.checkpoint_uri),
         secrets=secrets + (GS_HELP.format(name=GS_SECRET.format(name=job.name)) if "gs" in job.schemes else ""),
     )

@@ -24,7 +24,7 @@ from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import PACKAGES, find_version
-from ulysses_cli.train.processes.requirements import find_missing_package
+from ulysses_cli.train.processes.requirements import find_missing_package, settle_cpu_flags
 
 BAD_VERSIONS = Path(__file__).parent / "bad_versions.yaml"
 BUILD_LIMIT_SECONDS = 420.0
@@ -217,6 +217,7 @@ def step_cpu_adam(device: Any) -> tuple[float, float]:
     """Returns (largest difference after three steps, GB/s of the states that a step reads and writes)."""
     torch: Any = importlib.import_module("torch")
     adam = importlib.import_module("deepspeed.ops.adam")
+    settle_cpu_flags()
     torch.manual_seed(0)
     start, grad = torch.randn(1 << 20), torch.randn(1 << 20)
     ours, expected = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())

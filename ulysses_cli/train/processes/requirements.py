@@ -31,6 +31,24 @@ def find_missing_package(optim: str, quantize_base: str | None = None) -> str:
     return f"{key} needs the package bitsandbytes, which {reason}: pip install 'ulysses-cli[bitsandbytes]', or {other}"
 
 
+COMMON_CPU, COMMON_WIDTH = "x86-64-v3", "-D__AVX256__"  # the compiler's name of it, and DeepSpeed's
+
+
+def settle_cpu_flags(environ: Mapping[str, str] = os.environ) -> None:
+    """Where the folder of built operators is for all CPUs with AVX2, has DeepSpeed build them so. It would compile for
+    the CPU of this machine, on which alone such an operator may run."""
+    if environ.get("TORCH_EXTENSIONS_DIR", "").endswith(f"-{COMMON_CPU}"):
+        builder = importlib.import_module("deepspeed.ops.op_builder.builder").OpBuilder
+        builder.cpu_arch = lambda _: f"-march={COMMON_CPU}"
+        builder.simd_width = lambda _: COMMON_WIDTH
+
+
+def build_cpu_adam() -> None:
+    """For an image."""
+    settle_cpu_flags()
+    importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
+
+
 def find_missing_compiler(environ: Mapping[str, str] = os.environ) -> str:
     """'' when DeepSpeed's CPU Adam is built here or can be; else what is wrong. Otherwise the run would find out when
     the optimizer is made, after all weights are loaded."""
