@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.commands import run
+from support.faults import wait_for_end
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from test_generation import PlainForward, make_axes, make_axis, make_prompts
@@ -298,6 +304,41 @@ def test_any_number_of_ranks_answers_alike(model: str, tmp_path: Path, capfd: py
     other = run("evaluate", model, *WORDS, *words, "--seed", "1", "--output", str(tmp_path / "2"))
     assert other.returncode == 2
     assert "holds the results of another evaluation: seed differ" in other.stdout
+
+
+@pytest.mark.full
+def test_a_killed_evaluation_goes_on_where_it_was(model: str, tmp_path: Path) -> None:
+    """The command is killed, and its ranks end. The next start asks what is left, and both starts are paid for."""
+    tasks = ("--suite", "niah_single_1", "--max-length", "600,1200", "--samples", "6", "--price", "3")
+    words = ("evaluate", model, *WORDS, *tasks, "--sp-size", "2", "--output")
+    whole = run(*words, str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    lines = tmp_path / "killed" / "results.jsonl"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = subprocess.Popen([sys.executable, "-m", "ulysses_cli", *words, str(tmp_path / "killed")], env=environ)
+    while not lines.exists() or lines.read_bytes().count(b"\n") < 4:
+        assert command.poll() is None
+        time.sleep(0.01)
+    processes = {command.pid, *(each.pid for each in psutil.Process(command.pid).children(recursive=True))}
+    command.kill()
+    command.wait()
+    wait_for_end(processes, 15)
+    kept = lines.read_bytes()
+    num_kept = kept.count(b"\n") - 1
+    assert 3 <= num_kept < 12
+    again = run(*words, str(tmp_path / "killed"))
+    assert again.returncode == 0, again.stderr
+    assert lines.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    first, second = (json.loads((tmp_path / name / "quality.json").read_text()) for name in ("whole", "killed"))
+    answers = [
+        [(each["id"], each["prompt_hash"], each["answer"]) for each in one["results"]] for one in (first, second)
+    ]
+    assert answers[0] == answers[1]
+    spent = [json.loads(line)["spent"] for line in lines.read_text().splitlines()[1:]]
+    assert second["earlier_seconds"] == pytest.approx(sum(spent[:num_kept]), abs=0.02)
+    assert first["earlier_seconds"] == 0 < second["earlier_seconds"]
+    seconds = second["earlier_seconds"] + second["seconds"]
+    assert second["usd"] == pytest.approx(seconds / 3600 * 2 * 3)
 
 
 @pytest.mark.full

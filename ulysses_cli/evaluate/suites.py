@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -214,5 +215,7 @@ def count_needed(sample: Sample, tokens: Sequence[int]) -> int:
     return len(tokens) + sample.max_new_tokens
 
 
-def count_prompts(plan: Plan, amount: Amount) -> int:
-    return len(plan.tasks) * len(amount.lengths) * amount.num_samples + len(plan.samples)
+def count_prompts(plan: Plan, amount: Amount) -> Counter[int]:
+    """By their length; 0 for samples of files."""
+    number = len(plan.tasks) * amount.num_samples
+    return Counter({**dict.fromkeys(amount.lengths, number), 0: len(plan.samples)})

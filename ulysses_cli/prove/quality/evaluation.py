@@ -5,31 +5,38 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.losses import summarize_losses
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
-from ulysses_cli.evaluate.retrieval import keep_whole, make_ways
+from ulysses_cli.evaluate.retrieval import WHOLE, get_way, keep_whole, make_ways
 from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_needed, count_prompts, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.files.weight_files import list_weight_files
+from ulysses_cli.plan.flops import compute_layers_flops
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.prove.quality.documents import CutDocument
 from ulysses_cli.prove.quality.results_file import ResultsFile
+from ulysses_cli.prove.quality.time_left import TimeLeft
 from ulysses_cli.prove.ranks.machines import Machines
 from ulysses_cli.prove.ranks.ranks import run_on_ranks
 from ulysses_cli.prove.results import describe_machine
 
+if TYPE_CHECKING:
+    from ulysses_cli.prove.quality.loading import EvaluatedModel
+
 TIME_LIMIT = 14 * 24 * 3600.0
 REPORT_SECONDS = 5.0
+SPENT = "spent"  # of a result: seconds since the one before it, or since its start began to load the model
 
 
 @dataclass(frozen=True)
@@ -150,13 +157,14 @@ def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection, is_on_
     from ulysses_cli.train.generation.questions import Quiz, ask_questions
     from ulysses_cli.train.processes.consistency import gather_values, scatter_values
 
+    started = time.monotonic()
     model = load_for_evaluation(evaluation.model, device, pipe.send)
     groups, quiz, own = model.groups, None, None
     if is_on_several:
         shares = [evaluation] * groups.layout.world_size if groups.is_first else None
         evaluation = replace(scatter_values(shares, groups.host_group), model=evaluation.model)
     if groups.is_first:
-        own = _Questions(evaluation, model.tokenizer, pipe.send)
+        own = _Questions(evaluation, model, pipe.send, started)
         quiz = Quiz(own.walk(), own.prompter, own.one_answer_tasks, own.record)
     ask_questions(model.engine, quiz, model.stop_tokens)
     if evaluation.documents:
@@ -198,10 +206,13 @@ def _compare_documents(documents: Sequence[CutDocument], results: Sequence[Mappi
 
 
 class _Questions:
-    """Rank 0's side: which questions are left, their results, and the progress with the time that is left."""
+    """Rank 0's side: which questions are left, their results, and the progress with the time that is left. `started`:
+    when the rank began to load the model."""
 
-    def __init__(self, evaluation: ModelEvaluation, tokenizer: Any, send: Callable[[str], None]) -> None:
-        self.evaluation, self.send = evaluation, send
+    def __init__(
+        self, evaluation: ModelEvaluation, model: EvaluatedModel, send: Callable[[str], None], started: float
+    ) -> None:
+        self.evaluation, self.send, tokenizer = evaluation, send, model.tokenizer
         self.prompter = Prompter(
             tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer)
         )
@@ -210,10 +221,13 @@ class _Questions:
         self.file = ResultsFile(Path(evaluation.output) / "results.jsonl", evaluation.list_settings(tokenizer))
         self.too_long: list[dict[str, Any]] = []
         _compare_documents(evaluation.documents, self.file.results)
-        self.total = count_prompts(self.plan, evaluation.amount) + len(evaluation.documents)
-        self.num_before = len(self.file.results)
+        counts = count_prompts(self.plan, evaluation.amount) + Counter(each.length for each in evaluation.documents)
+        self.time_left = TimeLeft(counts, lambda length: compute_layers_flops(model.shape, [length]))
+        for result in keep_whole(self.file.results):
+            self.time_left.drop(result["length"])
+        self.total, self.num_before = counts.total(), len(self.file.results)
         self.num_ways = 0  # so far: how many there will be is not known before
-        self.started = self.told = time.monotonic()
+        self.before, self.recorded, self.told = started, time.monotonic(), 0.0
         if self.num_before:
             send(f"going on: {self.num_before} questions are answered already")
 
@@ -225,6 +239,7 @@ class _Questions:
             if limit and not prompt.length and needed > limit:
                 own = {"id": prompt.name, "task": prompt.sample.task, "tokens": needed}
                 self.too_long.append({**own, "file_id": prompt.sample.facts.get("id")})
+                self.time_left.drop(prompt.length)
             elif prompt.name not in done:
                 yield prompt
 
@@ -243,12 +258,17 @@ class _Questions:
             yield way
 
     def record(self, result: dict[str, Any]) -> None:
-        self.file.add(result)
-        now, number = time.monotonic(), len(self.file.results) - self.num_before
+        now = time.monotonic()
+        self.file.add({**result, SPENT: round(now - self.before, 3)})
+        self.before = now
+        if get_way(result) == WHOLE:  # the time of its other ways is counted with the next question
+            self.time_left.note(result["length"], now - self.recorded)
+            self.recorded = now
+        number = len(self.file.results) - self.num_before
         if now - self.told >= REPORT_SECONDS or number == 1:
             self.told = now
             total = self.total + self.num_ways - len(self.too_long)
-            left = f"{(now - self.started) / number * max(0, total - self.num_before - number):.0f} s left"
+            left = f"{self.time_left.estimate():.0f} s left"
             if self.evaluation.budgets:
                 left = f"at least {left}"  # questions of later ones are not counted yet
             place = f"question {number + self.num_before} of {total}"
@@ -266,4 +286,5 @@ class _Questions:
         ]
         answers, losses = split_results(results)
         summary = {**summarize(keep_whole(answers), self.too_long), "losses": summarize_losses(losses)}
-        return {**summary, "results": results, "notes": list(self.plan.notes)}
+        earlier = sum(result.get(SPENT, 0.0) for result in self.file.results[: self.num_before])
+        return {**summary, "results": results, "notes": list(self.plan.notes), "earlier_seconds": round(earlier, 2)}

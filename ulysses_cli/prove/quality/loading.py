@@ -10,6 +10,7 @@ from typing import Any
 from ulysses_cli.data.batching import make_eval_batching
 from ulysses_cli.data.steps import Batching
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import choose_layout, settle
@@ -28,6 +29,7 @@ class EvaluatedModel:
 
     engine: Engine
     tokenizer: Any
+    shape: ModelShape
     stop_tokens: set[int]
     batching: Batching  # of whole documents
     max_length: int
@@ -49,7 +51,7 @@ def load_for_evaluation(text: str, device: Any, report: Callable[[str], None]) -
     engine = build_for_answers(plan, groups, device, told)
     stop_tokens = agree_on_stop_tokens(engine, tokenizer)
     batching = make_eval_batching(shape, plan.resolved)
-    return EvaluatedModel(engine, tokenizer, stop_tokens, batching, recipe.data.max_length)
+    return EvaluatedModel(engine, tokenizer, shape, stop_tokens, batching, recipe.data.max_length)
 
 
 def _ignore(_: str) -> None:

@@ -91,6 +91,7 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         found = check_task(evaluation, against)
         evaluation = replace(evaluation, documents=found.documents)
     other = replace(evaluation, model=against, output=str(Path(options["output"]) / "against")) if against else None
+    other = replace(other, budgets=()) if other else None  # how it retrieves is not compared
     machines = _meet(place, [evaluation, *([other] if other else [])], report) if place else None
     try:
         before = run_evaluation(other, device, report, machines, "against") if other else None
@@ -112,5 +113,11 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         answers, _ = split_results(findings["results"])
         findings["retrieval"] = summarize_retrieval(answers, options["sp_size"], price)
     if price:
-        findings["usd"] = findings["seconds"] / 3600 * findings["num_ranks"] * price
+        findings["usd"] = count_seconds(findings, before) / 3600 * findings["num_ranks"] * price
     return {**findings, "subject": options["subject"]}
+
+
+def count_seconds(findings: Mapping[str, Any], before: Mapping[str, Any] | None) -> float:
+    """What was paid for: this start, the starts of this evaluation that were killed, and those of the other model."""
+    each = [findings] if before is None else [findings, before]
+    return sum(one["seconds"] + one["earlier_seconds"] for one in each)
