@@ -94,6 +94,13 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     each = prediction["prefill_seconds"] + 127 * prediction["token_seconds"]
     assert prediction["questions"] > 100
     assert prediction["questions_seconds"] == pytest.approx(prediction["questions"] * each)
+    assert (prediction["room"], prediction["usd"]) == ("with all weights", None)
+    words = ("--max-length", "4Ki,1Gi", "--gpu", "h100", "--price", "3", "--against", "another")
+    result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", *words)
+    twice, huge = json.loads(result.stdout)["predictions"]
+    assert twice["questions_seconds"] == pytest.approx(2 * prediction["questions_seconds"])
+    assert twice["usd"] == pytest.approx(twice["questions_seconds"] / 3600 * 3)
+    assert huge["room"] == "no"
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--gpu", "abacus")
     assert (result.returncode, json.loads(result.stdout)["problems"][0]["key"]) == (2, "--gpu")
 

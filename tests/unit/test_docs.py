@@ -146,13 +146,20 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
     rows = load("estimate")["a real step's peak: counted, predicted"]
     steps = [row for row in rows if row["what"].startswith("formula")]
     errors = [100 * row["error"] for row in steps]
-    injected, survived, refused, lost = load("faults-cpu")["all"].values()
+    faults = [load(name) for name in ("faults-cpu", "faults-2-hosts-cpu", "faults-4-hosts-cpu")]
+    for found in faults:
+        assert found["is_finished"]
+        assert found["all"]["lost"] == found["all"]["hung"] == 0
+    injected, survived, refused, lost, hung = faults[0]["all"].values()
+    table = (DOCS / "benchmarks.md").read_text()
+    for found in faults:
+        assert f" | {' | '.join(map(str, found['all'].values()))} |".removeprefix(" ") in table
     for figure in (
         "4 collectives, forward and backward (5 with checkpointing); DeepSpeed 0.19.8 takes 9",
         f"{flops:.2f} of the FLOPs of DeepSpeed's levers, the output head not counted",
         f"peak {ours['peak']:.0f} MiB, DeepSpeed {peer['peak']:.0f}",
         f"{len(steps)} real steps of DeepSpeed: {min(errors):.1f} to {max(errors):+.1f} %",
-        f"of {injected} faults {survived} survived, {refused} refused, {lost} lost",
+        f"of {injected} faults {survived} survived, {refused} refused, {lost} lost, {hung} hung",
         f"{100 * load('data-cpu')['packing_efficiency']:.1f} % of a row is filled",
     ):
         assert figure in readme

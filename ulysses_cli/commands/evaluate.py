@@ -142,12 +142,11 @@ def evaluate(
         run,
     )
     from ulysses_cli.commands.children.place import find_place
-    from ulysses_cli.commands.children.questions import plan_questions
+    from ulysses_cli.commands.children.questions import list_uncounted, plan_questions, predict_evaluation
     from ulysses_cli.commands.children.training import Machine
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Plan, Sources
     from ulysses_cli.launch import launcher
-    from ulysses_cli.plan.planner.generation import predict, predict_questions, predict_seconds
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
 
@@ -193,20 +192,15 @@ def evaluate(
         base, config = or_exit(lambda: find_base(model), output)
         _, shape = or_exit(lambda: prepare_model(base, config, question, online=online), output)
         kind = or_exit(lambda: load_hardware().get_gpu(gpu), output) if gpu is not None else None
-        width = 4 if dtype is WeightsDtype.float32 else 2
-        quantized = base.recipe["lora"]["quantize_base"] if "lora" in base.recipe else None
         limit = choose_limit(shape)
         every = list(dict.fromkeys([*lengths, limit]))
-        predictions = [predict(shape, length, sp_size, num_ranks, width, quantized=quantized) for length in every]
-        for each in predictions:
-            each["weights_are_on"] = "host" if offload_weights else "GPU"
-            seconds = predict_seconds(shape, each["length"], sp_size, width, kind) if kind is not None else None
-            each["prefill_seconds"], each["token_seconds"] = seconds or (None, None)
-            num_questions = len(plan.tasks) * (samples or DEFAULT_SAMPLES) if each["length"] in lengths else 0
-            num_questions += len(plan.samples) if each["length"] == limit else 0
-            each["questions"] = num_questions
-            each["questions_seconds"] = predict_questions(seconds, num_questions, num_ranks // sp_size)
-        notes = [*plan.notes, *note_positions(every, [shape])]
+        predictions = predict_evaluation(
+            shape, plan, every, made=lengths, limit=limit, num_samples=samples or DEFAULT_SAMPLES, gpu=kind,
+            sp_size=sp_size, num_ranks=num_ranks, bytes_per_number=4 if dtype is WeightsDtype.float32 else 2,
+            quantized=base.recipe["lora"]["quantize_base"] if "lora" in base.recipe else None,
+            is_on_host=offload_weights, num_models=1 + (against is not None), price=price,
+        )  # fmt: skip
+        notes = [*plan.notes, *note_positions(every, [shape]), *list_uncounted(plan, against, against_retrieval)]
         if output is Format.json:
             printing.print_json({"predictions": predictions, "notes": notes})
         else:

@@ -56,6 +56,8 @@ def format_quality(findings: Findings) -> str:
 def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str, notes: Sequence[str] = ()) -> str:
     header = ["length", "cache per rank", "with activations", "weights per rank", "all weights"]
     header += ["operations of a prefill per rank", "prefill", "later token", "questions", "all of them, at most"]
+    header += ["has room"] * any(each["room"] != "unknown" for each in predictions)
+    header += ["USD, at most"] * any(each["usd"] is not None for each in predictions)
     cells = [
         [
             format_binary(each["length"]),
@@ -70,6 +72,8 @@ def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str, note
             ),
             format_number(each["questions"]),
             "unknown" if each["questions_seconds"] is None else format_seconds(each["questions_seconds"]),
+            *([each["room"]] if "has room" in header else []),
+            *([NO_VALUE if each["usd"] is None else f"{each['usd']:,.2f}"] if "USD, at most" in header else []),
         ]
         for each in predictions
     ]

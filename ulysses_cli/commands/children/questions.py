@@ -1,4 +1,4 @@
-"""What `evaluate` asks: which suites read --path, and which documents a run has held out."""
+"""What `evaluate` asks: which suites read --path, which documents a run has held out, and what it will take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ulysses_cli.evaluate.suites import Plan, Sources
+    from ulysses_cli.plan.hardware import Gpu
+    from ulysses_cli.plan.models.shape import ModelShape
 
 RUN_FILE = "run.json"
 
@@ -64,6 +66,53 @@ def plan_questions(model: str, suites: Sequence[str], path: str | None, sources:
         hint = f"leave it out, or add one of {', '.join((LOSS, *FILE_SUITES))}, {HARNESS}TASK"
         raise RecipeError([Problem("--path", f"no suite of {', '.join(suites)} reads files", hint)])
     return sources, plan
+
+
+def predict_evaluation(
+    shape: ModelShape,
+    plan: Plan,
+    lengths: Sequence[int],
+    *,
+    made: Sequence[int],
+    limit: int,
+    num_samples: int,
+    sp_size: int,
+    num_ranks: int,
+    bytes_per_number: int,
+    gpu: Gpu | None,
+    quantized: str | None,
+    is_on_host: bool,
+    num_models: int,
+    price: float | None,
+) -> list[dict[str, Any]]:
+    """Memory, operations, seconds and dollars by length. `made`: lengths of the tasks that are made; questions from
+    files have up to `limit` tokens. `num_models`: they answer the same questions, one after the other."""
+    from ulysses_cli.plan.planner.generation import NEW_TOKENS, judge_room, predict, predict_questions, predict_seconds
+
+    predictions = []
+    for length in lengths:
+        samples = plan.samples if length == limit else ()
+        new_tokens = max([NEW_TOKENS, *(sample.max_new_tokens for sample in samples)])
+        each = predict(shape, length, sp_size, num_ranks, bytes_per_number, new_tokens, quantized)
+        each["weights_are_on"] = "host" if is_on_host else "GPU"
+        seconds = predict_seconds(shape, length, sp_size, bytes_per_number, gpu) if gpu is not None else None
+        each["prefill_seconds"], each["token_seconds"] = seconds or (None, None)
+        each["questions"] = (len(plan.tasks) * num_samples if length in made else 0) + len(samples)
+        taken = predict_questions(seconds, each["questions"], num_ranks // sp_size, new_tokens)
+        each["questions_seconds"] = None if taken is None else num_models * taken
+        is_priced = price is not None and taken is not None
+        each["usd"] = each["questions_seconds"] / 3600 * num_ranks * price if is_priced else None
+        each["room"] = judge_room(each, gpu) if gpu is not None else "unknown"
+        predictions.append(each)
+    return predictions
+
+
+def list_uncounted(plan: Plan, against: str | None, against_retrieval: bool) -> list[str]:
+    """What a prediction leaves out, and what it counts twice."""
+    parts = ["the loss of documents"] * plan.has_loss + ["lm-eval's tasks"] * bool(plan.harness)
+    parts += ["what --against-retrieval asks beside the whole context"] * against_retrieval
+    notes = [f"{', '.join(parts)}: not in the time of the questions"] if parts else []
+    return [*notes, *(["both models answer the questions, each in turn: their time is the sum"] * bool(against))]
 
 
 def _list_held_out(path: Path) -> tuple[dict[str, Any], ...]:

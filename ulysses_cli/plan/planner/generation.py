@@ -3,6 +3,7 @@ of a later token."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ulysses_cli.plan.flops import compute_layers_flops, count_idle
@@ -80,13 +81,27 @@ def predict_seconds(
     return prefill, read / (gpu.memory_gb_s * 1e9 * share.memory)
 
 
-def predict_questions(seconds: tuple[float, float] | None, num_questions: int, num_groups: int) -> float | None:
+def predict_questions(
+    seconds: tuple[float, float] | None, num_questions: int, num_groups: int, new_tokens: int = NEW_TOKENS
+) -> float | None:
     """Seconds of all questions of a length at most: each group answers questions of its own, one after the other; each
     question has a prefill and an answer of full length. Weights are gathered once."""
     if seconds is None:
         return None
     prefill, later = seconds
-    return -(-num_questions // num_groups) * (prefill + (NEW_TOKENS - 1) * later)
+    return -(-num_questions // num_groups) * (prefill + (new_tokens - 1) * later)
+
+
+def judge_room(prediction: Mapping[str, Any], gpu: Gpu) -> str:
+    """How a prompt finds room on this GPU: with all weights gathered once, which is fast, with a share of them, or not.
+    While weights are sharded, or on the host, a layer's are gathered at a time, which is not counted."""
+    if prediction["prefill_bytes"] is None:
+        return "unknown"
+    room = gpu.memory_bytes - prediction["prefill_bytes"]
+    share = 0 if prediction["weights_are_on"] == "host" else prediction["weight_bytes"]
+    if prediction["gathered_weight_bytes"] <= room and share:
+        return "with all weights"
+    return "with a share of the weights" if share <= room else "no"
 
 
 def count_read_weights(shape: ModelShape, num_sequences: int = 1) -> int:
