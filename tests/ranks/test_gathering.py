@@ -46,7 +46,7 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     real = [(enters, is_forward, num_bytes // 4) for enters, is_forward, num_bytes in json.loads(done.stdout)]
     job = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers(**request["levers"]))
     leaves = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp)
-    modules = tuple(join_mlps(job.weights.modules, leaves))
+    modules = tuple(join_mlps(job.weights.modules, leaves, job.shape.model_type))
     recomputes = job.levers.gradient_checkpointing is not False
     visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
     coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves))

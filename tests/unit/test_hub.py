@@ -160,7 +160,7 @@ class FakeHub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub_address() -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), FakeHub)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 

@@ -36,7 +36,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Hook]]]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     handler = type("OwnHook", (Hook,), {"statuses": [], "bodies": []})
     server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/services/T0/B1/aSecretPathOfTheHook", handler
     server.shutdown()

@@ -22,6 +22,13 @@ from ulysses_cli.plan.models.shape import ModelShape
 
 ByLayer = tuple[tuple[int, int], ...]
 TRANSPOSED_EXPERTS = {"gpt_oss"}  # their weights lie as the product reads them; those of others are transposed for it
+# Blocks that make the router before the experts, and those that make the experts last.
+ROUTER_FIRST = {
+    *("cohere2_moe", "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"),
+    "qwen3_next",
+}
+EXPERTS_LAST = {"afmoe", "gemma4_text"}
 WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
 
 
@@ -90,7 +97,7 @@ def _replay(
 ) -> Gathered:
     weights = list_weights(shape, adapters)
     leaves = find_leaves(shape, tiles_mlp=tiles_mlp)
-    modules = tuple(join_mlps(weights.modules, leaves))
+    modules = tuple(join_mlps(weights.modules, leaves, shape.model_type))
     events = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
     saved = find_experts(modules) if saves_experts else frozenset()
     coordinator = Coordinator(modules, events, engine, joins_mlps=bool(leaves), splits=splits, saved=saved)
@@ -199,18 +206,30 @@ def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:
     return frozenset(index for index, is_leaf in enumerate(are_leaves) if is_leaf)
 
 
+def _rank_as_made(weight: str, model_type: str) -> int:
+    if is_adapter(weight):
+        return 3
+    is_router, are_experts = ".router" in weight, ".experts." in weight
+    if model_type in EXPERTS_LAST:
+        return int(are_experts)
+    if is_router:
+        return 0 if model_type in ROUTER_FIRST else 1
+    return 0 if are_experts else 2
+
+
 def find_experts(modules: tuple[Module, ...]) -> frozenset[str]:
     names = (name for module in modules for name, _ in module.weights)
     return frozenset(name for name in names if name.endswith((".experts.gate_up", ".experts.down")))
 
 
-def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int]) -> Iterator[Module]:
+def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int], model_type: str) -> Iterator[Module]:
     """Joins the modules of each MLP that is a ZeRO-3 leaf module, as tiled ones are, because it is gathered as a whole:
-    weights in the order in which they were made (record_parameters), adapters last."""
+    weights in the order in which they were made (record_parameters), adapters last. Most blocks make their experts
+    before the router and the expert that every token goes to, whichever runs first."""
     for (in_mlp, number), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         if in_mlp and number in leaves:
             inside = list(group)
             weights = dict.fromkeys(weight for module in inside for weight in module.weights)
-            yield replace(inside[0], weights=tuple(sorted(weights, key=lambda weight: is_adapter(weight[0]))))
+            yield replace(inside[0], weights=tuple(sorted(weights, key=lambda each: _rank_as_made(each[0], model_type))))
         else:
             yield from group
