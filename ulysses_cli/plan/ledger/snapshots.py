@@ -298,6 +298,9 @@ def _walk_load(job: Job, gathered: Gathered) -> Iterator[MemorySnapshot]:
         yield MemorySnapshot("load", "a weight is gathered alone", {**loaded, **hook})
     proof = {"parameters_gathered": job.dtype_bytes * gathered.proof, "logits": head.compute_proof_logits(job)}
     yield MemorySnapshot("load", "the head is proven", {**loaded, **proof, "lora": lengths.compute_proof(job)})
+    restored = max((quantized.compute_restored(job.view(kind), kind) for kind in job.shape.layer_kinds), default=0)
+    if restored and job.quantized == "nf4":  # on a few tokens 8 bits restore nothing
+        yield MemorySnapshot("load", "a weight is restored", {**loaded, "restored_weights": restored})
 
 
 def _list_fetched(job: Job, num_elements: int, num_arriving: int) -> Lines:

@@ -29,7 +29,12 @@ ROUTER_FIRST = {
     "qwen3_next",
 }
 EXPERTS_LAST = {"afmoe", "gemma4_text"}
-WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
+SHARED_APART = {"granitemoe_swa", "granitemoehybrid", "granitemoeshared"}  # modeling_granitemoeshared.py
+WHOLE_MLPS = {
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +211,15 @@ def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:
     return frozenset(index for index, is_leaf in enumerate(are_leaves) if is_leaf)
 
 
+def _split_mlp(modules: list[Module], model_type: str) -> list[list[Module]]:
+    """The expert that every token goes to may be a module beside the block, and then it is gathered by itself."""
+    names = [module.name for module in modules]
+    if model_type not in SHARED_APART or "shared" not in names:
+        return [modules]
+    at = names.index("shared")
+    return [modules[:at], modules[at:]]
+
+
 def _rank_as_made(weight: str, model_type: str) -> int:
     if is_adapter(weight):
         return 3
@@ -228,8 +242,9 @@ def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int], model_type: s
     before the router and the expert that every token goes to, whichever runs first."""
     for (in_mlp, number), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         if in_mlp and number in leaves:
-            inside = list(group)
-            weights = dict.fromkeys(weight for module in inside for weight in module.weights)
-            yield replace(inside[0], weights=tuple(sorted(weights, key=lambda each: _rank_as_made(each[0], model_type))))
+            for inside in _split_mlp(list(group), model_type):
+                weights = dict.fromkeys(weight for module in inside for weight in module.weights)
+                order = sorted(weights, key=lambda each: _rank_as_made(each[0], model_type))
+                yield replace(inside[0], weights=tuple(order))
         else:
             yield from group

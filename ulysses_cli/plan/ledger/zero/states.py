@@ -91,8 +91,9 @@ def _count_sent_bytes(job: Job) -> int:
 def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) -> int:
     """Sending a bucket of `num_elements`. A gradient larger than the bucket is cast whole, in addition to its own
     memory; below stage 3 it too is concatenated with those of other ranks. For an optimizer on the host each gradient's
-    norm is taken in float64 before it leaves: at stage 3 of this rank's share, cast to g, while all still exist
-    (stage3.py: _constant_buffered_norm2); below, of the whole (set_norm_for_param_grad_in_gpu). `largest`: elements of
+    norm is taken in float64 before it leaves: at stage 3 of this rank's share, cast to g (stage3.py:
+    _constant_buffered_norm2), when the cast of what was concatenated is gone; below, of the whole
+    (set_norm_for_param_grad_in_gpu). `largest`: elements of
     the largest of these gradients; `num_before`: elements that were sent before them."""
     b, is_large = job.dtype_bytes, num_elements > job.engine.reduce_bucket
     own, shard = b * num_elements * is_large, count_shard(job.weights.num_trained, job.world_size)
@@ -100,12 +101,14 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
     if job.zero_stage == 3:
         is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not concatenated
         sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
-        sent += compute_oversize_gradient(job, num_elements)
+        cast = compute_oversize_gradient(job, num_elements)
         if job.engine.communication_bytes != job.engine.gradient_bytes:  # this rank's shares are cast back
             sent += job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
         share = count_shard(largest, job.world_size)
         norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
-        return own + sent + takes_norm * norm
+        if is_alone:  # nothing was concatenated: the shares lie in the cast itself
+            return own + sent + cast + takes_norm * norm
+        return own + sent + max(cast, takes_norm * norm)
     own_share = min(largest, max(0, shard - num_before))  # the last rank's share is sent first
     norm = takes_norm * lower_stages.NORM_BYTES * own_share
     return own + max(_compute_lower_sent(job, num_elements, largest, num_before), norm)
