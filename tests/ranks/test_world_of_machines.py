@@ -142,6 +142,6 @@ def test_two_machines_answer_as_one_does(tmp_path: Path) -> None:
     found, nothing = run_machines(work)
     assert nothing == {}
     assert not (tmp_path / "none").exists()
-    kept = [[{**each, "seconds": 0} for each in findings["results"]] for findings in (expected, found)]
+    kept = [[{**each, "seconds": 0, "spent": 0} for each in findings["results"]] for findings in (expected, found)]
     assert kept[0] == kept[1]
     assert len(kept[0]) == 4
