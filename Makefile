@@ -36,7 +36,11 @@ test-check: install  ## the larger sample of tests that CI runs
 	.loaders/bin/python -m pip install -q --no-compile -r tests/loaders.txt
 	touch $@
 
-test-full: install .loaders/installed  ## all tests, with every combination
+$(VENV)/full: $(VENV)/installed
+	python -m pip install -q --no-compile -e ".[dev,full]" -c constraints.txt
+	touch $@
+
+test-full: install $(VENV)/full .loaders/installed  ## all tests, with every combination
 	ULYSSES_FULL=1 python -m pytest tests
 
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
