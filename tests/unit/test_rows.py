@@ -16,7 +16,7 @@ from support.prepared import make_prepared
 from support.tiers import count_examples
 
 from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.rows import PackedRows, open_rows
+from ulysses_cli.data.rows import PackedRows, hash_content, open_rows
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rows.packing import locate_row, share_rows
 
@@ -125,6 +125,15 @@ def test_every_token_exactly_once_per_epoch_over_resumes_and_rank_counts(
         expected = {(epoch, n, at) for epoch in (0, 1) for n, length in enumerate(lengths) for at in range(length)}
         assert set(seen.values()) <= {1}
         assert seen.keys() == expected
+
+
+def test_machines_compare_the_content_of_their_data(tmp_path: Path) -> None:
+    """The folder's name tells what the data was made of. A token that differs has no other name and size."""
+    first, second, other = (
+        make_prepared(tmp_path / name, [[[1, 2, 3, last]]], max_length=4)
+        for name, last in (("a", 4), ("b", 4), ("c", 5))
+    )
+    assert hash_content(first) == hash_content(second) != hash_content(other)
 
 
 def test_weights_are_copies_per_epoch(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ Knows no rank and no step: any process may read any part of any row, and only th
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +139,15 @@ def _check(folder: Path) -> None:
     damage = find_damage(folder)
     if damage:
         raise ValueError(f"{damage}; run `ulysses prepare` again")
+
+
+def hash_content(prepared: Path) -> str:
+    """Of rows and tokens, from the hashes that were taken when they were made. Machines that each prepared the data
+    compare it."""
+    rows = read_manifest(prepared)
+    stores = [read_manifest(prepared.parents[1] / "tokens" / name) for name in rows["stores"]]
+    content = [each.get("sha256") for each in (rows, *stores)]  # None where an earlier version made them
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def open_rows(prepared: Path, split: Split) -> PackedRows:

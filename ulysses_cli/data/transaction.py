@@ -8,6 +8,7 @@ folder, which the next process removes.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -60,7 +61,8 @@ def _make(target: Path, build: Callable[[Path], Mapping[str, Any]], on_wait: Cal
             sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
             for name in sizes:
                 sync(partial / name)
-            write_json(partial / MANIFEST, {**manifest, "sizes": sizes})
+            hashes = {name: _hash(partial / name) for name in sizes}
+            write_json(partial / MANIFEST, {**manifest, "sizes": sizes, "sha256": hashes})
             sync(partial)
             if target.exists():  # find_damage reported damage above
                 shutil.rmtree(target)
@@ -69,6 +71,11 @@ def _make(target: Path, build: Callable[[Path], Mapping[str, Any]], on_wait: Cal
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return True
+
+
+def _hash(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ulysses_cli.data.rows import hash_content
 from ulysses_cli.data.steps import Batching
 from ulysses_cli.plan.ledger.zero.swapping import compute_swap_need
 from ulysses_cli.plan.levers import Levers, uses_disk
@@ -181,6 +182,7 @@ def check_machines(launch: Launch, inputs: Inputs) -> None:
         "layout": str(inputs.resolved.layout),
         **list_settings(launch),
         "data": launch.options.data.name,
+        "the content of the data": hash_content(launch.options.data),
         **list_versions(),
     }
     name = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', '0')})"
