@@ -206,6 +206,7 @@ def test_the_compiler_takes_a_rotation_and_keeps_its_layout(function: Any, width
     assert out.stride() == rows.stride()
 
 
+@pytest.mark.check
 def test_each_width_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes what differs between two calls of one function a variable of its graph."""
     num_variables: list[int] = []

@@ -43,6 +43,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.check
 def test_a_part_that_fails_stops_no_other_and_is_tried_again_last(call: Any, tmp_path: Path) -> None:
     order = f"open({str(tmp_path / 'order')!r}, 'a').write"
     marker = f"import pathlib, sys; p = pathlib.Path({str(tmp_path / 'marker')!r}); e = p.exists(); p.touch(); "

@@ -292,6 +292,7 @@ def test_ranks_may_end_by_themselves_before_a_lost_machine_ends_them(monkeypatch
     assert handler.find_lost(has_ranks=False) == "", "machines may come back while nothing is done"
 
 
+@pytest.mark.check
 def test_two_machines_with_one_rank_are_refused(machines: Machines) -> None:
     master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1", 60.0)
     machines.start(1, 1)
@@ -299,6 +300,7 @@ def test_two_machines_with_one_rank_are_refused(machines: Machines) -> None:
     assert master.port == machines.port
 
 
+@pytest.mark.check
 def test_an_address_without_a_master_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
     with pytest.raises(MeetingError, match=r"nothing answers at 127.0.0.1:[0-9]+ within 0.1 s"):

@@ -54,6 +54,7 @@ def test_a_difference_is_named_on_all_machines() -> None:
     assert run_machines(work) == [message] * 3
 
 
+@pytest.mark.check
 def test_a_machine_without_signs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SILENT_SECONDS", 1.5), ("BEAT_SECONDS", 0.1), ("QUIET_SECONDS", 1.0)):
         monkeypatch.setattr(machines, name, seconds)

@@ -153,6 +153,7 @@ def count_rules(mode: Mode) -> int:
     return len(calls) // (2 * 3 * len(LENGTHS))
 
 
+@pytest.mark.check
 def test_a_recomputation_gets_the_saved_result() -> None:
     """Once forward and once in the backward in either mode; what is saved is not computed a third time."""
     assert [count_rules("save_attention"), count_rules("full")] == [2, 2]

@@ -62,9 +62,9 @@ def check_resumed_run(runs: Runs, run: str) -> None:
     assert "Traceback" not in output
 
 
-def kill_at(runs: Runs, run: str, event: str, who: str, number: int) -> tuple[Command, set[int], float]:
+def kill_at(runs: Runs, run: str, event: str, who: str, number: int, *words: str) -> tuple[Command, set[int], float]:
     """Kills a run. Returns the command, its processes at that moment, and the time."""
-    command = runs.start(run, plan={**PHASES[event], "who": who, "signal": number})
+    command = runs.start(run, *words, plan={**PHASES[event], "who": who, "signal": number})
     end = time.monotonic() + 240
     while not command.has_fired:
         assert command.poll() is None, command.read_stderr()
@@ -132,12 +132,13 @@ def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) ->
 
 def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
     """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them."""
-    command, _, _ = kill_at(runs, "killed", "save", "one", signal.SIGKILL)
+    words = ("run.rehearsal=false",)  # the whole run has it
+    command, _, _ = kill_at(runs, "killed", "save", "one", signal.SIGKILL, *words)
     _, output = command.communicate(timeout=STOP_SECONDS)
     assert command.returncode == 1, output
     assert "rank 1 was killed by SIGKILL" in output
     plan = {"phase": "micro-step 2", "step": 3, "who": "all", "signal": signal.SIGKILL}
-    command = runs.start("killed", "--resume", "auto", "run.max_restarts=1", plan=plan)
+    command = runs.start("killed", "--resume", "auto", "run.max_restarts=1", *words, plan=plan)
     _, output = command.communicate(timeout=240)
     assert command.returncode == 0, output
     assert command.has_fired

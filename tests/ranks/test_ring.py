@@ -152,6 +152,7 @@ def list_heads(ulysses_size: int) -> list[tuple[int, int]]:
     return [(heads, kv_heads) for heads, kv_heads in counts if heads % ulysses_size == 0]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE], ids=str)
 def test_heads(layout: tuple[int, int]) -> None:
     documents = DOCUMENTS["off-edges"]
@@ -167,6 +168,7 @@ def test_documents_and_windows(layout: tuple[int, int]) -> None:
         check(layout, *(Problem(heads, 1, lengths=lengths, window=window) for window in windows))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE], ids=str)
 def test_rules_and_batches(layout: tuple[int, int]) -> None:
     off = DOCUMENTS["off-edges"]
@@ -398,6 +400,7 @@ def run_within(problem: Problem, ring_size: int, limit: int) -> tuple[int, int, 
     return reaches[0], reaches[1], all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("layout", "lengths", "limit"),
     [((1, 1), (1536,), 110_000), ((2, 2), (1536,), 60_000), ((2, 2), (256,) * 6, 60_000)],

@@ -200,6 +200,7 @@ def test_the_page_is_shown_without_a_console_message(run_html: str, tmp_path: Pa
     assert "#" + "".join(f"{part:02x}" for part in read_pixel(picture, 70, 175)) == surface["surface"]
 
 
+@pytest.mark.check
 def test_a_console_message_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
     page.write_text(make_gallery().replace("<main>", "<main><script>alert(1)</script>"))

@@ -219,6 +219,7 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
     assert "cannot be written" in done.stderr
 
 
+@pytest.mark.check
 def test_a_recipes_price_of_a_gpu_wins() -> None:
     words = ("estimate-memory", RECIPE, "run.price_per_gpu_hour=3.5")
     answer = json.loads(run(*words, "--format", "json").stdout)["results"][0]
@@ -227,6 +228,7 @@ def test_a_recipes_price_of_a_gpu_wins() -> None:
     assert "(run.price_per_gpu_hour)" in run(*words).stdout
 
 
+@pytest.mark.check
 def test_a_plan_says_what_it_leaves_out() -> None:
     words = ("plan", "--model", "Qwen/Qwen3-0.6B", "--format", "json", "--max-length")
     odd = json.loads(run(*words, "32001", "--gpus", "h100-80gb:12").stdout)["assumptions"]
@@ -236,6 +238,7 @@ def test_a_plan_says_what_it_leaves_out() -> None:
     assert even == ["--tokens 1,000,000,000"]
 
 
+@pytest.mark.check
 def test_validate_config_says_whether_it_fits() -> None:
     done = run("validate-config", RECIPE, "--gpu", "h200")
     assert done.returncode == 0

@@ -66,6 +66,7 @@ def test_every_answer_is_an_option_and_the_planner_chooses(texts: Path) -> None:
     assert f"# hardware   {valid.resolved.layout.world_size} x NVIDIA H100 SXM" in text
 
 
+@pytest.mark.check
 def test_adapters_are_chosen_where_all_weights_do_not_fit(texts: Path) -> None:
     words = ["--data", "texts", "--model", "Qwen/Qwen3-8B", "--max-length", "16Ki", "--yes"]
     assert invoke("init", "auto.yaml", *words, "--gpus", "l40s:1").returncode == 0
@@ -76,6 +77,7 @@ def test_adapters_are_chosen_where_all_weights_do_not_fit(texts: Path) -> None:
     assert not Path("full.yaml").exists()
 
 
+@pytest.mark.check
 def test_a_base_in_4_bits_is_an_answer_and_what_the_planner_takes_last(texts: Path) -> None:
     words = ["--data", "texts", "--model", "Qwen/Qwen3-32B", "--max-length", "8Ki", "--yes"]
     assert invoke("init", "auto.yaml", *words, "--gpus", "l40s:1").returncode == 0

@@ -172,6 +172,7 @@ def test_memory_never_rises_with_sp_at_the_same_length(job: Job) -> None:
     assert reference.gpu_peak_bytes <= ours.gpu_peak_bytes * (1 + slack)
 
 
+@pytest.mark.check
 @given(make_jobs())
 def test_every_lever_has_the_right_sign(job: Job) -> None:
     """A lever that is on frees GPU memory where it is meant to, and elsewhere takes at most what it needs itself."""

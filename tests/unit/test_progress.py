@@ -262,6 +262,7 @@ def test_on_a_narrow_terminal_rows_fit(columns: int) -> None:
     assert max(map(len, moving)) < columns
 
 
+@pytest.mark.check
 def test_without_colour_and_without_unicode() -> None:
     text, _ = run_on_a_terminal(100, NO_COLOR="1")
     assert not re.search(r"\x1b\[[\d;]*3[0-9](;|m)", text)

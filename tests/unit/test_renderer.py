@@ -52,6 +52,7 @@ def test_a_template_that_never_ends_is_one_problem(monkeypatch: pytest.MonkeyPat
     assert str(problem).startswith("d.jsonl:5:1: the chat template ")
 
 
+@pytest.mark.check
 def test_a_template_that_ends_for_the_first_rendering_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer, "SECONDS", 1.0)
     body = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"

@@ -55,6 +55,7 @@ def test_every_offer_fits_and_is_valid() -> None:
         assert layout.dp_size == 1 or REQUEST.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
 
 
+@pytest.mark.check
 def test_a_gpu_that_is_left_out_has_a_reason() -> None:
     request = replace(REQUEST, max_length=2**16, budget_usd=40.0)
     plan_results = search(request, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)

@@ -42,6 +42,7 @@ def make(*overrides: str) -> Recipe:
     return load("parallel.sp_size=8", *overrides).recipe
 
 
+@pytest.mark.check
 def test_a_disk_frees_host_memory_and_costs_time(tmp_path: Path) -> None:
     gpu = load_hardware().get_gpu("h100-80gb")
     swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
