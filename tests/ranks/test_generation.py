@@ -160,6 +160,14 @@ def test_tokens_and_logits_equal_those_of_transformers(model_type: str, num_rank
         assert max(run_on_ranks(num_ranks, compare, model_type, kind)) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=mark_by(False, name in ("llama", "gpt_oss"))) for name in ATTENTION_ONLY],
+)
+def test_a_prompt_is_read_by_chunks_of_heads(model_type: str) -> None:
+    assert max(run_on_ranks(2, compare, model_type, "one", 2)) < TOLERANCE
+
+
 RINGS = [
     pytest.param(name, num_ranks, ring_size, marks=mark_by(False, (name, num_ranks, ring_size) in CHECKED_RINGS))
     for name in ATTENTION_ONLY

@@ -70,6 +70,27 @@ def test_the_page_shows_every_section_and_no_secret(tmp_path: Path) -> None:
     assert page.count("<summary>numbers</summary>") == 11
 
 
+def test_the_score_of_questions_between_steps_is_a_curve(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    before = make(folder)[1]
+    scores = {4: (0.25, 0.125), 8: (0.75, 0.5)}
+    lines = [
+        {
+            "step": step,
+            "mean": [{"length": length, "score": score} for length, score in zip((4096, 32768), own, strict=True)],
+        }
+        for step, own in scores.items()
+    ]
+    write_lines(folder, *lines, {"step": 12, "mean": "torn"}, name="quality.jsonl")
+    page = make(folder)[1]
+    title = "Score of the questions of run.eval_suite"
+    assert title not in before
+    assert page.count("<svg ") == before.count("<svg ") + 1
+    _, _, drawn = page.partition(title)
+    for text in ("4,096 tokens", "32,768 tokens", "0.25", "0.75", "0.125", "0.5"):
+        assert text in drawn
+
+
 def test_planted_markup_stays_text(tmp_path: Path) -> None:
     facts = dict.fromkeys(("recipe_hash", "started", "recipe_file"), EVIL)
     facts |= {name: {EVIL: EVIL, "name": EVIL, "kernel": EVIL} for name in ("recipe", "layout", "model", "attention")}

@@ -198,6 +198,7 @@ def prepare_model(
     from ulysses_cli import hub
     from ulysses_cli.plan.files.weight_files import find_weight_problem
     from ulysses_cli.plan.models.shape import read_model_shape
+    from ulysses_cli.plan.planner.generation import choose_head_chunks
     from ulysses_cli.plan.problem import Problem, RecipeError, Where
     from ulysses_cli.plan.recipe.loader import parse_recipe
 
@@ -255,6 +256,9 @@ def prepare_model(
         heads = f"the {shape.common_heads} attention heads"
         message = f"{question.sp_size} does not divide {heads}, and {shape.ring_obstacle}"
         raise RecipeError([Problem("--sp-size", message, f"use {legal}")])
+    width, length = 4 if question.dtype == "float32" else 2, settings["data"]["max_length"]
+    chunks = choose_head_chunks(shape, length, question.sp_size, width)
+    settings["memory"]["attention_head_chunks"] = chunks
     if shape.quantization and shape.quantization != "mxfp4":
         message = f"the weights of {name} are quantized by {shape.quantization}, and ranks cannot share them"
         raise RecipeError([Problem("MODEL", message, "name the same model in bfloat16")])

@@ -19,6 +19,7 @@ from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.order import count_shared_out
 
 STATE_BYTES = 4  # recurrent states are float32
+CHUNK_BYTES = 1 << 29
 NEW_TOKENS = 128  # of the longest answers of tasks that are made
 
 
@@ -50,6 +51,19 @@ def predict(
     }
 
 
+def choose_head_chunks(shape: ModelShape, length: int, sp_size: int, bytes_per_number: int) -> int:
+    """The fewest chunks of heads with which a chunk's queries of the whole row take at most CHUNK_BYTES on a rank, else
+    as many as its heads allow. A chunk has its own exchange, whose fixed cost long rows do not notice."""
+    ring_size = find_ring_size(shape, sp_size)
+    num_ranks = sp_size // ring_size
+    heads = max(1, shape.common_heads // num_ranks)
+    mixers = [mixer for layer in shape.layers for mixer in layer.mixers if isinstance(mixer, AttentionMixer)]
+    width = max((mixer.num_heads * mixer.head_dim for mixer in mixers), default=0)
+    num_bytes = bytes_per_number * length // ring_size * width // num_ranks
+    legal = [number for number in range(1, heads + 1) if heads % number == 0]
+    return next((number for number in legal if num_bytes <= number * CHUNK_BYTES), legal[-1])
+
+
 def count_prefill_bytes(
     shape: ModelShape, length: int, sp_size: int, num_ranks: int, bytes_per_number: int
 ) -> int | None:
@@ -60,7 +74,9 @@ def count_prefill_bytes(
     ring_size = find_ring_size(shape, sp_size)
     layout = Layout(dp_shard_size=num_ranks // sp_size, sp_size=sp_size, ring_size=ring_size)
     prefix = count_shared_out(length - 1, sp_size, ring_size)
-    job = Job(shape, layout, prefix, Levers(tiled_mlp=True, tiled_loss=True), dtype_bytes=bytes_per_number)
+    chunks = choose_head_chunks(shape, length, sp_size, bytes_per_number)
+    levers = Levers(tiled_mlp=True, tiled_loss=True, head_chunks=chunks)
+    job = Job(shape, layout, prefix, levers, dtype_bytes=bytes_per_number)
     return compute_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
 
 
