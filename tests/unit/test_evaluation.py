@@ -344,7 +344,29 @@ def test_groups_intervals_and_the_difference_of_all_questions_are_shown() -> Non
     for words in ("v2 difficulty easy 4 75.0 % 30-95", "v2 difficulty hard 4 50.0 % 15-85"):
         assert words in shown
     assert "mean of 1 task at 8Ki: 25.0 % (5-70)" in shown
-    assert any(line.startswith("all all 8 +37.5 ") for line in shown)
+    assert any(line.startswith("all all 8 25.0 % 62.5 % +37.5 ") for line in shown)
     page = make_quality_page(findings)
     for words in ("difficulty", "hard", "(5-70)", "+37.5"):
         assert words in page
+
+
+def test_a_page_draws_the_other_model_beside_this_one() -> None:
+    def make(right: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": f"niah/{length}/{at}", "task": "niah", "length": length, "index": at, "prompt_tokens": length,
+                "depths": [at / 10], "score": float(at < right), "answer": "x", "is_greedy": None, "seconds": 0.5,
+            }
+            for length in (4096, 8192) for at in range(10)
+        ]  # fmt: skip
+
+    old, new = make(2), make(9)
+    alone = {**summarize(new), "subject": "tuned", "seconds": 3.0, "num_ranks": 2}
+    before = {**summarize(old), "subject": "me/base"}
+    compared = {"differences": compare_results(old, new), "difference": compare_all(old, new), "against": before}
+    plain, page = make_quality_page(alone), make_quality_page({**alone, **compared})
+    assert page.count("<svg ") == plain.count("<svg ") + 2, "both means as lines, and the other's map"
+    assert "The other model, me/base: score by length and depth" in page
+    for words in ("20.0 %", "90.0 %", "+70.0", "this model"):
+        assert words in page
+        assert words not in plain or words == "90.0 %"

@@ -216,6 +216,7 @@ def evaluate(
         "subject": model,
         "model": own,
         "against": other,
+        "other": against,
         "suites": suites,
         "lengths": lengths or [limit],
         "samples": samples or DEFAULT_SAMPLES,

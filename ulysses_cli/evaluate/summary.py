@@ -148,5 +148,7 @@ def _pair_results(before: Sequence[Result], after: Sequence[Result]) -> dict[str
 
 
 def _compare(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    interval = compare_pairs([first for first, _ in pairs], [second for _, second in pairs])
-    return {"n": len(pairs), "difference": interval.mean, "low": interval.low, "high": interval.high}
+    old, new = [first for first, _ in pairs], [second for _, second in pairs]
+    interval = compare_pairs(old, new)
+    own = {"before": sum(old) / len(old), "after": sum(new) / len(new)}
+    return {"n": len(pairs), **own, "difference": interval.mean, "low": interval.low, "high": interval.high}

@@ -113,13 +113,14 @@ def _make_group_table(groups: Sequence[Mapping[str, Any]]) -> tuple[list[str], l
 
 def _make_difference_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     """By task and length; the last row is that of all questions."""
-    header = ["task", "length", "n", "difference", "95 % interval"]
+    header = ["task", "length", "n", "the other model", "this model", "difference", "95 % interval"]
     whole = findings.get("difference")
     rows = [(row["task"], format_binary(row["length"]), row) for row in findings["differences"]]
     rows += [("all", "all", whole)] if whole else []
     cells = [
         [
-            task, length, str(row["n"]), f"{100 * row['difference']:+.1f}",
+            task, length, str(row["n"]), _format_percent(row.get("before")), _format_percent(row.get("after")),
+            f"{100 * row['difference']:+.1f}",
             f"{100 * row['low']:+.0f} to {100 * row['high']:+.0f}",
         ]
         for task, length, row in rows
@@ -220,12 +221,16 @@ def _list_facts(findings: Findings) -> list[str]:
     ]
     if len(findings["mean"]) > 1:
         lines.append(f"mean over lengths, longer ones weigh more: {_format_percent(findings['weighted_mean'])}")
-    for rule, length in findings["effective_length"].items():
-        shown = format_binary(length) if length else "none of these lengths"
-        lines.append(f"effective length {shown} ({RULES[rule]})")
+    lines += _list_effective_lengths(findings)
     cost = f", {findings['usd']:.2f} USD" if findings.get("usd") else ""
     lines.append(f"{format_seconds(findings['seconds'])} on {format_count(findings['num_ranks'], 'rank')}{cost}")
     return lines
+
+
+def _list_effective_lengths(findings: Mapping[str, Any]) -> list[str]:
+    found = (findings.get("effective_length") or {}).items()
+    shown = [(RULES[rule], format_binary(length) if length else "none of these lengths") for rule, length in found]
+    return [f"effective length {length} ({rule})" for rule, length in shown]
 
 
 def _list_notes(findings: Findings) -> list[str]:
@@ -261,8 +266,12 @@ def make_quality_page(findings: Findings) -> str:
 
 def _make_comparison(findings: Findings) -> list[Block]:
     compared: list[Block] = []
+    other = findings.get("against") or {}
     if findings.get("differences"):
+        compared += _draw_means([("this model", findings["mean"]), (_name_other(other), other.get("mean") or ())])
+        compared += _draw_map(other, f"The other model, {_name_other(other)}: score by length and depth")
         compared.append(Table(*_make_difference_table(findings), caption=COMPARED_TITLE))
+        compared.append(Facts([("the other model", line) for line in _list_effective_lengths(other)]))
     if changes := findings.get("loss_differences"):
         compared += _draw_losses(CHANGE_TITLE.capitalize(), changes, "nats per token")
         compared.append(Table(*_make_loss_table(changes, sign="+"), caption=CHANGE_TITLE))
@@ -279,28 +288,37 @@ def make_evaluation_blocks(evaluations: Sequence[Findings]) -> list[Block]:
     return blocks
 
 
+def _name_other(other: Mapping[str, Any]) -> str:
+    return str(other.get("subject") or "the other model")
+
+
+def _draw_means(means: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[Block]:
+    """Mean scores by length, a line for each model; nothing where there is one length."""
+    lines = [(name, rows) for name, rows in means if len(rows) > 1]
+    series = [charts.Series(name, [float(row["length"]) for row in rows], [row["score"] for row in rows])
+              for name, rows in lines]  # fmt: skip
+    if not series:
+        return []
+    svg = charts.draw_lines("Score by length", series, "tokens", "score", x_log=True)
+    return [Chart(svg, "", page.tabulate_lines(series, "tokens", "score"))]
+
+
+def _draw_map(findings: Mapping[str, Any], title: str) -> list[Block]:
+    if not findings.get("heat_map"):
+        return []
+    cells = {(row["length"], row["depth"]): row["score"] for row in findings["heat_map"]}
+    rows = [
+        [format_binary(each["length"]), f"{100 * each['depth']:.0f} %", str(each["n"]), _format_percent(each["score"])]
+        for each in findings["heat_map"]
+    ]
+    note = "Depth: where the evidence begins, as a share of the prompt's tokens."
+    return [Chart(draw_heat_map(title, cells, format_binary), note, Table(["length", "depth", "n", "score"], rows))]
+
+
 def make_quality_blocks(findings: Findings) -> list[Block]:
     """The blocks of a page's section, here and in a run's report."""
-    means = findings["mean"]
-    series = [charts.Series("mean", [float(row["length"]) for row in means], [row["score"] for row in means])]
-    blocks: list[Block] = []
-    if len(findings["mean"]) > 1:
-        svg = charts.draw_lines("Score by length", series, "tokens", "score", x_log=True)
-        blocks.append(Chart(svg, "", page.tabulate_lines(series, "tokens", "score")))
-    if findings["heat_map"]:
-        cells = {(row["length"], row["depth"]): row["score"] for row in findings["heat_map"]}
-        rows = [
-            [
-                format_binary(each["length"]),
-                f"{100 * each['depth']:.0f} %",
-                str(each["n"]),
-                _format_percent(each["score"]),
-            ]
-            for each in findings["heat_map"]
-        ]
-        svg = draw_heat_map("Score by length and depth of the evidence", cells, format_binary)
-        blocks.append(Chart(svg, "Depth: where the evidence begins, as a share of the prompt's tokens.",
-                            Table(["length", "depth", "n", "score"], rows)))  # fmt: skip
+    blocks: list[Block] = _draw_means([("mean", findings["mean"])])
+    blocks += _draw_map(findings, "Score by length and depth of the evidence")
     if findings["scores"]:
         blocks.append(Table(*_make_score_table(findings)))
     if groups := findings.get("groups"):

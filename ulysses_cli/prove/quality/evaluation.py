@@ -30,6 +30,7 @@ from ulysses_cli.prove.quality.time_left import TimeLeft
 from ulysses_cli.prove.ranks.machines import Machines
 from ulysses_cli.prove.ranks.ranks import run_on_ranks
 from ulysses_cli.prove.results import describe_machine
+from ulysses_cli.train.telemetry.run_file import list_versions
 
 if TYPE_CHECKING:
     from ulysses_cli.prove.quality.loading import EvaluatedModel
@@ -218,7 +219,8 @@ class _Questions:
         )
         self.plan: Plan = plan_suites(evaluation.suites, evaluation.sources)
         self.one_answer_tasks = {task.name for task in self.plan.tasks if task.has_one_answer}
-        self.file = ResultsFile(Path(evaluation.output) / "results.jsonl", evaluation.list_settings(tokenizer))
+        self.settings = evaluation.list_settings(tokenizer)
+        self.file = ResultsFile(Path(evaluation.output) / "results.jsonl", self.settings)
         self.too_long: list[dict[str, Any]] = []
         _compare_documents(evaluation.documents, self.file.results)
         counts = count_prompts(self.plan, evaluation.amount) + Counter(each.length for each in evaluation.documents)
@@ -287,4 +289,11 @@ class _Questions:
         answers, losses = split_results(results)
         summary = {**summarize(keep_whole(answers), self.too_long), "losses": summarize_losses(losses)}
         earlier = sum(result.get(SPENT, 0.0) for result in self.file.results[: self.num_before])
-        return {**summary, "results": results, "notes": list(self.plan.notes), "earlier_seconds": round(earlier, 2)}
+        return {
+            **summary,
+            "results": results,
+            "notes": list(self.plan.notes),
+            "settings": self.settings,
+            "versions": list_versions(),
+            "earlier_seconds": round(earlier, 2),
+        }

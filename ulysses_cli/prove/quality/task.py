@@ -103,7 +103,8 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         return {"command": "evaluate", "passed": True, "machine_number": options["machines"]["rank"]}
     findings["notes"] += [*found.notes, *options["notes"]]
     if before is not None:
-        findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length", "losses", "lm_eval")}
+        kept = ("scores", "mean", "effective_length", "heat_map", "losses", "lm_eval", "seconds", "earlier_seconds")
+        findings["against"] = {"subject": options["other"], **{key: before[key] for key in kept}}
         old, new = (split_results(each["results"]) for each in (before, findings))
         pair = [keep_whole(each[0]) for each in (old, new)]
         findings["differences"], findings["difference"] = compare_results(*pair), compare_all(*pair)
