@@ -124,7 +124,8 @@ def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) ->
     """As long as one of its processes lives, another run cannot lock the folder."""
     run = f"orphans-{who}-{event}".replace(" ", "-")
     command, processes, _ = kill_at(runs, run, event, who, signal.SIGKILL)
-    assert len(processes) >= 3 - (who == "agent")
+    # at the start rank 1 may not have begun
+    assert len(processes) >= 3 - (who == "agent") - (event == "start")
     wait_for_end(processes, END_SECONDS)
     command.communicate(timeout=20)
     check_resumed_run(runs, run)

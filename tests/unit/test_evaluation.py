@@ -21,10 +21,11 @@ from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring.scorers import score
 from ulysses_cli.evaluate.statistics import compare_pairs, estimate_mean, find_effective_lengths, weigh_mean
-from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
+from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, order_alike, plan_suites
 from ulysses_cli.evaluate.summary import compare_all, compare_results, summarize
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.report.quality import format_quality, make_quality_page
+from ulysses_cli.train.generation.questions import Question, _collect
 
 
 def ask(metric: Any, answer: str, *references: str, **facts: Any) -> float:
@@ -370,3 +371,18 @@ def test_a_page_draws_the_other_model_beside_this_one() -> None:
     for words in ("20.0 %", "90.0 %", "+70.0", "this model"):
         assert words in page
         assert words not in plain or words == "90.0 %"
+
+
+def test_questions_over_one_text_stand_beside_each_other_and_are_read_together() -> None:
+    """Texts keep their order, and questions their numbers. No batch has more than 32, or a tail of more than 512."""
+
+    def make(text: str, question: str) -> Sample:
+        return Sample("t", f"{text} {question}", ("x",), "all", 8, context=(0, len(text)))
+
+    samples = [make("b", "1"), make("a", "2"), make("b", "3"), Sample("t", "b", ("x",), "all", 8), make("a", "4")]
+    assert [index for index, _ in order_alike(samples)] == [0, 2, 3, 1, 4]
+    book = tuple(range(1000))
+    asked = [Question((*book, 2000 + number), 8) for number in range(40)]
+    asked += [Question((*book[:400], *range(5000, 5600)), 8), Question((*book, 1), 9)]
+    assert [len(batch) for batch in _collect(iter(asked))] == [32, 8, 1, 1]
+    assert [each for batch in _collect(iter(asked)) for each in batch] == asked

@@ -178,9 +178,19 @@ def make_prompts(
                 prompt = fitter.fit(task.name, draft, length, index)
                 if index in left:
                     yield prompt
-    for index, sample in enumerate(plan.samples):
+    for index, sample in order_alike(plan.samples):
         if name_prompt(sample.task, 0, index) not in done:
             yield prompter.make(sample, index)
+
+
+def order_alike(samples: Sequence[Sample]) -> list[tuple[int, Sample]]:
+    """With their numbers, those over one text beside each other, since neighbours that begin alike share a prefill
+    (train/generation/questions.py). Texts come in the order in which they stand in the files."""
+    groups: dict[tuple[str, str], list[tuple[int, Sample]]] = {}
+    for index, sample in enumerate(samples):
+        end = sample.context[1] if sample.context is not None else len(sample.content)
+        groups.setdefault((sample.task, sample.content[:end]), []).append((index, sample))
+    return [each for group in groups.values() for each in group]
 
 
 def check_lengths(plan: Plan, prompter: Prompter, amount: Amount) -> None:
