@@ -180,8 +180,8 @@ def _name_mlp_place(module: Module, event: HookEvent) -> str:
         return "mlp"
     if not event.enters:
         return ""
-    if module.name in ("router", "experts") or (module.name == "mlp" and module.weights):
-        return "mlp"
+    if module.name == "experts" or (module.name == "mlp" and module.weights):
+        return "mlp"  # at the router, which is before them, the buffer of their gather may still be there
     if module.name.startswith("down_proj"):
         return "down"
     return "gate" if module.name.startswith(("act_fn", "up_proj", "gate_up_proj")) else "first"
