@@ -35,6 +35,7 @@ from ulysses_cli.report.run_summary import summarize_run
 from ulysses_cli.run_folder.failure_record import keep_room, write_failure_record
 from ulysses_cli.run_folder.line_files import LineFile, cut_lines
 from ulysses_cli.run_folder.run_lock import RunLock
+from ulysses_cli.train import connection
 from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.evaluation import list_bounds, summarize
@@ -362,3 +363,11 @@ def test_a_folder_that_is_removed_during_the_run_is_reported(tmp_path: Path) -> 
     shutil.rmtree(run_dir)
     write_failure_record(run_dir / "logs", 0, {"message": "the end"})
     assert "the end" in (run_dir / "logs" / "rank-0.error.json").read_text()
+
+
+def test_data_that_one_machine_cannot_read_is_a_difference_and_no_lone_error(tmp_path: Path) -> None:
+    """Ranks meet after it: one that raised before would leave the others waiting."""
+    missing = connection._read_content(tmp_path / "rows" / "none")
+    assert missing.startswith("unreadable (")
+    with pytest.raises(DisagreementError, match="differ in the content of the data"):
+        compare_machines([(name, {"the content of the data": it}) for name, it in (("a", "1"), ("b", missing))])

@@ -175,6 +175,14 @@ def choose_resume_point(launch: Launch, groups: Groups, disks: Disks, record: Re
     return found
 
 
+def _read_content(prepared: Path) -> str:
+    """What cannot be read here is a value like another one: this rank must not end before the others compare theirs."""
+    try:
+        return hash_content(prepared)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable ({error})"
+
+
 def check_machines(launch: Launch, inputs: Inputs) -> None:
     """Collective over all ranks. Machines with other versions, recipes or data would train something else."""
     facts = {
@@ -182,7 +190,7 @@ def check_machines(launch: Launch, inputs: Inputs) -> None:
         "layout": str(inputs.resolved.layout),
         **list_settings(launch),
         "data": launch.options.data.name,
-        "the content of the data": hash_content(launch.options.data),
+        "the content of the data": _read_content(launch.options.data),
         **list_versions(),
     }
     name = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', '0')})"
