@@ -29,12 +29,10 @@ ROUTER_FIRST = {
     "qwen3_next",
 }
 EXPERTS_LAST = {"afmoe", "gemma4_text"}
-SHARED_APART = {"granitemoe_swa", "granitemoehybrid", "granitemoeshared"}  # modeling_granitemoeshared.py
-WHOLE_MLPS = {
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
+# The expert that every token goes to is a module beside the block (modeling_granitemoeshared.py).
+SHARED_APART = {"granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
+# DeepSpeed's own leaf modules, gathered as a whole (runtime/zero/leaf_module_config.py).
+WHOLE_MLPS = {"mixtral", "qwen2_moe", "qwen3_moe"}
 
 
 @dataclass(frozen=True, eq=False)

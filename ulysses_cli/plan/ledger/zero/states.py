@@ -93,8 +93,8 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
     memory; below stage 3 it too is concatenated with those of other ranks. For an optimizer on the host each gradient's
     norm is taken in float64 before it leaves: at stage 3 of this rank's share, cast to g (stage3.py:
     _constant_buffered_norm2), when the cast of what was concatenated is gone; below, of the whole
-    (set_norm_for_param_grad_in_gpu). `largest`: elements of
-    the largest of these gradients; `num_before`: elements that were sent before them."""
+    (set_norm_for_param_grad_in_gpu). `largest`: elements of the largest of these gradients; `num_before`: elements that
+    were sent before them."""
     b, is_large = job.dtype_bytes, num_elements > job.engine.reduce_bucket
     own, shard = b * num_elements * is_large, count_shard(job.weights.num_trained, job.world_size)
     takes_norm = job.levers.offload_optimizer != "none"
