@@ -54,8 +54,8 @@ def test_documents_are_cut_to_exact_lengths_and_the_rest_is_said(folder: Path) -
     ]  # fmt: skip
     assert {len(each.tokens) for each in found.documents} == {301, 600}
     assert found.notes == (
-        "2 of 5 documents have 600 tokens: the loss at this length is theirs",
-        "1 documents are shorter than 301 tokens: their loss is not measured",
+        "the loss at 600 tokens is that of 2 of 5 documents",
+        "no loss is measured on 1 document shorter than 301 tokens",
     )
     rows = DocumentRows(found.documents)
     tail = rows.read(0, 290, 310)

@@ -65,7 +65,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_mistake_ends_with_2_and_says_what_to_do(model: str, words: tuple[str, ...], message: str) -> None:
     result = run("evaluate", model, *WORDS, *words)
     assert result.returncode == 2
-    assert message in json.loads(result.stdout)["problems"][0]["message"]
+    problem = json.loads(result.stdout)["problems"][0]
+    assert message in problem["message"]
+    assert problem["hint"]
 
 
 def test_a_dry_run_predicts_the_cache(model: str) -> None:
@@ -291,7 +293,7 @@ def test_any_number_of_ranks_answers_alike(model: str, tmp_path: Path, capfd: py
     """An untrained model finds nothing. A second start answers nothing again."""
     found: list[dict[str, Any]] = []
     words = ("--suite", "niah_single_1,vt", "--max-length", "1200", "--samples", "2")
-    for sp_size in ("1", "2", "3"):  # three ranks are a ring: they do not divide the heads
+    for sp_size in ("1", "2", "3", "4"):  # three ranks are a ring; of four, two share a kv head
         page, folder = tmp_path / f"{sp_size}.html", tmp_path / sp_size
         options = ("--sp-size", sp_size, "--html", str(page), "--output", str(folder))
         result = run("evaluate", model, *WORDS, *words, *options)
@@ -300,14 +302,19 @@ def test_any_number_of_ranks_answers_alike(model: str, tmp_path: Path, capfd: py
         assert [(row["task"], row["n"], row["score"]) for row in scores] == [("niah_single_1", 2, 0.0), ("vt", 2, 0.0)]
         found.append(json.loads((folder / "quality.json").read_text()))
         assert "<svg" in page.read_text()
-    first, second, third = ([(each["prompt_hash"], each["answer"]) for each in one["results"]] for one in found)
-    assert first == second == third
+    first, second, *others = ([(each["prompt_hash"], each["answer"]) for each in one["results"]] for one in found)
+    assert all(each == first for each in (second, *others))
     lines = (tmp_path / "2" / "results.jsonl").read_text().splitlines()
     (tmp_path / "2" / "results.jsonl").write_text("\n".join(lines[:3]) + '\n{"id": "unfin')
     run("evaluate", model, *WORDS, *words, "--sp-size", "2", "--output", str(tmp_path / "2"))
-    assert "2 questions are answered already" in capfd.readouterr().err
+    assert "going on: 2 questions answered already" in capfd.readouterr().err
     again = json.loads((tmp_path / "2" / "quality.json").read_text())["results"]
     assert sorted(each["answer"] for each in again) == sorted(answer for _, answer in second)
+    few = ("--suite", "vt", "--max-length", "1300", "--samples", "1", "--sp-size", "2", "--output", str(tmp_path / "2"))
+    assert run("evaluate", model, *WORDS, *few).returncode == 0
+    assert "question 1 of 1, vt" in capfd.readouterr().err, "other lengths of this folder do not count"
+    alone = json.loads((tmp_path / "2" / "quality.json").read_text())
+    assert (len(alone["results"]), alone["earlier_seconds"]) == (1, 0)
     other = run("evaluate", model, *WORDS, *words, "--seed", "1", "--output", str(tmp_path / "2"))
     assert other.returncode == 2
     assert "holds the results of another evaluation: seed differ" in other.stdout

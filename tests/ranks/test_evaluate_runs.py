@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.commands import run
 from support.small_run import BYTES_CONFIG
+from support.tokenizers_trained import train, wrap
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children.answering import name_results
@@ -16,9 +17,12 @@ WORDS = ("--dtype", "float32", "--device", "cpu", "--format", "json", "--suite",
 
 
 def test_results_of_two_runs_have_folders_of_their_own() -> None:
-    assert name_results("runs/mine/checkpoints/step-400") == "mine-step-400"
-    assert name_results("runs/mine/model/") == "mine-model"
-    assert name_results("Qwen/Qwen3-0.6B") == "Qwen3-0.6B"
+    assert name_results("runs/mine/checkpoints/step-400", ["ruler"]) == "mine-step-400-ruler"
+    assert name_results("runs/mine/model/", ["niah", "loss"]) == "mine-model-niah-loss"
+    assert name_results("Qwen/Qwen3-0.6B", ["lm-eval:gsm8k"]) == "Qwen3-0.6B-lm-eval-gsm8k"
+    long = [name_results("m", [f"lm-eval:{'x' * 120}{end}"]) for end in "ab"]
+    assert len({*long}) == 2
+    assert all(len(name) <= 100 for name in long)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +51,19 @@ def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str,
         (("--suite", "longbench-v2", "--path", "numbers.json"), "it is not a list of rows"),
         (("--suite", "vt", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--suite", "code", "--code", "nowhere"), "nowhere is not a folder"),
+        (("--tokenizer", "plain", "--chat-template"), "the model's tokenizer has no chat template"),
     ],
 )
 def test_a_wrong_input_ends_with_2(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     (tmp_path / "numbers.json").write_text("[1, 2]")
+    wrap(train("gpt2")).save_pretrained(tmp_path / "plain")
     config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     result = run("evaluate", "model", *WORDS, "--tokenizer", "bytes", *words, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
-    assert message in json.loads(result.stdout)["problems"][0]["message"]
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert message in problem["message"]
+    assert problem["hint"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from string import ascii_letters
@@ -38,6 +39,9 @@ def ask(metric: Any, answer: str, *references: str, **facts: Any) -> float:
         ("all", "They are 12 and\x00 ABC", ("12", "abc", "7"), 2 / 3),
         ("part", "It was Paris.", ("paris", "London"), 1),
         ("part", "It was Rome.", ("paris", "London"), 0),
+        ("line", "It is:\n#define  A 3", ("#define A\t\t3",), 1),
+        ("line", "#define B 3", ("#define A\t\t3",), 0),
+        ("first_numbers", "1, 4, 9", ("1", "4", "8", "2"), 0.5),
         ("none", "None of them.", ("none",), 1),
         ("none", "None, or 1234567", ("none",), 0),
         ("set_f1", "Thoughts\nFinal Answer: [a, b]", ("b", "c"), 0.5),
@@ -380,7 +384,8 @@ def test_questions_over_one_text_stand_beside_each_other_and_are_read_together()
         return Sample("t", f"{text} {question}", ("x",), "all", 8, context=(0, len(text)))
 
     samples = [make("b", "1"), make("a", "2"), make("b", "3"), Sample("t", "b", ("x",), "all", 8), make("a", "4")]
-    assert [index for index, _ in order_alike(samples)] == [0, 2, 3, 1, 4]
+    numbered = [replace(sample, number=at) for at, sample in enumerate(samples)]
+    assert [sample.number for sample in order_alike(numbered)] == [0, 2, 3, 1, 4]
     book = tuple(range(1000))
     asked = [Question((*book, 2000 + number), 8) for number in range(40)]
     asked += [Question((*book[:400], *range(5000, 5600)), 8), Question((*book, 1), 9)]

@@ -42,7 +42,7 @@ def evaluate(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(min=1, max=100_000, help="samples per task and length  [default: 20; all of lm-eval's tasks]"),
+        typer.Option(min=1, max=100_000, help="samples per task and length  [default: 20; all of files and lm-eval]"),
     ] = None,
     sp_size: Annotated[int, typer.Option(min=1, help="ranks that share a prompt")] = 1,
     device: Annotated[
@@ -145,7 +145,7 @@ def evaluate(
     from ulysses_cli.commands.children.questions import list_uncounted, plan_questions, predict_evaluation
     from ulysses_cli.commands.children.training import Machine
     from ulysses_cli.evaluate.files import FILE_SUITES
-    from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Plan, Sources
+    from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Amount, Plan, Sources
     from ulysses_cli.launch import launcher
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
@@ -166,11 +166,12 @@ def evaluate(
     made = [DEFAULT_LENGTH] if set(suites) - set(FILE_SUITES) else []  # of what is not read from files
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, made), output)
     sources, plan = Sources(text, squad, hotpotqa, code), Plan((), (), ())
+    amount = Amount((), samples or DEFAULT_SAMPLES, seed, of_files=samples)
     if not nodes.rank:  # the other machines receive the questions
-        sources, plan = or_exit(lambda: plan_questions(model, suites, path, sources), output)
+        sources, plan = or_exit(lambda: plan_questions(model, suites, path, sources, amount), output)
     if nodes.count > 1:
         printing.print_message(f"machines: {nodes.describe()}")
-    folder = to or Path("runs/evaluations") / name_results(model)
+    folder = to or Path("runs/evaluations") / name_results(model, suites)
     reads_files = bool(set(suites) & set(FILE_SUITES))
     question = ModelQuestion(
         sp_size, num_ranks, max(lengths, default=0), dtype.value, tokenizer, "cuda" if slots else "cpu",
@@ -220,6 +221,7 @@ def evaluate(
         "suites": suites,
         "lengths": lengths or [limit],
         "samples": samples or DEFAULT_SAMPLES,
+        "samples_of_files": samples,
         "harness_limit": samples,
         "seed": seed,
         "sources": sources.as_json(),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import string
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
 from random import Random
 
 from ulysses_cli.evaluate import words
@@ -13,6 +15,8 @@ NUM_HOPS = 4
 NUM_COMMON, COMMON_TIMES, RARE_TIMES = 10, 30, 3
 SHORT_LENGTH, SHORT_COMMON_TIMES, SHORT_RARE_TIMES = 4096, 6, 1
 CODED_ALPHA, CODED_LETTERS = 2.0, 6
+MIN_NODES, TOKENS_OF_NODE = 16, 50  # an edge has about 20 tokens
+MAX_REACHED, MAX_STARTS = 20, 100
 
 
 def trace_variables(random: Random, _: int) -> Draft:
@@ -119,26 +123,22 @@ def find_frequent_words(random: Random, length: int) -> Draft:
     return render
 
 
-def walk_graph(random: Random, _: int) -> Draft:
-    """A list of edges. The question asks for the nodes that a number of steps from one node lead to."""
-    seed = random.getrandbits(64)
+def walk_graph(random: Random, length: int) -> Draft:
+    """A list of edges between nodes that each have two or three. The question asks for the nodes that a number of steps
+    from one node lead to; it begins at one from which so few are reached that their names fit an answer."""
+    seed, num_nodes = random.getrandbits(64), max(MIN_NODES, length // TOKENS_OF_NODE)
 
     def render(num_units: int) -> Sample:
         own = Random(seed)
-        nodes = [f"{own.getrandbits(40):010x}"]
+        nodes = [f"{own.getrandbits(40):010x}" for _ in range(num_nodes)]
         edges: dict[tuple[str, str], None] = {}
-        while len(edges) < max(4, num_units):  # with more units the same edges come first
-            source, is_new = own.choice(nodes), own.random() < 0.5
-            if is_new or len(nodes) < 4:
-                nodes.append(f"{own.getrandbits(40):010x}")
-            edges[source, nodes[-1] if is_new else own.choice(nodes)] = None
-        own = Random(seed + 1)
-        start, num_steps = own.choice(list(edges)[:4])[0], own.choice((1, 2))
-        reached, frontier, used = {start}, {start}, set[str]()
-        for _ in range(num_steps):
-            used |= frontier  # whose edges are followed
-            frontier = {target for source, target in edges if source in frontier} - reached
-            reached |= frontier
+        while len(edges) < min(max(4, num_units), num_nodes**2 // 2):  # the same edges come first
+            edges[own.choice(nodes), own.choice(nodes)] = None
+        num_steps = Random(seed + 1).choice((1, 2))
+        targets = defaultdict[str, list[str]](list)
+        for source, target in edges:
+            targets[source].append(target)
+        start, frontier, used = _choose_start(targets, num_steps)
         head = "Below is a directed graph, one edge per line.\n"
         lines = [f"{source} -> {target}" for source, target in edges]
         question = (
@@ -157,6 +157,25 @@ def walk_graph(random: Random, _: int) -> Draft:
         )  # fmt: skip
 
     return render
+
+
+def _choose_start(targets: Mapping[str, Sequence[str]], num_steps: int) -> tuple[str, set[str], set[str]]:
+    """The first node that reaches some others, but few, or else the one that reaches fewest: with those that it
+    reaches, and those whose edges lead there."""
+    walks = [(start, *_walk(targets, start, num_steps)) for start in islice(targets, MAX_STARTS)]
+    for start, frontier, used in walks:
+        if 0 < len(frontier) <= MAX_REACHED:
+            return start, frontier, used
+    return min(walks, key=lambda walk: len(walk[1]))
+
+
+def _walk(targets: Mapping[str, Sequence[str]], start: str, num_steps: int) -> tuple[set[str], set[str]]:
+    reached, frontier, used = {start}, {start}, set[str]()
+    for _ in range(num_steps):
+        used |= frontier
+        frontier = {target for source in frontier for target in targets.get(source, ())} - reached
+        reached |= frontier
+    return frontier, used
 
 
 COUNTING_TASKS = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 
@@ -15,7 +16,8 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 
 CODE_FILES = frozenset(read_words(".c .cc .cpp .cs .go .h .hpp .java .js .kt .py .rb .rs .scala .swift .ts"))
 MAX_CODE_BYTES = 64 << 20
-MIN_LINE = 12  # characters of a line that is asked for
+MIN_LINE, MAX_LINE = 12, 120  # characters of a line that is asked for
+MAX_MINIFIED = 1000  # characters of a line; a file with a longer one is data or was written by a program
 NUM_AROUND = 40  # lines of its file that are shown before and after it
 
 
@@ -77,6 +79,7 @@ def _join_hotpot(title: str, lines: Sequence[str]) -> str:
 
 
 def make_question_task(name: str, file: Path) -> Task:
+    """Other paragraphs come until they have as many words as there are units; the last of them is cut."""
     questions, paragraphs = read_questions(file, "--squad" if name == "qa_1" else "--hotpotqa")
 
     def make(random: Random, _: int) -> Draft:
@@ -86,7 +89,7 @@ def make_question_task(name: str, file: Path) -> Task:
             own = Random(seed)
             others = [each for each in paragraphs if each not in question.evidence]
             own.shuffle(others)
-            distractors = [others[at % len(others)] for at in range(num_units)] if others else []
+            distractors = list(_take_words(others, num_units))
             shown = [*question.evidence, *distractors]
             own.shuffle(shown)
             head, parts = "Answer the question from the documents below, as briefly as you can.\n\n", []
@@ -103,7 +106,17 @@ def make_question_task(name: str, file: Path) -> Task:
 
         return render
 
-    return Task(name, make)
+    return Task(name, make, is_of_files=True)
+
+
+def _take_words(paragraphs: Sequence[str], number: int) -> Iterator[str]:
+    """Paragraphs with so many words in all, from the first on again where they do not reach."""
+    for paragraph in cycle(paragraphs):
+        if number <= 0:
+            return
+        ends = list(islice((word.end() for word in re.finditer(r"\S+", paragraph)), number))
+        number -= max(1, len(ends))
+        yield paragraph[: ends[-1]] if ends else paragraph
 
 
 def make_code_task(folder: Path) -> Task:
@@ -114,22 +127,24 @@ def make_code_task(folder: Path) -> Task:
         if file.suffix in CODE_FILES and file.is_file() and num_bytes < MAX_CODE_BYTES:
             text = file.read_text(encoding="utf-8", errors="replace")
             num_bytes += len(text)
-            files[file.relative_to(folder).as_posix()] = text.splitlines()
+            lines = text.splitlines()
+            if max(map(len, lines), default=0) <= MAX_MINIFIED:
+                files[file.relative_to(folder).as_posix()] = lines
     pairs = _find_pairs(files)
     if not pairs:
         found = f"holds no code with lines that come once: {len(files)} files of code were found"
         message = f"{folder} {found if folder.is_dir() else 'is not a folder'}"
         raise RecipeError([Problem("--code", message, "name a folder of source files")])
 
-    def make(random: Random, _: int) -> Draft:
+    def make(random: Random, length: int) -> Draft:
         (name, at), seed = random.choice(pairs), random.getrandbits(64)
+        first, end_of_excerpt = _choose_excerpt(files[name], at, length // 2)
 
         def render(num_units: int) -> Sample:
             own = Random(seed)
             others = [each for each in files if each != name]
             own.shuffle(others)
-            first = max(0, at - NUM_AROUND)
-            excerpt = files[name][first : at + NUM_AROUND]
+            excerpt = files[name][first:end_of_excerpt]
             lines, left = list[tuple[str, str]](), num_units
             while left > 0 and others:
                 for other in others:
@@ -152,12 +167,23 @@ def make_code_task(folder: Path) -> Task:
             content = head + "".join(parts) + question
             context = len(head), end
             return Sample(
-                "code_recall", content, (wanted.strip(),), "all", 128, "", tuple(evidence), context=context
+                "code_recall", content, (wanted.strip(),), "line", 128, "", tuple(evidence), context=context
             )  # fmt: skip
 
         return render
 
-    return Task("code_recall", make)
+    return Task("code_recall", make, is_of_files=True)
+
+
+def _choose_excerpt(lines: Sequence[str], at: int, room: int) -> tuple[int, int]:
+    """The lines around two of them that fit into so many characters: no more than so many tokens."""
+    first, end, used = at, at + 2, sum(len(line) + 1 for line in lines[at : at + 2])
+    for _ in range(NUM_AROUND):
+        for place in (first - 1, end):
+            if 0 <= place < len(lines) and used + len(lines[place]) + 1 <= room:
+                used += len(lines[place]) + 1
+                first, end = min(first, place), max(end, place + 1)
+    return first, end
 
 
 def _find_pairs(files: dict[str, list[str]]) -> list[tuple[str, int]]:
@@ -169,6 +195,6 @@ def _find_pairs(files: dict[str, list[str]]) -> list[tuple[str, int]]:
         (name, at)
         for name, lines in files.items()
         for at in range(len(lines) - 1)
-        if all(len(line.strip()) >= MIN_LINE and re.search(r"\w", line) for line in lines[at : at + 2])
+        if all(MIN_LINE <= len(line.strip()) <= MAX_LINE and re.search(r"\w", line) for line in lines[at : at + 2])
         and all(counts[line.strip()] == 1 for line in lines[at : at + 2])
     ]

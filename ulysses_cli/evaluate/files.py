@@ -17,19 +17,21 @@ Row = Mapping[str, Any]
 
 
 class SetRule(NamedTuple):
-    """How one set of a benchmark is asked and scored."""
+    """How one set of a benchmark is asked and scored. No `max_new_tokens`: as many as the right answer can have."""
 
     metric: Metric
     max_new_tokens: int
     instruction: str = ""
     with_template: bool = True
     first_line: bool = False
+    answer_prefix: str = ""
 
 
 BRIEFLY = "Answer the question from the text, as briefly as you can."
 SUMMARIZE = "Write a summary of the text."
 CONTINUE = "Complete the next line of the code below.\n"
 EXAMPLES = "Go on as the examples do."
+LEAST_LONG = 1024  # tokens for a long answer; more where the right one is longer
 EXACT = ("first_integer", "whole_word", "last_integer")  # metrics of answers that are one short text
 # RULER's prepare.py writes prompts into a model's chat template: they begin with a mark of it
 TEMPLATED = re.compile(r"\s*(<[^\s>]{1,40}>|\[INST\]|\[gMASK\]|User: |.{0,200}?\bUSER: )")
@@ -55,8 +57,8 @@ LONGBENCH: dict[str, SetRule] = {
     **dict.fromkeys(("lcc", "repobench-p"), SetRule("code_similarity", 64, CONTINUE, with_template=False)),
 }
 INFINITE: dict[str, SetRule] = {
-    "passkey": SetRule("first_integer", 6),
-    "number_string": SetRule("first_integer", 12),
+    "passkey": SetRule("first_integer", 12, answer_prefix=" The pass key is"),
+    "number_string": SetRule("first_integer", 16, answer_prefix=" The sequence of digits is"),
     "kv_retrieval": SetRule("whole_word", 50),
     "longbook_qa_eng": SetRule("token_f1", 40, BRIEFLY),
     "longbook_qa_chn": SetRule("character_f1", 40, BRIEFLY),
@@ -66,8 +68,12 @@ INFINITE: dict[str, SetRule] = {
     "code_debug": SetRule(
         "debug", 5, "Which function has the error? Answer with the letter of an option and a full stop."
     ),
-    "code_run": SetRule("last_integer", 5, "Answer with the number alone."),
-    "math_find": SetRule("first_number", 3, "Answer with the number alone."),
+    # Room for a digit a token, and a sign: the benchmark's 5 and 3 tokens cut right answers.
+    "code_run": SetRule("last_integer", 8, "Answer with the number alone."),
+    "math_find": SetRule("first_number", 12, "Answer with the number alone."),
+    "math_calc": SetRule(
+        "first_numbers", 0, "Calculate from left to right, and list each value on the way: 1 + 3 + 4 gives [1, 4, 8]."
+    ),
 }
 
 
@@ -158,8 +164,9 @@ def _read_infinite(row: Row, name: str) -> Sample:
         answers.append("ABCD"[options.index(answers[0])])
     content = "\n\n".join(filter(None, (rule.instruction, str(row["context"]), str(row["input"]), shown)))
     return Sample(
-        name, content, tuple(answers), rule.metric, rule.max_new_tokens, facts={"id": row.get("id")},
-        context=_find_span(content, str(row["context"])), has_one_answer=rule.metric in EXACT,
+        name, content, tuple(answers), rule.metric, rule.max_new_tokens or _count_room(answers), rule.answer_prefix,
+        facts={"id": row.get("id")}, context=_find_span(content, str(row["context"])),
+        has_one_answer=rule.metric in EXACT,
     )  # fmt: skip
 
 
@@ -171,16 +178,23 @@ def _read_mrcr(row: Row, _: str) -> Sample:
     content, before = "\n\n".join(shown), "\n\n".join(shown[:-1])
     facts = {"start": row["random_string_to_prepend"], "messages": row.get("total_messages")}
     context = (0, len(before)) if before else None
+    budget = max(LEAST_LONG, len(str(row["answer"])) // 2)
     return Sample(
-        f"mrcr-{row['n_needles']}", content, (str(row["answer"]),), "ordered_copy", 1024, facts=facts, context=context,
-        messages=messages,
+        f"mrcr-{row['n_needles']}", content, (str(row["answer"]),), "ordered_copy", budget, facts=facts,
+        context=context, messages=messages,
     )  # fmt: skip
 
 
 def _read_graphs(row: Row, _: str) -> Sample:
     kind = str(row.get("problem_type") or "").lower()
     name = f"graphwalks-{kind}" if kind else "graphwalks"
-    return Sample(name, str(row["prompt"]), tuple(map(str, row["answer_nodes"])), "set_f1", 1024)
+    nodes = tuple(map(str, row["answer_nodes"]))
+    return Sample(name, str(row["prompt"]), nodes, "set_f1", max(LEAST_LONG, _count_room(nodes)))
+
+
+def _count_room(answers: Sequence[str]) -> int:
+    """Tokens that hold these in a list, after a few words, whatever the tokenizer: a token has a character or more."""
+    return 64 + sum(len(answer) + len(", ") for answer in answers)
 
 
 class FileSuite(NamedTuple):
@@ -203,7 +217,7 @@ FILE_SUITES: dict[str, FileSuite] = {
         _read_infinite,
         ("context", "input", "answer"),
         "the data set xinrongzhang2022/InfiniteBench",
-        left_out=("math_calc",),
+        left_out=("math_calc",),  # answers of tens of thousands of tokens: asked where its file is named
     ),
     "mrcr": FileSuite(
         _read_mrcr, ("prompt", "answer", "random_string_to_prepend", "n_needles"), "the data set openai/mrcr"
@@ -217,7 +231,7 @@ def list_file_notes(suite: str, path: Path | None, samples: Sequence[Sample]) ->
     """Notes on the sets of a folder that have no rule here, and on prompts that are asked as they are."""
     names = FILE_SUITES[suite].left_out if path is not None and path.is_dir() else ()
     left_out = [name for name in names if path and any(path.rglob(f"{name}.jsonl"))]
-    notes = [f"{name} is left out: it has no rule here" for name in left_out]
+    notes = [f"{name} is left out: its answers are as long as its texts; name its file to ask it" for name in left_out]
     if suite == "ruler-files" and (number := sum(not sample.with_template for sample in samples)):
         notes.append(f"{number:,} prompts of the files hold a chat template already: they are asked as they are")
     return notes

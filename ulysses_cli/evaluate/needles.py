@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -13,6 +14,9 @@ from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task
 
 DRAW = {"words": lambda random: words.draw_keys(random, 1)[0], "numbers": words.draw_number, "uuids": words.draw_uuid}
 NAMES = {"words": "word", "numbers": "number", "uuids": "uuid"}
+# After a full stop and a blank, after a mark of Chinese or Japanese, and at an empty line.
+SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n\s*\n")
+MAX_SENTENCE = 300  # bytes
 # Gives that many sentences of haystack, the same for the same source.
 Haystack = Callable[[Random, int], list[str]]
 
@@ -26,16 +30,30 @@ def draw_sentences(random: Random, number: int) -> list[str]:
 
 
 class BookHaystack:
-    """Sentences of a text that the user brings, from a random place on; it begins anew at its end."""
+    """Sentences of a text that the user brings, from a random place on; it begins anew at its end. A sentence ends at
+    a mark of its script or with its paragraph, and a very long one is cut."""
 
     def __init__(self, text: str) -> None:
-        self.sentences = [part.strip() for part in text.replace("\n", " ").split(". ") if part.strip()]
+        parts = [" ".join(part.split()) for part in SENTENCE_ENDS.split(text)]
+        self.sentences = [piece for part in parts for piece in _cut_at_words(part)]
         if not self.sentences:
             raise ValueError("the text has no sentences")
 
     def __call__(self, random: Random, number: int) -> list[str]:
         start = random.randrange(len(self.sentences))
-        return [self.sentences[(start + at) % len(self.sentences)] + "." for at in range(number)]
+        return [self.sentences[(start + at) % len(self.sentences)] for at in range(number)]
+
+
+def _cut_at_words(sentence: str) -> list[str]:
+    """Pieces of about MAX_SENTENCE bytes, cut between words where there are any. [] of an empty one."""
+    pieces = []
+    most = MAX_SENTENCE * len(sentence) // max(1, len(sentence.encode()))
+    while len(sentence) > most:
+        end = sentence.rfind(" ", most // 2, most)
+        end = most if end < 0 else end
+        pieces.append(sentence[:end])
+        sentence = sentence[end:].lstrip()
+    return [*pieces, sentence] if sentence else pieces
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class NeedleTask:
         ]
         depths = [random.random() for _ in needles]
         hay = random.getrandbits(64)
-        units = self._make_haystack(text, Random(hay), num_units)
+        units = self._make_haystack(text, Random(hay), num_units, keys)
         lines = [(at, False, unit) for at, unit in enumerate(units)]
         for depth, (line, is_asked) in zip(depths, needles, strict=True):
             lines.append((int(depth * num_units) - 0.5, is_asked, line))  # type: ignore[arg-type]
@@ -100,13 +118,15 @@ class NeedleTask:
     def _draw_different(self, kind: str, random: Random, number: int) -> list[str]:
         return words.draw_keys(random, number) if kind == "words" else [DRAW[kind](random) for _ in range(number)]
 
-    def _make_haystack(self, text: Haystack, random: Random, number: int) -> list[str]:
+    def _make_haystack(self, text: Haystack, random: Random, number: int, taken: Sequence[str]) -> list[str]:
+        """`taken`: keys of the needles. A second one with such a key would be another right answer."""
         if self.haystack == "noise":
             return repeat_noise(random, number)
         if self.haystack == "text":
             return text(random, number)
-        keys = self._draw_different(self.key_kind, random, number)
-        return [self._write(key, DRAW[self.value_kind](random)) for key in keys]
+        keys = self._draw_different(self.key_kind, random, number + len(taken))
+        free = [key for key in keys if key not in taken][:number]
+        return [self._write(key, DRAW[self.value_kind](random)) for key in free]
 
     def _write(self, key: str, value: str) -> str:
         return f"One of the special magic {NAMES[self.value_kind]}s for {key} is: {value}."

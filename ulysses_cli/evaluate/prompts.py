@@ -13,7 +13,7 @@ from ulysses_cli.evaluate.sample import Draft, Sample, fill_up
 from ulysses_cli.evaluate.thinking import can_think, render_question
 from ulysses_cli.plan.problem import Problem, RecipeError
 
-FILLS = (" so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
+FILLS = (" .", " so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
 MAX_TRIES = 30
 MAX_ESTIMATES = 10  # tries that count words; later ones tokenize the whole text
 PLACEHOLDER = "\u2983content\u2984"
@@ -76,7 +76,9 @@ class Prompter:
         it as it is. As in RULER, the start of the answer follows the content or the assistant's header at
         once."""
         if not (self.with_template and sample.with_template):
-            return f"{sample.content}{sample.answer_prefix}".rstrip(), 0
+            text = f"{sample.content}{sample.answer_prefix}"
+            # a base model goes on after a word; a prompt in a template of its file ends as the template does
+            return (text.rstrip() if sample.with_template else text), 0
         if not sample.messages:
             return f"{self.head}{sample.content}{self.tail}{sample.answer_prefix}", len(self.head)
         try:
@@ -163,7 +165,7 @@ class Fitter:
         key = name, length
         num_units, num_fill, slope, excess = self.fitted.get(key) or self._estimate(draft, length)
         fill = self.prompter.fill
-        bare_units, bare, bare_tokens = -1, draft(0), 0  # without a fill
+        bare_units, bare, bare_tokens, tried = -1, draft(0), 0, set[int]()  # bare: without a fill
         for number in range(MAX_TRIES):
             is_precise = number >= MAX_ESTIMATES
             if num_units != bare_units or number == MAX_ESTIMATES:
@@ -188,7 +190,8 @@ class Fitter:
                     self.fitted.setdefault(key, (num_units, num_fill, slope, excess))
                     return self.prompter.make(sample, index, length, tokens=tokens, counted=counted)
                 excess, missing = len(tokens) - counted, wanted - len(tokens)
-            most = slope + 4 if number < MAX_TRIES // 2 else 4 * slope + 64  # units may not all have one length
+            # units may not all have one length: the search would go to and fro between two numbers of them
+            most = 4 * slope + 64 if num_units in tried else slope + 4
             if 0 <= num_fill + missing <= most:
                 num_fill += missing
                 continue
@@ -197,8 +200,11 @@ class Fitter:
                 if not num_units:
                     break
                 change = -num_units
+            tried.add(num_units)
             num_units, num_fill = num_units + (change or (1 if missing > 0 else -1)), 0
-        raise RecipeError([_describe_misfit(name, length, draft, self.prompter)])
+        check_draft(name, draft, length, self.prompter)
+        message = f"{name} cannot be made exactly {length:,} tokens long"
+        raise RecipeError([Problem("--max-length", message, "use another length")])
 
     def _estimate(self, draft: Draft, length: int) -> tuple[int, int, float, int]:
         """Returns units, fill, tokens of a unit, and what the count of words misses, from two drafts."""
@@ -213,15 +219,14 @@ class Fitter:
         return num_units, 0, max(1.0, slope), excess
 
 
-def _describe_misfit(name: str, length: int, draft: Draft, prompter: Prompter) -> Problem:
+def check_draft(name: str, draft: Draft, length: int, prompter: Prompter) -> None:
+    """Raises RecipeError where the draft is too long without any haystack."""
     sample = draft(0)
     least = len(prompter.encode(sample)) + sample.max_new_tokens
     if least > length:
         message = f"{name} needs at least {least:,} tokens, {sample.max_new_tokens} of them for the answer"
-        return Problem(
-            "--max-length", f"{length:,} is too short: {message}", f"use {least:,} or more, or leave out {name}"
-        )
-    return Problem("--max-length", f"{name} cannot be made exactly {length:,} tokens long", "use another length")
+        hint = f"use {least:,} or more, or leave out {name}"
+        raise RecipeError([Problem("--max-length", f"{length:,} is too short: {message}", hint)])
 
 
 Progress = Callable[[str], None]

@@ -8,9 +8,9 @@ from random import Random
 from typing import Any, Literal
 
 Metric = Literal[
-    "all", "part", "none", "set_f1", "token_f1", "chinese_f1", "character_f1", "rouge_sets", "rouge_chinese",
+    "all", "part", "line", "none", "set_f1", "token_f1", "chinese_f1", "character_f1", "rouge_sets", "rouge_chinese",
     "rouge_lines", "classes", "share_right", "code_similarity", "sentence", "choice", "debug", "first_integer",
-    "whole_word", "name", "last_integer", "first_number", "ordered_copy",
+    "whole_word", "name", "last_integer", "first_number", "first_numbers", "ordered_copy",
 ]  # fmt: skip
 
 
@@ -39,6 +39,7 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
     has_one_answer: bool = False  # one right text: teacher forcing says something about it
+    number: int = 0  # its place in the files that it was read from
 
 
 def fill_up(sample: Sample, text: str) -> Sample:
@@ -56,8 +57,10 @@ Draft = Callable[[int], Sample]
 @dataclass(frozen=True)
 class Task:
     """Makes drafts from a random source; `length` is the number of tokens that the sample shall have. Teacher-forced
-    scores mean something only where there is one right order of one right answer."""
+    scores mean something only where there is one right order of one right answer. `is_of_files`: the user's files
+    decide how long a sample is at least."""
 
     name: str
     make: Callable[[Random, int], Draft]
     has_one_answer: bool = True
+    is_of_files: bool = False

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -16,7 +16,7 @@ from ulysses_cli.evaluate.documents import make_code_task, make_question_task
 from ulysses_cli.evaluate.files import FILE_SUITES, list_file_notes, read_suite
 from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.needles import TEXT_TASKS, BookHaystack, draw_sentences, list_needle_tasks
-from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, name_prompt
+from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, check_draft, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
 from ulysses_cli.evaluate.statistics import RULER_TASKS
 from ulysses_cli.plan.nouns import format_count
@@ -50,14 +50,44 @@ class Sources:
     documents: tuple[Mapping[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        paths = {name: str(value) if value else None for name, value in vars(self).items() if name != "documents"}
+        paths = {name: str(path) if path else None for name, path in self._list_paths().items()}
         return {**paths, "documents": [dict(each) for each in self.documents]}
+
+    def hash_content(self) -> dict[str, str]:
+        """Of the files and folders that are named. Documents are compared one by one, when they are read."""
+        return {name: _hash_files(path) for name, path in self._list_paths().items() if path is not None}
+
+    def _list_paths(self) -> dict[str, Path | None]:
+        return {name: value for name, value in vars(self).items() if name != "documents"}
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Sources:
         """Takes what `as_json` returned."""
         paths = {name: Path(value) if value else None for name, value in values.items() if name != "documents"}
         return cls(**paths, documents=tuple(values["documents"]))
+
+
+def _hash_files(path: Path) -> str:
+    """Names and content of a file, or of all files below a folder that are not hidden."""
+    found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    digest = hashlib.sha256()
+    for file in found:
+        name = file.relative_to(path).as_posix()
+        if not any(part.startswith(".") for part in name.split("/") if part != "."):
+            with open(file, "rb") as stream:
+                digest.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Which samples are made of each task. `of_files`: how many are taken of each task that is read from files; None:
+    all."""
+
+    lengths: tuple[int, ...]
+    num_samples: int = DEFAULT_SAMPLES
+    seed: int = 0
+    of_files: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +102,9 @@ class Plan:
     harness: tuple[str, ...] = ()
 
 
-def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
+def plan_suites(names: Sequence[str], sources: Sources, amount: Amount | None = None) -> Plan:
     """Finds the tasks and reads the files. Names of single tasks serve too. What is wrong is said at once."""
+    amount = amount or Amount(())
     text = draw_sentences if sources.text is None else BookHaystack(_read_text(sources.text))
     known = {task.name: task for task in (*list_needle_tasks(text), *COUNTING_TASKS, GRAPHS)}
     wanted: dict[str, bool] = {}  # by task: whether it was named itself
@@ -85,7 +116,7 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
         elif name in known or name in (*QUESTIONS, "code_recall"):
             wanted[name] = True
         elif name in FILE_SUITES:
-            read = read_suite(name, sources.path)
+            read = _choose_rows(read_suite(name, sources.path), amount)
             samples += read
             notes += list_file_notes(name, sources.path, read)
         elif name == LOSS:
@@ -122,6 +153,22 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
     return Plan(tuple(tasks), tuple(samples), tuple(notes), LOSS in names, harness)
 
 
+def _choose_rows(samples: Sequence[Sample], amount: Amount) -> list[Sample]:
+    """As many of each task as are wanted, numbered by their place in the files. Those of a small number are among those
+    of a larger one, with which an evaluation can be continued."""
+    numbered = [replace(sample, number=at) for at, sample in enumerate(samples)]
+    if amount.of_files is None:
+        return numbered
+    tasks = defaultdict[str, list[int]](list)
+    for sample in numbered:
+        tasks[sample.task].append(sample.number)
+    chosen = set[int]()
+    for task, numbers in tasks.items():
+        make_source(amount.seed, task, 0, 0).shuffle(numbers)
+        chosen.update(numbers[: amount.of_files])
+    return [sample for sample in numbered if sample.number in chosen]
+
+
 def _find_unread(names: Sequence[str], sources: Sources, tasks: Collection[str]) -> Iterator[Problem]:
     """Files that none of the tasks reads."""
     readers = (
@@ -154,15 +201,6 @@ def make_source(seed: int, task: str, length: int, index: int) -> Random:
     return Random(int.from_bytes(digest[:8]))
 
 
-@dataclass(frozen=True)
-class Amount:
-    """Which samples are made of each task."""
-
-    lengths: tuple[int, ...]
-    num_samples: int = DEFAULT_SAMPLES
-    seed: int = 0
-
-
 def make_prompts(
     plan: Plan, prompter: Prompter, amount: Amount, report: Progress, done: Collection[str] = ()
 ) -> Iterator[TaskPrompt]:
@@ -178,28 +216,33 @@ def make_prompts(
                 prompt = fitter.fit(task.name, draft, length, index)
                 if index in left:
                     yield prompt
-    for index, sample in order_alike(plan.samples):
-        if name_prompt(sample.task, 0, index) not in done:
-            yield prompter.make(sample, index)
+    for sample in order_alike(plan.samples):
+        if name_prompt(sample.task, 0, sample.number) not in done:
+            yield prompter.make(sample, sample.number)
 
 
-def order_alike(samples: Sequence[Sample]) -> list[tuple[int, Sample]]:
-    """With their numbers, those over one text beside each other, since neighbours that begin alike share a prefill
+def order_alike(samples: Sequence[Sample]) -> list[Sample]:
+    """Those over one text beside each other, since neighbours that begin alike share a prefill
     (train/generation/questions.py). Texts come in the order in which they stand in the files."""
-    groups: dict[tuple[str, str], list[tuple[int, Sample]]] = {}
-    for index, sample in enumerate(samples):
+    groups: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
         end = sample.context[1] if sample.context is not None else len(sample.content)
-        groups.setdefault((sample.task, sample.content[:end]), []).append((index, sample))
+        groups.setdefault((sample.task, sample.content[:end]), []).append(sample)
     return [each for group in groups.values() for each in group]
 
 
 def check_lengths(plan: Plan, prompter: Prompter, amount: Amount) -> None:
-    """Raises RecipeError for a task that does not fit the shortest length."""
+    """Raises RecipeError for a task that does not fit the shortest length: by its first sample, or where the user's
+    files decide how long a question is at least, by any of them."""
     shortest = Amount(tuple(sorted(amount.lengths)[:1]), 1, amount.seed)
     problems: list[Problem] = []
     for task in plan.tasks:
         try:
             list(make_prompts(Plan((task,), (), ()), prompter, shortest, lambda _: None))
+            for length in shortest.lengths if task.is_of_files else ():
+                for index in range(1, amount.num_samples):
+                    draft = task.make(make_source(amount.seed, task.name, length, index), length)
+                    check_draft(task.name, draft, length, prompter)
         except RecipeError as error:
             problems += error.problems
     if problems:

@@ -44,12 +44,20 @@ class ModelQuestion:
     uses_positions: bool = False
 
 
-def name_results(model: str) -> str:
-    """The folder of a model's results. A run's model and its checkpoints carry the run's name."""
+def name_results(model: str, suites: Sequence[str]) -> str:
+    """The folder of what a model answers to these suites. A run's model and its checkpoints carry the run's name."""
     path = Path(model.rstrip("/"))
     parts = [part for part in path.parts[-3:] if part != "checkpoints"]
     is_of_run = path.name == "model" or NAME.fullmatch(path.name) is not None
-    return "-".join(parts[-2:]) if is_of_run else path.name
+    return _join_names("-".join(parts[-2:]) if is_of_run else path.name, suites)
+
+
+def _join_names(model: str, suites: Sequence[str]) -> str:
+    name = re.sub(r"[^\w.-]+", "-", f"{model}-{'-'.join(suites)}")
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: MAX_NAME - 9]}-{digest}"
 
 
 @dataclass(frozen=True)
@@ -133,12 +141,19 @@ def keep_in_run(model: str, suites: Sequence[str], findings: dict[str, Any]) -> 
     if (run_dir := find_own_run(path)) is None:
         return None
     own = "newest" if path.resolve() == run_dir.resolve() else path.resolve().name
-    name = re.sub(r"[^\w.-]+", "-", f"{own}-{'-'.join(suites)}")[:MAX_NAME]
-    file = run_dir / EVALUATIONS / f"{name}.json"
+    file = run_dir / EVALUATIONS / f"{_join_names(own, suites)}.json"
     file.parent.mkdir(exist_ok=True)
-    kept = {key: value for key, value in findings.items() if key != "results"}
+    kept = leave_out_examples(findings)
     write_whole(file, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     return file
+
+
+def leave_out_examples(findings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the questions and answers of both models: quality.json has them."""
+    kept = {key: value for key, value in findings.items() if key != "results"}
+    if other := findings.get("against"):
+        kept["against"] = {key: value for key, value in other.items() if key != "results"}
+    return kept
 
 
 def _find_checkpoint(path: Path) -> Path:
@@ -326,7 +341,7 @@ def run(options: dict[str, Any], device: str, output: Format, html: Path | None,
     if kept is not None:
         printing.print_message(f"for the run's report: {kept}")
     if output is Format.json:
-        printing.print_json({key: value for key, value in findings.items() if key != "results"})
+        printing.print_json(leave_out_examples(findings))
     else:
         printing.print_data(quality.format_quality(findings))
         printing.print_message(f"every question with its answer: {folder / 'quality.json'}")

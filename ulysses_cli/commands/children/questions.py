@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ulysses_cli.evaluate.suites import Plan, Sources
+    from ulysses_cli.evaluate.suites import Amount, Plan, Sources
     from ulysses_cli.plan.hardware import Gpu
     from ulysses_cli.plan.models.shape import ModelShape
 
@@ -47,7 +47,9 @@ def find_documents(model: str, path: str | None) -> tuple[dict[str, Any], ...]:
     return ({"path": path},) if path else _list_held_out(Path(model).expanduser())
 
 
-def plan_questions(model: str, suites: Sequence[str], path: str | None, sources: Sources) -> tuple[Sources, Plan]:
+def plan_questions(
+    model: str, suites: Sequence[str], path: str | None, sources: Sources, amount: Amount
+) -> tuple[Sources, Plan]:
     """Finds the files and documents that --path names, and plans the suites. Raises RecipeError."""
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.losses import TASK as LOSS
@@ -61,7 +63,7 @@ def plan_questions(model: str, suites: Sequence[str], path: str | None, sources:
     files = find_suite_path(path or "", printing.print_message) if reader in FILE_SUITES else None
     harness = Path(path) if path and reader.startswith(HARNESS) else None
     sources = replace(sources, path=files, harness=harness, documents=documents)
-    plan = plan_suites(suites, sources)
+    plan = plan_suites(suites, sources, amount)
     if path is not None and not reader:
         hint = f"leave it out, or add one of {', '.join((LOSS, *FILE_SUITES))}, {HARNESS}TASK"
         raise RecipeError([Problem("--path", f"no suite of {', '.join(suites)} reads files", hint)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 CHOICES = "ABCD"
 CHOICE_MARKS = ("answer is:", "answer:", "answer is", "option is")
@@ -48,6 +49,13 @@ def score_first_number(answer: str, references: Sequence[str]) -> bool:
         return False
     is_whole = "." not in references[0]
     return not (is_whole and "." in found.group()) and float(found.group()) == float(references[0])
+
+
+def score_first_numbers(answer: str, references: Sequence[str]) -> float:
+    """The share of the numbers that the answer has in the right order, up to the first that is wrong."""
+    found = [int(digits) for digits in re.findall("[0-9]+", answer)]
+    pairs = zip(found, map(int, references), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(references)
 
 
 def score_choice(answer: str, references: Sequence[str]) -> bool:

@@ -44,6 +44,12 @@ def score_part(answer: str, references: Sequence[str], _: Facts) -> float:
     return float(any(reference.lower() in text for reference in references))
 
 
+def score_line(answer: str, references: Sequence[str], _: Facts) -> float:
+    """Whether the answer contains the line of code, however its blanks are written."""
+    text = " ".join(answer.split())
+    return float(any(" ".join(reference.split()) in text for reference in references))
+
+
 def score_none(answer: str, _: Sequence[str], __: Facts) -> float:
     """Whether the answer says none, and names no number."""
     return float(bool(re.search(r"\bnone\b", answer.lower())) and not re.search(r"\d{4,}", answer))
@@ -146,13 +152,14 @@ def score_copy(answer: str, references: Sequence[str], facts: Facts) -> float:
     )
 
 
-def _leave_out_facts(rule: Callable[[str, Sequence[str]], bool]) -> Callable[[str, Sequence[str], Facts], float]:
+def _leave_out_facts(rule: Callable[[str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Facts], float]:
     return lambda answer, references, _: float(rule(answer, references))
 
 
 SCORERS: dict[str, Callable[[str, Sequence[str], Facts], float]] = {
     "all": score_all,
     "part": score_part,
+    "line": score_line,
     "none": score_none,
     "set_f1": score_sets,
     "token_f1": _take_best(lambda answer, reference: _compute_f1(_normalize(answer), _normalize(reference))),
@@ -173,4 +180,5 @@ SCORERS: dict[str, Callable[[str, Sequence[str], Facts], float]] = {
     "name": _leave_out_facts(infinite.score_name),
     "last_integer": _leave_out_facts(infinite.score_last_integer),
     "first_number": _leave_out_facts(infinite.score_first_number),
+    "first_numbers": _leave_out_facts(infinite.score_first_numbers),
 }

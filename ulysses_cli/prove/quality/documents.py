@@ -26,6 +26,7 @@ from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.data.tokenizing.workers import encode_block
 from ulysses_cli.evaluate.losses import TASK, describe_document, list_bounds
 from ulysses_cli.evaluate.prompts import name_prompt
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.prove.quality.loading import EvaluatedModel
@@ -77,13 +78,15 @@ def read_documents(sets: Sequence[Mapping[str, Any]], tokenizer: Any, lengths: S
     if not any(wanted.values()):
         message = f"no document has {min(wanted):,} tokens: the longest of {num_read:,} has {longest:,}"
         raise RecipeError([Problem(OPTION, message, "use a shorter --max-length, or name longer documents")])
+    read = format_count(num_read, "document")
     notes = [
-        f"{len(found):,} of {num_read:,} documents have {length:,} tokens: the loss at this length is theirs"
+        f"the loss at {length:,} tokens is that of {len(found):,} of {read}"
         for length, found in wanted.items()
         if len(found) < number
     ]
     if num_short:
-        notes.append(f"{num_short:,} documents are shorter than {min(wanted):,} tokens: their loss is not measured")
+        short = format_count(num_short, "document")
+        notes.append(f"no loss is measured on {short} shorter than {min(wanted):,} tokens")
     return Found(tuple(document for found in wanted.values() for document in found), tuple(notes))
 
 

@@ -22,6 +22,7 @@ from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_needed, cou
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.files.weight_files import list_weight_files
 from ulysses_cli.plan.flops import compute_layers_flops
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.prove.quality.documents import CutDocument
@@ -57,6 +58,9 @@ class ModelEvaluation:
     harness: Mapping[str, Any] | None = None  # what load_tasks takes
     harness_limit: int | None = None  # samples of each of lm-eval's tasks; None: all
 
+    def make_plan(self) -> Plan:
+        return plan_suites(self.suites, self.sources, self.amount)
+
     def list_settings(self, tokenizer: Any) -> dict[str, Any]:
         """What results depend on. Tokenizer and template are hashed, since two models may share a name."""
         vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
@@ -71,6 +75,7 @@ class ModelEvaluation:
             "template": template,
             "with_template": self.with_template,
             "sources": self.sources.as_json(),
+            "content": self.sources.hash_content(),
         }
 
     def list_facts(self, tokenizer: Any) -> dict[str, Any]:
@@ -217,7 +222,7 @@ class _Questions:
         self.prompter = Prompter(
             tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer)
         )
-        self.plan: Plan = plan_suites(evaluation.suites, evaluation.sources)
+        self.plan = evaluation.make_plan()
         self.one_answer_tasks = {task.name for task in self.plan.tasks if task.has_one_answer}
         self.settings = evaluation.list_settings(tokenizer)
         self.file = ResultsFile(Path(evaluation.output) / "results.jsonl", self.settings)
@@ -225,13 +230,31 @@ class _Questions:
         _compare_documents(evaluation.documents, self.file.results)
         counts = count_prompts(self.plan, evaluation.amount) + Counter(each.length for each in evaluation.documents)
         self.time_left = TimeLeft(counts, lambda length: compute_layers_flops(model.shape, [length]))
-        for result in keep_whole(self.file.results):
+        known = self._list_asked()
+        for result in keep_whole(known):
             self.time_left.drop(result["length"])
-        self.total, self.num_before = counts.total(), len(self.file.results)
+        self.total, self.num_before = counts.total(), len(known)
+        self.earlier_seconds = sum(result.get(SPENT, 0.0) for result in known)
+        self.num_recorded = 0
         self.num_ways = 0  # so far: how many there will be is not known before
         self.before, self.recorded, self.told = started, time.monotonic(), 0.0
         if self.num_before:
-            send(f"going on: {self.num_before} questions are answered already")
+            send(f"going on: {format_count(self.num_before, 'question')} answered already")
+
+    def _list_asked(self) -> list[dict[str, Any]]:
+        """The results of what is asked: the folder may hold those of other suites, lengths and samples."""
+        amount = self.evaluation.amount
+        made = {task.name for task in self.plan.tasks} | ({LOSS} if self.plan.has_loss else set())
+        read = {(sample.task, sample.number) for sample in self.plan.samples}
+        return [
+            result
+            for result in self.file.results
+            if (
+                result["task"] in made and result["length"] in amount.lengths and result["index"] < amount.num_samples
+                if result["length"]
+                else (result["task"], result["index"]) in read
+            )
+        ]
 
     def walk(self) -> Iterator[TaskPrompt]:
         """The questions that are not answered yet. Those that are too long are listed, and not cut."""
@@ -266,7 +289,8 @@ class _Questions:
         if get_way(result) == WHOLE:  # the time of its other ways is counted with the next question
             self.time_left.note(result["length"], now - self.recorded)
             self.recorded = now
-        number = len(self.file.results) - self.num_before
+        self.num_recorded += 1
+        number = self.num_recorded
         if now - self.told >= REPORT_SECONDS or number == 1:
             self.told = now
             total = self.total + self.num_ways - len(self.too_long)
@@ -277,23 +301,14 @@ class _Questions:
             self.send(f"{place}, {result['task']} at {result['prompt_tokens']:,} tokens; {left}")
 
     def describe(self) -> dict[str, Any]:
-        wanted = {task.name for task in self.plan.tasks}
-        lengths, number = self.evaluation.amount.lengths, self.evaluation.amount.num_samples
-        wanted |= {LOSS} if self.plan.has_loss else set()
-        results = [
-            result
-            for result in self.file.results
-            if not result["length"]
-            or (result["task"] in wanted and result["length"] in lengths and result["index"] < number)
-        ]
+        results = self._list_asked()
         answers, losses = split_results(results)
         summary = {**summarize(keep_whole(answers), self.too_long), "losses": summarize_losses(losses)}
-        earlier = sum(result.get(SPENT, 0.0) for result in self.file.results[: self.num_before])
         return {
             **summary,
             "results": results,
             "notes": list(self.plan.notes),
             "settings": self.settings,
             "versions": list_versions(),
-            "earlier_seconds": round(earlier, 2),
+            "earlier_seconds": round(self.earlier_seconds, 2),
         }

@@ -12,7 +12,7 @@ from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.evaluate.losses import compare_losses
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.retrieval import check_retrieval, keep_whole, summarize_retrieval
-from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, check_samples, plan_suites
+from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, check_samples
 from ulysses_cli.evaluate.summary import compare_all, compare_results
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
@@ -27,7 +27,7 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
     Returns the documents whose loss is measured, and notes."""
     tokenizer = _load_tokenizer(evaluation.model)
     prompter = Prompter(tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer))
-    plan, amount = plan_suites(evaluation.suites, evaluation.sources), evaluation.amount
+    plan, amount = evaluation.make_plan(), evaluation.amount
     check_lengths(plan, prompter, amount)
     check_samples(plan, prompter, evaluation.max_prompt_tokens)
     if evaluation.harness is not None:
@@ -47,7 +47,7 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
 
 def _name_harness(evaluation: ModelEvaluation) -> dict[str, Any] | None:
     """What load_tasks takes. `metadata`: what lm-eval's own tasks of a given length read."""
-    plan, sources = plan_suites(evaluation.suites, evaluation.sources), evaluation.sources
+    plan, sources = evaluation.make_plan(), evaluation.sources
     if not plan.harness:
         return None
     model = parse_recipe(evaluation.model, "evaluate", []).recipe.model
@@ -70,12 +70,13 @@ def _meet(place: MachinePlace, evaluations: Sequence[ModelEvaluation], report: C
 
 
 def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], None]) -> dict[str, Any]:
-    """`against`: the recipe text of a second model, which answers the same questions first."""
+    """`against`: the recipe text of a second model, which answers the same questions first. `samples_of_files`: how
+    many of each task that is read from files, None for all."""
     against = options["against"]
     evaluation = ModelEvaluation(
         options["model"],
         tuple(options["suites"]),
-        Amount(tuple(options["lengths"]), options["samples"], options["seed"]),
+        Amount(tuple(options["lengths"]), options["samples"], options["seed"], options["samples_of_files"]),
         Sources.read(options["sources"]),
         options["num_ranks"],
         options["output"],
@@ -103,7 +104,10 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         return {"command": "evaluate", "passed": True, "machine_number": options["machines"]["rank"]}
     findings["notes"] += [*found.notes, *options["notes"]]
     if before is not None:
-        kept = ("scores", "mean", "effective_length", "heat_map", "losses", "lm_eval", "seconds", "earlier_seconds")
+        kept = (
+            "scores", "mean", "effective_length", "heat_map", "losses", "lm_eval", "seconds", "earlier_seconds",
+            "results",
+        )  # fmt: skip
         findings["against"] = {"subject": options["other"], **{key: before[key] for key in kept}}
         old, new = (split_results(each["results"]) for each in (before, findings))
         pair = [keep_whole(each[0]) for each in (old, new)]
