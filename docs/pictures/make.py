@@ -19,7 +19,7 @@ import report_page
 from canvas import ROOT, THEMES
 from exchange import draw_exchange
 from memory import draw_memory_against_length, draw_memory_by_phase
-from recall import draw_recall
+from recall import draw_compared, draw_recall
 from rooms import draw_rooms
 from terminal import draw_error
 
@@ -31,6 +31,7 @@ DRAWN = {
     "memory-by-phase": draw_memory_by_phase,
     "memory-against-length": draw_memory_against_length,
     "recall": draw_recall,
+    "compared": draw_compared,
     "error": draw_error,
 }
 TAKEN = "report-page"

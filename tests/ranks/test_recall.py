@@ -39,7 +39,7 @@ def test_a_trained_model_finds_needles_across_the_boundary_of_shards(tmp_path: P
         "parallel": {"sp_size": 2},
         "train": {"learning_rate": 1e-2, "max_steps": NUM_STEPS, "warmup_steps": 30, "adam_beta2": 0.98},
         "memory": {"gradient_checkpointing": False, "tiled_mlp": False, "tiled_loss": False},
-        "run": {"device": "cpu", "output_dir": str(tmp_path / "run"), "rehearsal": False},
+        "run": {"device": "cpu", "output_dir": str(tmp_path / "run"), "rehearsal": False, "save_steps": 75},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     trained = run("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
@@ -56,6 +56,12 @@ def test_a_trained_model_finds_needles_across_the_boundary_of_shards(tmp_path: P
     assert {cell["length"] for cell in cells} == set(LENGTHS)
     assert sum(cell["score"] * cell["n"] for cell in cells) / sum(cell["n"] for cell in cells) >= 0.8
     assert "Score by length and depth" in page.read_text()
+
+    longer = (*LENGTHS, 768, 1024, 2048, 4096)  # it was trained on up to about 900 tokens
+    compared = ("--against", str(tmp_path / "run/checkpoints/step-75"), "--max-length", ",".join(map(str, longer)))
+    findings = evaluate(tmp_path / "run", tmp_path / "compared", *compared)
+    assert findings["difference"]["low"] > 0, "with a quarter of the steps it finds less"
+    assert findings["effective_length"]["own"] in (768, 1024, 2048)
 
     torch.manual_seed(0)
     untrained = tmp_path / "untrained-model"
