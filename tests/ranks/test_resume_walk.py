@@ -132,7 +132,8 @@ def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) ->
 
 
 def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
-    """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them."""
+    """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them. A
+    finished run that is resumed has nothing to do."""
     words = ("run.rehearsal=false",)  # the whole run has it
     command, _, _ = kill_at(runs, "killed", "save", "one", signal.SIGKILL, *words)
     _, output = command.communicate(timeout=STOP_SECONDS)
@@ -146,6 +147,8 @@ def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) 
     assert "restart 1 of 1 (run.max_restarts): a rank was lost" in output
     assert runs.read_losses("killed") == runs.read_losses("whole")
     assert runs.read_model("killed") == runs.read_model("whole")
+    code, output = runs.train("killed", "--resume", "auto", *words)
+    assert (code, "already finished" in output) == (0, True), output
 
 
 @pytest.mark.check

@@ -23,6 +23,7 @@ from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import LOST_SECONDS
 from ulysses_cli.plan.files.locks import WITHOUT_LOCKS
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.report.printing import print_problems
 from ulysses_cli.report.run_end import format_failure, format_interruption, format_missing_lock
 from ulysses_cli.run_folder import run_key
 from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
@@ -264,13 +265,14 @@ def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> 
         start_lock.lock_run(run_dir, 0)
 
 
-def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = {"model": {"hub_token": "hf_abcdefghijkl"}, "train": {"max_steps": 6, "learning_rate": 1e-4}}
     second = {"model": {"hub_token": "hf_mnopqrstuvwx"}, "train": {"max_steps": 9, "learning_rate": 1e-4}}
     lock = start_lock.lock_run(tmp_path, 0, first)
     with pytest.raises(RecipeError) as result:
         start_lock.lock_run(tmp_path, 0, second)
-    output = result.value.problems[0].message
+    print_problems(result.value.problems)
+    output, _, _ = capsys.readouterr().err.partition("\n\nhint:")
     assert f"(process {os.getpid()} on " in output
     assert output.endswith("this recipe differs from its recipe in:\n  train.max_steps: was 6, is 9")
     with pytest.raises(RecipeError, match="; its recipe is the same"):

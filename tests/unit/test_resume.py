@@ -173,15 +173,20 @@ def test_machines_share_all_settings_but_places_on_their_disks() -> None:
 
 
 def test_a_longer_run_says_what_changes(tmp_path: Path) -> None:
-    old = load("train.max_steps=6").recipe.model_dump(mode="json")
-    new = load("train.max_steps=20").recipe.model_dump(mode="json")
+    old = load("train.max_steps=6", "train.learning_rate=1.0").recipe.model_dump(mode="json")
+    new = load("train.max_steps=20", "train.learning_rate=1.0").recipe.model_dump(mode="json")
     state = {"recipe": old, "data": "d", "step": 6, "num_steps": 6}
     check_changes(state, new, "d", anyway=False, report=pytest.fail)
+    old["train"]["learning_rate"] = 2.0  # with --resume-anyway: that step had the checkpoint's own
     begin = ResumePoint(tmp_path, state)
-    output = describe_longer_run(begin, new, 20, lambda num_steps: lambda step: step / num_steps)
+
+    def rise(recipe: Any, num_steps: int) -> Callable[[int], float]:
+        return lambda step: recipe["train"]["learning_rate"] * step / num_steps
+
+    output = describe_longer_run(begin, new, 20, rise)
     assert output == (
         "train.max_steps: was 6, is 20: from step 7 on the learning rate follows the schedule of 20 steps, "
-        "0.3 at first (step 6 had 0.833)"
+        "0.3 at first (step 6 had 1.67)"
     )
     assert describe_longer_run(begin, old, 6, pytest.fail) == ""
     with pytest.raises(ResumeError, match=r"train\.max_steps: is 5, but step 6 is done"):

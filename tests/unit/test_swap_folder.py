@@ -65,7 +65,7 @@ def test_a_full_disk_is_refused_and_leftovers_are_named(
     usage = shutil.disk_usage(tmp_path)._replace(free=2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert open_folder(folder, tmp_path / "run", 2**30, 1000) == (
-        f"memory.nvme_path: {folder.parent} has 1.00 GiB free, what 2 ranks keep there takes 2.00 GiB: "
+        f"memory.nvme_path: {folder.parent} has 1.00 GiB free, the share of 2 ranks there takes 2.00 GiB: "
         "make room, use more GPUs, or cpu in place of nvme; runs that were killed may have left "
         f"{other} (each names its run in run.txt)"
     )

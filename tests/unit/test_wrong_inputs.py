@@ -48,6 +48,7 @@ RECIPES = (
 SETTINGS = (
     ("max_steps=3", "max_steps: unknown key\n\nhint: write it as train.max_steps"),
     ("train.max_steps", "train.max_steps: has no value\n\nhint: write train.max_steps=VALUE"),
+    ("train.max_stps", "train.max_stps: unknown key, and no value\n\nhint: did you mean train.max_steps?"),
     ("train.max_steps:3", "train.max_steps: has no value\n\nhint: write train.max_steps=3"),
     ("train.epochs=3", "hint: did you mean train.num_train_epochs?"),
     ("model.name=x", "hint: did you mean model.name_or_path?"),
@@ -98,6 +99,8 @@ COMMANDS = (
     ("train t.yaml --resume nowhere", "hint: use auto for the newest valid checkpoint"),
     ("train t.yaml --resume folder", "folder is not a checkpoint"),
     ("train t.yaml --resume auto --overwrite", "--overwrite: contradicts --resume auto\n\nhint: keep --resume"),
+    ("train t.yaml --resume=", "--resume: names no checkpoint\n\nhint: write --resume auto"),
+    ("train t.yaml --resume-anyway", "--resume-anyway: is not used without --resume\n\nhint: add --resume auto"),
     ("train t.yaml --nnodes 2", "2 machines need --node-rank"),
     ("train t.yaml --node-rank 3", "node rank 3 is outside 1 machine\n\nhint: add --nnodes"),
     ("train t.yaml --hostfile nowhere", "nowhere cannot be read: No such file or directory\n\nhint: give a file"),

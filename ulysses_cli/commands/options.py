@@ -22,7 +22,7 @@ Exit codes:
   1         the run or the proof failed; may not fit in memory (--strict)
   2         a mistake in the recipe or the command; no plan fits
   75        stopped early with a checkpoint, under a scheduler
-  130, 143  ended by Ctrl-C or SIGTERM before a checkpoint was saved
+  130, 143  ended by Ctrl-C or SIGTERM without a new checkpoint
 """
 T = TypeVar("T")
 

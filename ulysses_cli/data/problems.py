@@ -45,5 +45,5 @@ def shorten(problems: Sequence[Problem], total: int, hint: str = "") -> list[Pro
     one."""
     shown = list(problems[:MAX_SHOWN])
     if total > len(shown):
-        shown.append(Problem("", f"and {total - len(shown):,} more"))
+        shown.append(Problem("", f"and {total - len(shown):,} more", count=total - len(shown)))
     return [*shown[:-1], replace(shown[-1], hint=hint or shown[-1].hint)]

@@ -12,6 +12,7 @@ from random import Random
 
 from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task
 from ulysses_cli.evaluate.words import read_words
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 CODE_FILES = frozenset(read_words(".c .cc .cpp .cs .go .h .hpp .java .js .kt .py .rb .rs .scala .swift .ts"))
@@ -132,7 +133,7 @@ def make_code_task(folder: Path) -> Task:
                 files[file.relative_to(folder).as_posix()] = lines
     pairs = _find_pairs(files)
     if not pairs:
-        found = f"holds no code with lines that come once: {len(files)} files of code were found"
+        found = f"holds no code with lines that come once: found are {format_count(len(files), 'file of code')}"
         message = f"{folder} {found if folder.is_dir() else 'is not a folder'}"
         raise RecipeError([Problem("--code", message, "name a folder of source files")])
 

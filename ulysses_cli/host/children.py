@@ -20,7 +20,7 @@ from typing import Any
 from ulysses_cli.plan.exit_codes import get_signal_code
 from ulysses_cli.plan.problem import Problem, RecipeError
 
-INTERRUPT_SECONDS = 20
+INTERRUPT_SECONDS = 3  # for a child that a terminal has interrupted as well; then SIGTERM
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CORE_FILES = "ULYSSES_CORE_FILES"  # 1: a crash may write a core file, up to the user's limit
 OPEN_FILES, OPEN_FILES_PER_RANK = 128, 8  # pipes, sockets to the others in several groups, weight files, libraries

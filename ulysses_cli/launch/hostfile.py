@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
+from ulysses_cli.plan.nouns import format_count
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Hosts:
         own = list_own_names()
         ranks = [rank for rank, name in enumerate(self.names) if own & ({name} | _list_addresses(name))]
         if len(ranks) != 1:
-            which = "no line" if not ranks else f"{len(ranks)} lines"
+            which = "no line" if not ranks else format_count(len(ranks), "line")
             raise refuse(f"{self.file}: {which} of {len(self.names)} name this machine", "give --node-rank")
         return ranks[0]
 

@@ -60,10 +60,11 @@ def _describe_live_run(run_dir: Path, facts: Any, recipe: Mapping[str, Any] | No
         return Problem("run.output_dir", message, hint)
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
     message += f" (process {facts.get('process')} on {facts.get('host')}, since {since})"
+    details: list[str] = []
     if isinstance(facts.get("recipe"), dict) and recipe is not None:
         differs = list_differences(facts["recipe"], mask_secrets(recipe, known=collect_secrets(recipe, os.environ)))
         message += "; this recipe differs from its recipe in:" if differs else "; its recipe is the same"
-        message = "\n  ".join([message, *differs[:MAX_DIFFERENCES]])
+        details = differs[:MAX_DIFFERENCES]
         if len(differs) > MAX_DIFFERENCES:
-            message += f"\n  and {len(differs) - MAX_DIFFERENCES} more"
-    return Problem("run.output_dir", message, hint)
+            details.append(f"and {len(differs) - MAX_DIFFERENCES} more")
+    return Problem("run.output_dir", message, hint, details=tuple(details))

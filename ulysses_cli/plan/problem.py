@@ -24,13 +24,14 @@ class Where:
 @dataclass(frozen=True)
 class Problem:
     """`key` is the full dotted name of the setting; `message` says in one line what is wrong, `details` add a line
-    each, `hint` says what to write instead."""
+    each, `hint` says what to write instead. `count`: of problems that it stands for."""
 
     key: str
     message: str
     hint: str = ""
     where: Where = Where()
     details: tuple[str, ...] = ()
+    count: int = 1
 
     def __str__(self) -> str:
         message = "\n  ".join((self.message, *self.details))

@@ -115,7 +115,9 @@ def print_problems(problems: Sequence[Problem]) -> None:
         _write_clean(sys.stderr, "\n  ".join((head, *details)))
         if hint:
             _write_clean(sys.stderr, f"\n{paint('hint:', 'yellow', sys.stderr)} {hint}\n\n")
-    _write_clean(sys.stderr, paint(format_count(len(problems), "problem"), "red", sys.stderr))
+    _write_clean(
+        sys.stderr, paint(format_count(sum(problem.count for problem in problems), "problem"), "red", sys.stderr)
+    )
 
 
 def paint(text: str, style: str, stream: Any) -> str:

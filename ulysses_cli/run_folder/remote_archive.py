@@ -17,6 +17,7 @@ from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.models.model_choice import choose_best, name_measure
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.run_folder.archive import (
     ASIDE,
     WRITING,
@@ -243,7 +244,7 @@ def _bring_first_valid(bucket: Bucket, run_dir: Path, remote: Sequence[int], rep
             return get_folder(run_dir) / f"step-{step}"
         report(f"{address} is skipped: {damage}")
     if newest is None:
-        raise CheckpointError(f"none of the {len(remote)} checkpoints in {bucket.address} is valid")
+        raise CheckpointError(f"none of the {format_count(len(remote), 'checkpoint')} in {bucket.address} is valid")
     return newest
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.model_choice import SCORE, choose_best, has_stalled
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.changes import list_changes, list_length_changes
 from ulysses_cli.run_folder.archive import (
     CheckpointError,
@@ -103,18 +105,20 @@ def describe_longer_run(
     resume_point: ResumePoint,
     recipe: Mapping[str, Any],
     num_steps: int,
-    make_schedule: Callable[[int], Callable[[int], float]],
+    make_schedule: Callable[[Mapping[str, Any], int], Callable[[int], float]],
 ) -> str:
     """A run whose length has changed repeats no step, but follows another learning rate schedule from here on. '' if
-    nothing has changed, or if no step is left."""
+    nothing has changed, or if no step is left. `make_schedule` takes a recipe and its number of steps."""
     state, step = resume_point.state, resume_point.step
     changes = list_length_changes(state["recipe"], recipe) if state and step < num_steps else []
     if not changes:
         return ""
     text = f"{'; '.join(changes)}: from step {step + 1} on the learning rate follows the schedule of "
-    text += f"{num_steps} steps, {make_schedule(num_steps)(step):.3g} at first"
+    text += f"{num_steps} steps, {make_schedule(recipe, num_steps)(step):.3g} at first"
     if step and "num_steps" in state:
-        text += f" (step {step} had {make_schedule(int(state['num_steps']))(step - 1):.3g})"
+        with suppress(ValueError):  # a checkpoint of another version, whose recipe is no recipe of this one
+            before = make_schedule(state["recipe"], int(state["num_steps"]))
+            text += f" (step {step} had {before(step - 1):.3g})"
     return text
 
 
@@ -133,7 +137,7 @@ def find_resume_point(
             raise CheckpointError(f"{path} cannot be resumed from: {damage}; --resume auto takes the newest valid one")
     elif path is None and wanted == "auto" and (damaged := list_checkpoints(run_dir)):
         raise CheckpointError(
-            f"none of the {len(damaged)} checkpoints in {damaged[0].parent} is valid, the newest: "
+            f"none of the {format_count(len(damaged), 'checkpoint')} in {damaged[0].parent} is valid, the newest: "
             f"{find_damage(damaged[0])}; name an older copy with --resume PATH, or start over with --overwrite"
         )
     if path is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,9 @@ from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.models.model_choice import SCORE
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import explain_memory
-from ulysses_cli.plan.recipe.recipe import Run
+from ulysses_cli.plan.recipe.recipe import Run, Train
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
@@ -89,16 +90,20 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
     record.describe_step = partial(describe_step, run.state)
     assert_sharded(run, record)
     num_steps = connected.length.num_steps
-    schedule = partial(make_schedule, recipe.train)
-    if warning := describe_longer_run(point, recipe.model_dump(mode="json"), num_steps, schedule):
+    if warning := describe_longer_run(point, recipe.model_dump(mode="json"), num_steps, make_schedule_of):
         record.warn(warning)
     if connected.has_steps_ahead:
         first = plan_step(inputs.rows, connected.batching, point.position, connected.length.end)
         record.report(
-            f"step {point.step + 1}: {len(first.rows)} rows, {first.num_tokens:,} tokens, "
+            f"step {point.step + 1}: {format_count(len(first.rows), 'row')}, {first.num_tokens:,} tokens, "
             f"{first.num_targets:,} targets; {run.built.num_trained:,} trained parameters"
         )
     return run
+
+
+def make_schedule_of(recipe: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    """The schedule of a recipe as a checkpoint holds it."""
+    return make_schedule(Train.model_validate(recipe["train"]), num_steps)
 
 
 def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:

@@ -184,12 +184,19 @@ def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRe
     if options.resume and options.overwrite:
         hint = "keep --resume to go on from a checkpoint, or --overwrite to start a new run in the same folder"
         raise RecipeError([Problem("--overwrite", f"contradicts --resume {options.resume}", hint)])
+    if options.resume is not None and not options.resume.strip():
+        hint = "write --resume auto or a checkpoint's folder; an unset variable of the shell is empty"
+        raise RecipeError([Problem("--resume", "names no checkpoint", hint)])
     if options.resume:
         overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(options.resume)}"]
     bring_inputs(file, overrides, printing.print_message)
     result = validate_recipe(file, overrides, options.num_processes, online=True, starts_anew=options.overwrite)
     if result.problems or result.loaded is None or result.resolved is None:
         raise RecipeError(result.problems)
+    if options.resume_anyway and not result.loaded.recipe.run.resume_from_checkpoint:
+        raise RecipeError(
+            [Problem("--resume-anyway", "is not used without --resume", "add --resume auto, or leave it out")]
+        )
     return ValidRecipe(file, overrides, result, result.loaded, result.resolved)
 
 

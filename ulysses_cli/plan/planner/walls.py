@@ -75,11 +75,17 @@ def list_walls(
     return [wall for wall in walls if wall is not None]
 
 
+def _format_ratio(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
 def _find_deadline_wall(request: PlanRequest, fitting: Sequence[Candidate]) -> Wall | None:
     if request.deadline_seconds is None:
         return None
     hours, most = min(plan.seconds for plan in fitting) / 3600, request.deadline_seconds / 3600
-    message = f"the fastest that fits takes {hours:.3g} h, {hours / most:,.2g} times the deadline of {most:.3g} h"
+    message = (
+        f"the fastest that fits takes {hours:.3g} h, {_format_ratio(hours / most)} times the deadline of {most:.3g} h"
+    )
     if hours <= most:
         message = f"what meets the deadline of {most:.3g} h costs more than the budget"
     return Wall("deadline", message, "offer more GPUs, allow more time, or train on fewer tokens")

@@ -12,9 +12,9 @@ import yaml
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.complaints import list_homes
+from ulysses_cli.plan.recipe.complaints import explain_unknown, list_homes
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.recipe.schema import Accepts, descend, list_names
+from ulysses_cli.plan.recipe.schema import Accepts, descend, list_names, list_settings
 from ulysses_cli.plan.recipe.yaml_tree import COMMAND_LINE, MAP_TAG, SEQ_TAG, TEXT_TAG, compose, parse_plain
 
 HERE = Where(COMMAND_LINE)
@@ -28,6 +28,8 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
     key = key.strip()
     if not equals:
         key, _, value = re.sub("[ :]+", " ", key, count=1).partition(" ")
+        if (unknown := _find_unknown(key)) is not None:
+            raise RecipeError([Problem(key, "unknown key, and no value", unknown, HERE)])
         hint = " or ".join(f"{home}={value or 'VALUE'}" for home in list_homes(key) or [key])
         raise RecipeError([Problem(key, "has no value", f"write {hint}", HERE)])
     parts = key.split(".")
@@ -48,6 +50,15 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
         child = _make_room(_get(node, index), known, parts[depth + 1])
         _put(node, index, part, child, is_new=child.start_mark is None)
         node = child
+
+
+def _find_unknown(key: str) -> str | None:
+    """What to write instead of a key of a section that the section does not have. None for the others."""
+    first, _, name = key.partition(".")
+    section = list_settings(Recipe)[first].accepts.section if first in list_settings(Recipe) else None
+    if section is None or not name or name.partition(".")[0] in list_names(section):
+        return None
+    return explain_unknown(name.partition(".")[0], section, first)
 
 
 def _read_value(text: str, accepts: Accepts | None, key: str) -> yaml.Node:

@@ -42,8 +42,10 @@ def compose(text: str, file: str) -> yaml.Node | None:
         where = Where(file, mark.line + 1, mark.column + 1) if mark else Where(file, 1, 1)
         hint = next((hint for words, hint in YAML_HINTS.items() if words in reason), "")
     except yaml.reader.ReaderError as error:
-        line = text[: int(error.position)].count("\n") + 1
-        where, reason = Where(file, line, 1), f"character {error.character!r} is not allowed"
+        before = text[: int(error.position)]
+        letter = error.character if isinstance(error.character, str) else chr(error.character)
+        where = Where(file, before.count("\n") + 1, len(before) - before.rfind("\n"))
+        reason, hint = f"character {letter!r} is not allowed", "remove it; an editor may not show it"
     except RecursionError:
         where, reason = Where(file, 1, 1), "nested too deeply"
     except (yaml.YAMLError, ValueError) as error:

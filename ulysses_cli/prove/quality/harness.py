@@ -16,6 +16,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.prove.quality.documents import CutDocument, measure_documents
 from ulysses_cli.prove.quality.loading import EvaluatedModel
@@ -108,7 +109,7 @@ class ShardedLM(TemplateLM):
             for context, given in map(make_disjoint_window, parts):
                 windows.append(_make_row(len(windows), context, given))
                 owners.append(owner)
-        self.report(f"lm-eval: {len(texts):,} documents")
+        self.report(f"lm-eval: {format_count(len(texts), 'document')}")
         sums, num_left = [0.0] * len(texts), Counter(owners)
 
         def keep(line: dict[str, Any]) -> None:
