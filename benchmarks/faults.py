@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from paths import RESULTS  # isort: skip - first, since it names the folder of `
 import host_faults
 from compared_runs import NUM_STEPS, ComparedRuns, Ends, HungRunError, end, judge, lose, settle, wait_for_steps
 from support import forked, kill_points, networks
-from support.faults import damage_newest, wait_until
+from support.faults import damage_newest, list_processes, wait_until
 from support.forked import Command, is_alive
 
 from ulysses_cli.prove.ranks import rank_server
@@ -45,6 +45,7 @@ WALKED = [
     *("run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"),
     *(f"run.sample_steps={WALKED_STEP + 2}", "run.sample_prompts=[a]", "run.sample_max_new_tokens=8"),
 ]
+STOP_SECONDS = 60  # in which SIGTERM ends a run
 WHO = {"all": "all ranks", "one": "one rank", "agent": "the agent", "command": "the command"}
 WALKS = [("command", signal.SIGTERM), *((who, signal.SIGKILL) for who in WHO)]
 
@@ -65,15 +66,19 @@ def kill(runs: ComparedRuns, seeds: list[int]) -> Ends:
 
 def walk(runs: ComparedRuns, who: str, number: signal.Signals) -> Ends:
     """Kills one run at every event of its life in turn and resumes it each time. Both ranks must be about to do the
-    same thing, no process may outlive the agent, and a run resumed at its end must have nothing left to do."""
+    same thing, SIGTERM must end the run in STOP_SECONDS, no process may outlive the command, and a run resumed at its end
+    must have nothing left to do."""
     run, ends = f"walk-{who}-{number.name}", []
     for event, plan in kill_points.list_phases(NUM_STEPS, WALKED_STEP, WALKED_STEP + 2).items():
         process = runs.start(run, *WALKED, "--resume", "auto", plan={**plan, "who": who, "signal": int(number)})
+        begun, processes = wait_for_strike(process)
         code, output = end(process)
-        alive = wait_for_processes(process)
+        is_late = number == signal.SIGTERM and time.monotonic() - begun > STOP_SECONDS
+        alive = wait_for_processes(processes)
         fault = f"{number.name} of {WHO[who]}, {event}"
-        if not process.has_fired or alive or "Traceback" in output or not agree(process):
-            return [*ends, *lose(fault, f"{code}, alive: {alive}\n{output}", "hung" if alive else "lost")]
+        if not process.has_fired or alive or is_late or "Traceback" in output or not agree(process):
+            how = "hung" if alive or is_late else "lost"
+            return [*ends, *lose(fault, f"{code}, alive: {alive}, late: {is_late}\n{output}", how)]
         ends.append((fault, "survived"))
     code, output = end(runs.start(run, *WALKED, "--resume", "auto"))
     if code or not runs.is_equal(run, 0, "walk"):
@@ -89,10 +94,19 @@ def agree(process: Command) -> bool:
     return all(one == other for one, other in zip(*logs, strict=False))
 
 
-def wait_for_processes(process: Command) -> list[int]:
-    """Returns the ranks that are still alive 15 seconds after their command ended."""
+def wait_for_strike(process: Command) -> tuple[float, set[int]]:
+    """Waits until the plan's event has come, or the command has ended without it. Returns the time, and the ranks and
+    their agent at that moment."""
+    limit = time.monotonic() + TIME_LIMIT
+    while not process.has_fired and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.005)
+    return time.monotonic(), list_processes(process)
+
+
+def wait_for_processes(processes: Collection[int]) -> list[int]:
+    """Returns those that are still alive 15 seconds after their command ended."""
     limit = time.monotonic() + 15
-    while alive := [rank for rank in process.list_ranks() if is_alive(rank)]:
+    while alive := [process for process in processes if is_alive(process)]:
         if time.monotonic() > limit:
             return alive
         time.sleep(0.1)
