@@ -30,7 +30,18 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 from paths import RESULTS  # isort: skip - first, since it names the folder of `support`
 import host_faults
-from compared_runs import NUM_STEPS, ComparedRuns, Ends, HungRunError, end, judge, lose, settle, wait_for_steps
+from compared_runs import (
+    NUM_STEPS,
+    TIME_LIMIT,
+    ComparedRuns,
+    Ends,
+    HungRunError,
+    end,
+    judge,
+    lose,
+    settle,
+    wait_for_steps,
+)
 from support import forked, kill_points, networks
 from support.faults import damage_newest, list_processes, wait_until
 from support.forked import Command, is_alive
@@ -66,8 +77,8 @@ def kill(runs: ComparedRuns, seeds: list[int]) -> Ends:
 
 def walk(runs: ComparedRuns, who: str, number: signal.Signals) -> Ends:
     """Kills one run at every event of its life in turn and resumes it each time. Both ranks must be about to do the
-    same thing, SIGTERM must end the run in STOP_SECONDS, no process may outlive the command, and a run resumed at its end
-    must have nothing left to do."""
+    same thing, SIGTERM must end the run in STOP_SECONDS, no process may outlive the command, and a run resumed at its
+    end must have nothing left to do."""
     run, ends = f"walk-{who}-{number.name}", []
     for event, plan in kill_points.list_phases(NUM_STEPS, WALKED_STEP, WALKED_STEP + 2).items():
         process = runs.start(run, *WALKED, "--resume", "auto", plan={**plan, "who": who, "signal": int(number)})
