@@ -163,44 +163,6 @@ def test_what_is_missing_is_said() -> None:
         Prompter(wrap(train("gpt2")), with_template=True)
 
 
-SAID = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-HEADER = SAID + "{% if add_generation_prompt %}<|im_start|>assistant\n"
-SWITCHED = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "end", "thinks"),
-    [
-        (HEADER + "{% endif %}", "<|im_start|>assistant\nIt is", False),
-        (HEADER + SWITCHED + "{% endif %}", "<|im_start|>assistant\n<think>\n\n</think>\n\nIt is", True),
-        (HEADER + "<think>\n{% endif %}", "<|im_start|>assistant\n<think>\n\n</think>\n\nIt is", True),
-        (
-            HEADER + "{% if not thinking %}</think>{% endif %}{% endif %}",
-            "<|im_start|>assistant\n</think>It is",
-            False,
-        ),
-        (
-            "{% for each in messages %}<|start|>{{ each.role }}<|message|>{{ each.content }}<|end|>{% endfor %}"
-            "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-            "<|end|><|start|>assistant<|channel|>final<|message|>It is",
-            True,
-        ),
-    ],
-    ids=["never thinks", "can be told", "always begins", "thinks when told", "channels"],
-)
-def test_a_model_that_thinks_is_asked_to_answer_at_once(template: str, end: str, thinks: bool) -> None:
-    """As the templates of Qwen3, Qwen3.5, DeepSeek-V3.1 and gpt-oss do. An answer of a few tokens has no room for a
-    thought, and a start of the answer inside a thought would be read as one."""
-    tokenizer = make_bytes_tokenizer()
-    tokenizer.chat_template = template
-    prompter = Prompter(tokenizer)
-    text, begin = prompter.render(Sample("task", "Where is it?", ("here",), "all", 8, answer_prefix="It is"))
-    assert text.endswith(f"Where is it?{'' if end.startswith('<|end|>') else '<|im_end|>' + chr(10)}{end}")
-    assert begin == text.index("Where")
-    note = "the model is asked to answer at once: thinking is turned off in its chat template"
-    assert prompter.list_notes() == [note] * thinks
-
-
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "ruler-files": ("niah_single_1.jsonl", {"index": 0, "input": "x", "outputs": ["7"], "length": 9}, "It is 7"),
     "longbench": (

@@ -77,6 +77,9 @@ def evaluate(
         bool | None,
         typer.Option("--chat-template/--no-chat-template", help="ask in a user's message  [default: if there is one]"),
     ] = None,
+    thinking: Annotated[
+        int, typer.Option(min=0, max=1 << 20, help="tokens for a thought before each answer; 0: answer at once")
+    ] = 0,
     to: Annotated[
         Path | None, typer.Option("--output", help="folder of the results  [default: in runs/evaluations]")
     ] = None,
@@ -174,7 +177,7 @@ def evaluate(
     folder = to or Path("runs/evaluations") / name_results(model, suites)
     reads_files = bool(set(suites) & set(FILE_SUITES))
     question = ModelQuestion(
-        sp_size, num_ranks, max(lengths, default=0), dtype.value, tokenizer, "cuda" if slots else "cpu",
+        sp_size, num_ranks, max(lengths, default=0) + thinking, dtype.value, tokenizer, "cuda" if slots else "cpu",
         trust_remote_code, offload_weights, uses_positions=reads_files and max_length is None,
     )  # fmt: skip
 
@@ -185,6 +188,10 @@ def evaluate(
     def choose_limit(shape: ModelShape) -> int:
         """The most tokens of a question from files, with its answer."""
         return shape.max_position_embeddings if question.uses_positions else max(lengths)
+
+    def list_positions(limit: int) -> list[int]:
+        """Positions that are used. Questions of files that do not fit with a thought are not asked."""
+        return [*(each + thinking for each in lengths), *([limit] if reads_files else [])]
 
     if dry_run:
         from ulysses_cli.hardware_table import load_hardware
@@ -200,8 +207,10 @@ def evaluate(
             sp_size=sp_size, num_ranks=num_ranks, bytes_per_number=4 if dtype is WeightsDtype.float32 else 2,
             quantized=base.recipe["lora"]["quantize_base"] if "lora" in base.recipe else None,
             is_on_host=offload_weights, num_models=1 + (against is not None), price=price,
+            thinking=thinking,
         )  # fmt: skip
-        notes = [*plan.notes, *note_positions(every, [shape]), *list_uncounted(plan, against, against_retrieval)]
+        past = note_positions(list_positions(limit), [shape])
+        notes = [*plan.notes, *past, *list_uncounted(plan, against, against_retrieval)]
         if output is Format.json:
             printing.print_json({"predictions": predictions, "notes": notes})
         else:
@@ -210,7 +219,7 @@ def evaluate(
     own, shape = or_exit(lambda: prepare(model, question), output)
     limit, shapes, other = choose_limit(shape), [shape], None
     if against is not None:  # it answers the same questions
-        same = replace(question, max_length=max([*lengths, limit]), uses_positions=False)
+        same = replace(question, max_length=max([*lengths, limit]) + thinking, uses_positions=False)
         other, other_shape = or_exit(lambda: prepare(against, same), output)
         shapes.append(other_shape)
     task = {
@@ -230,8 +239,9 @@ def evaluate(
         "num_ranks": num_ranks,
         "output": str(folder),
         "with_template": chat_template,
+        "thinking": thinking,
         "max_prompt_tokens": limit if reads_files else 0,
-        "notes": note_positions([*lengths, *([limit] if reads_files else [])], shapes),
+        "notes": note_positions(list_positions(limit), shapes),
         "price": price,
     }
     run(task, "cuda" if slots else "cpu", output, html, nodes)

@@ -10,7 +10,8 @@ from typing import Any
 
 from ulysses_cli.evaluate.prompt_tokens import PromptTokenizer
 from ulysses_cli.evaluate.sample import Draft, Sample, fill_up
-from ulysses_cli.evaluate.thinking import can_think, render_question
+from ulysses_cli.evaluate.thinking import can_think, find_answer, render_question, thinks_by_itself
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 FILLS = (" .", " so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
@@ -46,15 +47,22 @@ class TaskPrompt:
 
 
 class Prompter:
-    """Renders samples for one model. `tokenizer` and `letters`: as PromptTokenizer takes them."""
+    """Renders samples for one model. `tokenizer` and `letters`: as PromptTokenizer takes them. `thinking`: tokens for a
+    thought before each answer, in a chat template; 0: the model answers at once."""
 
-    def __init__(self, tokenizer: Any, *, with_template: bool | None = None, letters: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, *, with_template: bool | None = None, letters: str = "", thinking: int = 0
+    ) -> None:
         self.tokenizer, self.tokens = tokenizer, PromptTokenizer(tokenizer, letters)
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if with_template and not has_template:
             hint = "leave out --chat-template, or name an instruct model"
             raise RecipeError([Problem("--chat-template", "the model's tokenizer has no chat template", hint)])
         self.with_template = has_template if with_template is None else with_template
+        self.thinking = thinking
+        if thinking and not (self.with_template and can_think(tokenizer)):
+            what = "knows of no thoughts" if self.with_template else "is not used, or there is none"
+            raise RecipeError([Problem("--thinking", f"the model's chat template {what}", "leave it out")])
         self.head = self.tail = ""
         if self.with_template:
             self.head, found, self.tail = self._apply([("user", PLACEHOLDER)]).partition(PLACEHOLDER)
@@ -64,25 +72,47 @@ class Prompter:
         self.fill = self._find_fill()
 
     def _apply(self, messages: Sequence[tuple[str, str]]) -> str:
-        return render_question(self.tokenizer, [{"role": role, "content": text} for role, text in messages])
+        asked = [{"role": role, "content": text} for role, text in messages]
+        return render_question(self.tokenizer, asked, thinks=self.thinking > 0)
+
+    def thinks_about(self, sample: Sample) -> bool:
+        """Questions that are asked without the model's template are answered at once."""
+        return self.thinking > 0 and sample.with_template
+
+    def count_new_tokens(self, sample: Sample) -> int:
+        """The most tokens of an answer, with those of the thought before it."""
+        return sample.max_new_tokens + (self.thinking if self.thinks_about(sample) else 0)
+
+    def read_answer(self, sample: Sample, tokens: Sequence[int]) -> tuple[str, bool]:
+        """Returns the text that counts, and whether it was reached: a thought may use up its tokens."""
+        if not self.thinks_about(sample):
+            return self.tokenizer.decode(tokens, skip_special_tokens=True), True
+        answer = find_answer(self.render(sample)[0], self.tokenizer.decode(tokens, skip_special_tokens=False))
+        text = answer or ""
+        for special in self.tokenizer.all_special_tokens:
+            text = text.replace(special, "")
+        return text, answer is not None
 
     def list_notes(self) -> list[str]:
-        if self.with_template and can_think(self.tokenizer):
+        if self.thinking:
+            return [f"the model may think, for {format_count(self.thinking, 'token')} before each answer"]
+        if self.with_template and thinks_by_itself(self.tokenizer):
             return ["the model is asked to answer at once: thinking is turned off in its chat template"]
         return []
 
     def render(self, sample: Sample) -> tuple[str, int | None]:
         """Returns the prompt's text, and the character at which the content begins; None where the content is not in
         it as it is. As in RULER, the start of the answer follows the content or the assistant's header at
-        once."""
+        once; where the model thinks first, it begins the answer itself."""
+        prefix = "" if self.thinks_about(sample) else sample.answer_prefix
         if not (self.with_template and sample.with_template):
-            text = f"{sample.content}{sample.answer_prefix}"
+            text = f"{sample.content}{prefix}"
             # a base model goes on after a word; a prompt in a template of its file ends as the template does
             return (text.rstrip() if sample.with_template else text), 0
         if not sample.messages:
-            return f"{self.head}{sample.content}{self.tail}{sample.answer_prefix}", len(self.head)
+            return f"{self.head}{sample.content}{self.tail}{prefix}", len(self.head)
         try:
-            return self._apply(sample.messages) + sample.answer_prefix, None
+            return self._apply(sample.messages) + prefix, None
         except Exception as error:  # noqa: BLE001 - a template raises what it likes, such as for roles in another order
             message = f"the chat template does not take the conversations of {sample.task}: {error}"
             raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")]) from None

@@ -254,7 +254,7 @@ def check_samples(plan: Plan, prompter: Prompter, limit: int) -> None:
     that as a rule one is enough."""
     least = 0
     for sample in sorted(plan.samples, key=lambda sample: len(sample.content)):
-        needed = count_needed(sample, prompter.encode(sample))
+        needed = len(prompter.encode(sample)) + prompter.count_new_tokens(sample)
         if needed <= limit:
             return
         least = min(least or needed, needed)
@@ -262,10 +262,6 @@ def check_samples(plan: Plan, prompter: Prompter, limit: int) -> None:
         number = format_count(len(plan.samples), "question")
         message = f"{limit:,} tokens hold none of {number} of the files: with its answer the shortest needs {least:,}"
         raise RecipeError([Problem("--max-length", message, f"use {least:,} or more")])
-
-
-def count_needed(sample: Sample, tokens: Sequence[int]) -> int:
-    return len(tokens) + sample.max_new_tokens
 
 
 def count_prompts(plan: Plan, amount: Amount) -> Counter[int]:

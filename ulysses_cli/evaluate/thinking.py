@@ -1,21 +1,25 @@
-"""Asks models that think to answer at once: an answer has as many tokens as its task gives it, and a model that thinks
-first would use them up."""
+"""Models that think before they answer. By default they are asked to answer at once: an answer has as many tokens as
+its task gives it, and a thought would use them up. With tokens of its own for the thought, only what follows it counts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What chat templates read to leave thinking out. A template that reads neither ignores both.
-OFF = {"enable_thinking": False, "thinking": False}
+# What chat templates read to leave thinking out, or to ask for it. A template that reads neither ignores both.
+SWITCHES = ("enable_thinking", "thinking")
 MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 # gpt-oss: a turn begins with the name of its channel, and answers stand in the last one.
 TURN, ANSWER_CHANNEL = "<|start|>assistant", "<|channel|>final<|message|>"
+THOUGHTS = (*MARKERS, ("<|channel|>analysis", ANSWER_CHANNEL))
 
 
-def render_question(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """The conversation in the tokenizer's chat template, up to where the answer begins."""
-    text = _render(tokenizer, messages, **OFF)
+def render_question(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinks: bool = False) -> str:
+    """The conversation in the tokenizer's chat template, up to where the answer begins, or the thought before it."""
+    text = _render(tokenizer, messages, **dict.fromkeys(SWITCHES, thinks))
+    if thinks:
+        return text
     if text.endswith(TURN):
         return text + ANSWER_CHANNEL
     begun = text.rstrip()
@@ -25,12 +29,29 @@ def render_question(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> st
     return text
 
 
-def can_think(tokenizer: Any) -> bool:
+QUESTION = ({"role": "user", "content": "?"},)
+
+
+def thinks_by_itself(tokenizer: Any) -> bool:
     """Whether the model would begin with a thought if it were not asked to answer at once."""
-    question = [{"role": "user", "content": "?"}]
-    return render_question(tokenizer, question) != _render(tokenizer, question)
+    return render_question(tokenizer, QUESTION) != _render(tokenizer, QUESTION)
+
+
+def can_think(tokenizer: Any) -> bool:
+    """Whether the chat template knows of thoughts."""
+    return render_question(tokenizer, QUESTION) != render_question(tokenizer, QUESTION, thinks=True)
+
+
+def find_answer(prompt: str, text: str) -> str | None:
+    """What follows the last thought in a model's text. None where a thought has begun and not ended. `prompt`: a
+    template may begin the thought there."""
+    ends = [closing for _, closing in THOUGHTS if closing in text]
+    if ends:
+        return text.rpartition(ends[0])[2]
+    is_open = any(opening in text or prompt.rstrip().endswith(opening) for opening, _ in THOUGHTS)
+    return None if is_open else text
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: bool) -> str:
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **settings)
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **settings)
     return text

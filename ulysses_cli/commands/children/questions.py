@@ -86,6 +86,7 @@ def predict_evaluation(
     is_on_host: bool,
     num_models: int,
     price: float | None,
+    thinking: int = 0,
 ) -> list[dict[str, Any]]:
     """Memory, operations, seconds and dollars by length. `made`: lengths of the tasks that are made; questions from
     files have up to `limit` tokens. `num_models`: they answer the same questions, one after the other."""
@@ -94,7 +95,7 @@ def predict_evaluation(
     predictions = []
     for length in lengths:
         samples = plan.samples if length == limit else ()
-        new_tokens = max([NEW_TOKENS, *(sample.max_new_tokens for sample in samples)])
+        new_tokens = thinking + max([NEW_TOKENS, *(sample.max_new_tokens for sample in samples)])
         each = predict(shape, length, sp_size, num_ranks, bytes_per_number, new_tokens, quantized)
         each["weights_are_on"] = "host" if is_on_host else "GPU"
         seconds = predict_seconds(shape, length, sp_size, bytes_per_number, gpu) if gpu is not None else None

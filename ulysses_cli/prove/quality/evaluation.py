@@ -18,7 +18,7 @@ from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.losses import summarize_losses
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.retrieval import WHOLE, get_way, keep_whole, make_ways
-from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_needed, count_prompts, make_prompts, plan_suites
+from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.files.weight_files import list_weight_files
 from ulysses_cli.plan.flops import compute_layers_flops
@@ -57,9 +57,14 @@ class ModelEvaluation:
     budgets: tuple[int, ...] = ()  # in tokens, of what BM25 finds; () asks no question about retrieval
     harness: Mapping[str, Any] | None = None  # what load_tasks takes
     harness_limit: int | None = None  # samples of each of lm-eval's tasks; None: all
+    thinking: int = 0  # tokens for a thought before each answer
 
     def make_plan(self) -> Plan:
         return plan_suites(self.suites, self.sources, self.amount)
+
+    def make_prompter(self, tokenizer: Any) -> Prompter:
+        letters = list_parting_letters(tokenizer)
+        return Prompter(tokenizer, with_template=self.with_template, letters=letters, thinking=self.thinking)
 
     def list_settings(self, tokenizer: Any) -> dict[str, Any]:
         """What results depend on. Tokenizer and template are hashed, since two models may share a name."""
@@ -74,6 +79,7 @@ class ModelEvaluation:
             "tokenizer": vocabulary,
             "template": template,
             "with_template": self.with_template,
+            "thinking": self.thinking,
             "sources": self.sources.as_json(),
             "content": self.sources.hash_content(),
         }
@@ -219,9 +225,7 @@ class _Questions:
         self, evaluation: ModelEvaluation, model: EvaluatedModel, send: Callable[[str], None], started: float
     ) -> None:
         self.evaluation, self.send, tokenizer = evaluation, send, model.tokenizer
-        self.prompter = Prompter(
-            tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer)
-        )
+        self.prompter = evaluation.make_prompter(tokenizer)
         self.plan = evaluation.make_plan()
         self.one_answer_tasks = {task.name for task in self.plan.tasks if task.has_one_answer}
         self.settings = evaluation.list_settings(tokenizer)
@@ -260,7 +264,7 @@ class _Questions:
         """The questions that are not answered yet. Those that are too long are listed, and not cut."""
         limit, done = self.evaluation.max_prompt_tokens, self.file.done
         for prompt in self._make_prompts():
-            needed = count_needed(prompt.sample, prompt.tokens)
+            needed = len(prompt.tokens) + self.prompter.count_new_tokens(prompt.sample)
             if limit and not prompt.length and needed > limit:
                 own = {"id": prompt.name, "task": prompt.sample.task, "tokens": needed}
                 self.too_long.append({**own, "file_id": prompt.sample.facts.get("id")})
@@ -301,13 +305,18 @@ class _Questions:
             self.send(f"{place}, {result['task']} at {result['prompt_tokens']:,} tokens; {left}")
 
     def describe(self) -> dict[str, Any]:
-        results = self._list_asked()
+        results, notes = self._list_asked(), list(self.plan.notes)
+        if number := sum(result.get("has_answer") is False for result in results):
+            thoughts = format_count(number, "thought")
+            notes.append(
+                f"{thoughts} used up the {self.evaluation.thinking:,} tokens of --thinking: no answer, scored 0"
+            )
         answers, losses = split_results(results)
         summary = {**summarize(keep_whole(answers), self.too_long), "losses": summarize_losses(losses)}
         return {
             **summary,
             "results": results,
-            "notes": list(self.plan.notes),
+            "notes": notes,
             "settings": self.settings,
             "versions": list_versions(),
             "earlier_seconds": round(self.earlier_seconds, 2),

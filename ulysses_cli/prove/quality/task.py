@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.evaluate.losses import compare_losses
-from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.retrieval import check_retrieval, keep_whole, summarize_retrieval
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, check_samples
 from ulysses_cli.evaluate.summary import compare_all, compare_results
@@ -26,7 +24,9 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
     """Raises RecipeError for what is wrong with tasks, files, template, documents or lengths, before a model is loaded.
     Returns the documents whose loss is measured, and notes."""
     tokenizer = _load_tokenizer(evaluation.model)
-    prompter = Prompter(tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer))
+    prompter = evaluation.make_prompter(tokenizer)
+    if against and evaluation.thinking:
+        evaluation.make_prompter(_load_tokenizer(against))  # refuses a model that knows no thoughts
     plan, amount = evaluation.make_plan(), evaluation.amount
     check_lengths(plan, prompter, amount)
     check_samples(plan, prompter, evaluation.max_prompt_tokens)
@@ -83,6 +83,7 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         options["with_template"],
         options["max_prompt_tokens"],
         budgets=tuple(options["budgets"]),
+        thinking=options["thinking"],
     )
     place = MachinePlace(**options["machines"]) if options["machines"] else None
     found = Found((), ())

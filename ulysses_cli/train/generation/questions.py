@@ -147,9 +147,9 @@ def _begin_alike(first: Question, second: Question) -> bool:
 def _make_question(prompt: TaskPrompt, quiz: Quiz) -> Question:
     sample, answer = prompt.sample, list[int]()
     has_one = sample.task in quiz.one_answer_tasks or sample.has_one_answer
-    if has_one and len(sample.references) == 1:
+    if has_one and len(sample.references) == 1 and not quiz.prompter.thinks_about(sample):
         answer = quiz.prompter.encode_answer(prompt, sample.references[0])
-    return Question(prompt.tokens, sample.max_new_tokens, tuple(answer))
+    return Question(prompt.tokens, quiz.prompter.count_new_tokens(sample), tuple(answer))
 
 
 def _answer(
@@ -184,7 +184,7 @@ def _answer(
 
 def _describe(prompt: TaskPrompt, answer: Answer, prompter: Prompter) -> dict[str, Any]:
     sample = prompt.sample
-    text = prompter.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    text, is_reached = prompter.read_answer(sample, answer.tokens)
     return {
         "id": prompt.name,
         "task": sample.task,
@@ -200,6 +200,7 @@ def _describe(prompt: TaskPrompt, answer: Answer, prompter: Prompter) -> dict[st
         "log_probability": answer.log_probability,
         "is_greedy": answer.is_greedy,
         "seconds": round(answer.seconds, 4),
+        **({"has_answer": is_reached} if prompter.thinks_about(sample) else {}),
         **({"facts": dict(sample.facts)} if sample.facts else {}),
         **({"groups": dict(sample.groups)} if sample.groups else {}),
     }
