@@ -4,14 +4,14 @@ The rows and their sources are in published.py. No constant is fitted to a row. 
 says why.
 
     python benchmarks/estimate.py [--counted] [--ranks [--remember FILE]] [--json FILE]
-    python benchmarks/estimate.py --random N --seed S [--first NUMBER] [--wide] [--workers W] [--remember FILE]
-                                  [--json FILE]
+    python benchmarks/estimate.py --random N --seed S [--first NUMBER] [--narrow] [--workers W]
+                                  [--remember FILE] [--json FILE]
 
-`--random` draws random recipes, compares the formula with a trace of each, and does nothing else; `--wide` draws
-from every family, rings and all kinds of adapters. `--counted` adds every case of tests/one_process/test_ledger.py:
-real models stepped without data, each allocation counted. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against
-the formula and against a trace. `--remember` saves what was measured, so that an interrupted run
-continues where it was.
+`--random` draws random recipes of every family, with rings and all kinds of adapters, compares the formula with a
+trace of each, and does nothing else; `--narrow` draws as the first saved seeds were drawn, from 13 families.
+`--counted` adds every case of tests/one_process/test_ledger.py: real models stepped without data, each allocation
+counted. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace. `--remember` saves
+what was measured, so that an interrupted run continues where it was.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def compare_random(options: argparse.Namespace) -> int:
 
     memory: Path | None = options.remember
     known = json.loads(memory.read_text()) if memory is not None and memory.is_file() else {}
-    drawn = list(random_recipes.draw_recipes(options.seed, options.random, options.first, is_wide=options.wide))
+    drawn = list(random_recipes.draw_recipes(options.seed, options.random, options.first, is_wide=not options.narrow))
 
     def compare(each: random_recipes.DrawnRecipe) -> random_recipes.ComparedPhases:
         formula = random_recipes.predict_phases(random_recipes.make_drawn_job(each))
@@ -199,7 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counted", action="store_true")
     parser.add_argument("--ranks", action="store_true")
-    parser.add_argument("--wide", action="store_true", help="draw from every family, rings, and all adapters")
+    parser.add_argument("--narrow", action="store_true", help="draw from 13 families, without rings")
     parser.add_argument("--remember", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--random", type=int, metavar="N")

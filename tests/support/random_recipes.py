@@ -76,8 +76,8 @@ class DrawnRecipe:
 
     @property
     def command(self) -> str:
-        wide = " --wide" if self.is_wide else ""
-        return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}{wide}"
+        narrow = "" if self.is_wide else " --narrow"
+        return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}{narrow}"
 
     def describe(self) -> str:
         text = yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
