@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.commands import run
 from support.small_run import BYTES_CONFIG
-from support.tokenizers_trained import train, wrap
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children.answering import name_results
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 
 WORDS = ("--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", "vt", "--max-length", "1200")
 
@@ -57,7 +57,9 @@ def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str,
 )
 def test_a_wrong_input_ends_with_2(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     (tmp_path / "numbers.json").write_text("[1, 2]")
-    wrap(train("gpt2")).save_pretrained(tmp_path / "plain")
+    plain = make_bytes_tokenizer()
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path / "plain")
     config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     result = run("evaluate", "model", *WORDS, "--tokenizer", "bytes", *words, cwd=tmp_path)

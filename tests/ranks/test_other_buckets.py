@@ -83,7 +83,7 @@ def test_a_checkpoint_goes_up_and_comes_back_checked(address: str, services: Map
     assert first == second == f"downloading {address}/checkpoints/step-4"
     assert skipped.startswith(f"{address}/checkpoints/step-4 is skipped: ")
     assert third == f"downloading {address}/checkpoints/step-2"
-    assert rest[-1] == f"none of the 1 checkpoints in {address} is valid"
+    assert rest[-1] == f"of 1 checkpoint in {address} none is valid"
     for run_dir, step in (("there", 4), ("there/after damage", 2)):
         for file in (tmp_path / "here" / "checkpoints" / f"step-{step}").iterdir():
             assert (tmp_path / run_dir / "checkpoints" / f"step-{step}" / file.name).read_bytes() == file.read_bytes()

@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, name: str) ->
     with pytest.raises(CheckpointError, match=r"step-6 cannot be resumed from: .*--resume auto takes the newest valid"):
         find_resume_point(tmp_path, str(bad), 0, messages.append)
     truncate(good)
-    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid, the newest: "):
+    with pytest.raises(CheckpointError, match=r"of 2 checkpoints in .* none is valid, the newest: "):
         find_resume_point(tmp_path, "auto", 0, messages.append)
 
 

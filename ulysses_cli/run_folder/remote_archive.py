@@ -244,7 +244,7 @@ def _bring_first_valid(bucket: Bucket, run_dir: Path, remote: Sequence[int], rep
             return get_folder(run_dir) / f"step-{step}"
         report(f"{address} is skipped: {damage}")
     if newest is None:
-        raise CheckpointError(f"none of the {format_count(len(remote), 'checkpoint')} in {bucket.address} is valid")
+        raise CheckpointError(f"of {format_count(len(remote), 'checkpoint')} in {bucket.address} none is valid")
     return newest
 
 

@@ -137,7 +137,7 @@ def find_resume_point(
             raise CheckpointError(f"{path} cannot be resumed from: {damage}; --resume auto takes the newest valid one")
     elif path is None and wanted == "auto" and (damaged := list_checkpoints(run_dir)):
         raise CheckpointError(
-            f"none of the {format_count(len(damaged), 'checkpoint')} in {damaged[0].parent} is valid, the newest: "
+            f"of {format_count(len(damaged), 'checkpoint')} in {damaged[0].parent} none is valid, the newest: "
             f"{find_damage(damaged[0])}; name an older copy with --resume PATH, or start over with --overwrite"
         )
     if path is None:
