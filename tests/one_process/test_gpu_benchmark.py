@@ -158,7 +158,7 @@ def test_the_table_shows_measured_beside_predicted() -> None:
     assert lines[3:] == ["  FAILED test_b[gpu]", "other: FAILED: exit code 1: no"]
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_tests_are_counted_whatever_pytest_is_told_elsewhere(call: Any, tmp_path: Path) -> None:
     """By the lines of -v, which come test by test."""
     file = tmp_path / "test_some.py"

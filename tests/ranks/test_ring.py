@@ -137,6 +137,8 @@ def measure_all(problems: tuple[Problem, ...], ring_size: int) -> list[dict[str,
 
 LAYOUTS = [(2, 2), *(pytest.param(layout, marks=pytest.mark.check) for layout in [(2, 1), (4, 1), (1, 4)])]
 LARGE = [pytest.param((2, 4), marks=pytest.mark.full), pytest.param((3, 2), marks=pytest.mark.full)]
+IN_CI = [pytest.param((2, 2), marks=pytest.mark.check), pytest.param((1, 4), marks=pytest.mark.check)]
+IN_CI += [pytest.param(layout, marks=pytest.mark.full) for layout in [(2, 1), (4, 1), (2, 4), (3, 2)]]
 DOCUMENTS = {
     "one": (96,),
     "on-edges": (24, 24, 48),
@@ -152,8 +154,7 @@ def list_heads(ulysses_size: int) -> list[tuple[int, int]]:
     return [(heads, kv_heads) for heads, kv_heads in counts if heads % ulysses_size == 0]
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE], ids=str)
+@pytest.mark.parametrize("layout", IN_CI, ids=str)
 def test_heads(layout: tuple[int, int]) -> None:
     documents = DOCUMENTS["off-edges"]
     check(layout, *(Problem(*heads, lengths=documents) for heads in list_heads(layout[1])))
@@ -168,8 +169,7 @@ def test_documents_and_windows(layout: tuple[int, int]) -> None:
         check(layout, *(Problem(heads, 1, lengths=lengths, window=window) for window in windows))
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE], ids=str)
+@pytest.mark.parametrize("layout", IN_CI, ids=str)
 def test_rules_and_batches(layout: tuple[int, int]) -> None:
     off = DOCUMENTS["off-edges"]
     check(

@@ -116,7 +116,7 @@ def test_a_failure_ends_the_ranks_of_both_machines() -> None:
     assert "this rank fails" in second
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_two_machines_answer_as_one_does(tmp_path: Path) -> None:
     """Machine 1 names no suite and has a copy of the model in another folder."""
     torch.manual_seed(0)
