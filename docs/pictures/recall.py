@@ -67,6 +67,4 @@ def draw_compared(theme: Theme) -> str:
     for at, svg in enumerate(charts):
         parts.append(place_chart(theme, svg, MARGIN + at * (width + GAP), CHART_TOP, width))
     described = " ".join(html.unescape(read_description(svg)) for svg in charts)
-    return wrap_svg(
-        theme, HEIGHT, COMPARED_HEADING, f"{COMPARED_BELOW[0].upper()}{COMPARED_BELOW[1:]}. {said} {described}", parts
-    )
+    return wrap_svg(theme, HEIGHT, COMPARED_HEADING, f"The task {COMPARED_BELOW}. {said} {described}", parts)

@@ -16,6 +16,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 
 FILLS = (" .", " so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
 MAX_TRIES = 30
+FAR = 64  # units between two tries that tell what a unit has at this length: later ones may have more tokens
 MAX_ESTIMATES = 10  # tries that count words; later ones tokenize the whole text
 PLACEHOLDER = "\u2983content\u2984"
 
@@ -196,6 +197,7 @@ class Fitter:
         num_units, num_fill, slope, excess = self.fitted.get(key) or self._estimate(draft, length)
         fill = self.prompter.fill
         bare_units, bare, bare_tokens, tried = -1, draft(0), 0, set[int]()  # bare: without a fill
+        before: tuple[int, int] | None = None  # units and tokens of the last try
         for number in range(MAX_TRIES):
             is_precise = number >= MAX_ESTIMATES
             if num_units != bare_units or number == MAX_ESTIMATES:
@@ -204,6 +206,9 @@ class Fitter:
                     bare_tokens, excess = len(self.prompter.encode(bare, in_one=True)), 0
                 else:
                     bare_tokens = self.prompter.tokens.count(self.prompter.render(bare)[0])
+                    if before and abs(num_units - before[0]) >= FAR:
+                        slope = max(1.0, (bare_tokens - before[1]) / (num_units - before[0]))
+                    before = num_units, bare_tokens
             wanted = length - bare.max_new_tokens
             # each fill is one token, whatever a tokenizer makes of it as a word by itself
             counted = bare_tokens + num_fill
