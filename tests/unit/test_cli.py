@@ -28,6 +28,14 @@ def test_a_valid_recipe() -> None:
         assert words in done.stdout
 
 
+def test_quiet_prints_problems_alone(tmp_path: Path) -> None:
+    done = run("validate-config", TINY, "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = run("validate-config", TINY, "train.max_stps=3", "--quiet")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "train.max_stps: unknown key" in done.stderr
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(VALID.replace("owner/model", "Qwen/Qwen3-8B").replace("sp_size: 4", "sp_size: 5"))

@@ -144,6 +144,15 @@ def test_mistakes_end_with_2_and_say_what_to_do(words: tuple[str, ...], message:
     assert "Traceback" not in done.stderr
 
 
+def test_a_plan_says_which_prices_it_took_and_what_it_left_out() -> None:
+    words = ("--model", "Qwen/Qwen3-8B", "--max-length", "64Ki", "--gpus", "h100:8,rtx-4090:1", "--tokens", "100M")
+    done = run("plan", *words, "--budget", "100000")
+    assert done.returncode == 0, done.stderr
+    assert "assumed: the budget of USD 100,000.00 is compared with mid-range prices" in done.stdout
+    assert "left out: rtx-4090: does not fit: 1 of them needs " in done.stdout
+    assert "price: h100-80gb: USD " in done.stdout
+
+
 def test_a_users_table_is_read_and_its_mistakes_are_placed(tmp_path: Path) -> None:
     folder = tmp_path / "ulysses"
     folder.mkdir()
