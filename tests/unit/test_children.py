@@ -201,3 +201,12 @@ def test_a_crash_writes_no_core_file_by_default(tmp_path: Path, setting: str | N
     assert done.returncode == -signal.SIGABRT
     assert int(done.stdout) == (hard if not is_refused or not hard else 1)
     assert not is_refused or not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_of_the_command_alone_ends_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal interrupts both; `kill -INT` and editors only the command. The child then gets SIGTERM."""
+    monkeypatch.setattr(children, "INTERRUPT_SECONDS", 0.2)
+    child = children.start_module("http.server", ["0", "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL)
+    with pytest.raises(KeyboardInterrupt), children.ending(child):
+        raise KeyboardInterrupt
+    assert child.wait(10) == -signal.SIGTERM
