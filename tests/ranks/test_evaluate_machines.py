@@ -98,7 +98,7 @@ def test_two_machines_answer_as_one_does(tmp_path: Path, disks: list[Path], lan:
     before = (disks[0] / "found" / "results.jsonl").read_bytes()
     first, second = wait_for(start_both(disks, lan))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert "going on: 5 questions are answered already" in first[2]
+    assert "going on: 5 questions answered already" in first[2]
     assert (disks[0] / "found" / "results.jsonl").read_bytes() == before
 
 
