@@ -227,7 +227,9 @@ def test_bars_judge_the_formula_by_the_trace() -> None:
 
 
 def test_a_miss_prints_the_command_that_repeats_it() -> None:
-    assert draw_recipe(202648, 7).command == "python benchmarks/estimate.py --random 1 --seed 202648 --first 7"
+    wide = draw_recipe(202648, 7, is_wide=True).command
+    assert wide == "python benchmarks/estimate.py --random 1 --seed 202648 --first 7"
+    assert draw_recipe(202648, 7).command == f"{wide} --narrow"
 
 
 @pytest.mark.parametrize("number", range(5))
