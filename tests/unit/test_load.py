@@ -248,6 +248,11 @@ def test_missing_sections_list_their_settings() -> None:
             "r.yaml:11:1: not valid YAML: found character '\\t' that cannot start any token\n\n"
             "hint: indent with spaces; YAML takes no tabs",
         ),
+        (
+            "run: {a: \x07}",
+            "r.yaml:11:10: not valid YAML: character '\\x07' is not allowed\n\n"
+            "hint: remove it; an editor may not show it",
+        ),
         ("run {}", "r.yaml:11:1: not valid YAML: could not find expected ':'\n\nhint: a setting is written key: value"),
     ],
 )

@@ -14,6 +14,7 @@ from support.paths import TINY_RECIPE
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
+from ulysses_cli.data.problems import MAX_SHOWN, shorten
 from ulysses_cli.plan.problem import Problem, Where
 from ulysses_cli.report import printing
 from ulysses_cli.report.data_report import format_bad, format_sample
@@ -52,6 +53,14 @@ def test_problems_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert output == f"{CLEAN}:3:1: {CLEAN}: {CLEAN} is odd\n  {CLEAN}\n\nhint: {CLEAN}\n\n1 problem\n"
     printing.print_data(printing.format_table(("name",), [(EVIL,)]))
     assert capsys.readouterr().out == f"name\n{CLEAN}\n"
+
+
+def test_problems_that_are_not_shown_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [Problem("", f"row {number} is bad") for number in range(MAX_SHOWN)]
+    printing.print_problems(shorten(found, MAX_SHOWN + 10))
+    output = capsys.readouterr().err
+    assert "and 10 more" in output
+    assert output.endswith(f"{MAX_SHOWN + 10} problems\n")
 
 
 def test_json_stays_json_and_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
