@@ -154,7 +154,7 @@ def test_the_content_of_sources_is_part_of_the_settings(tmp_path: Path) -> None:
     file.write_text("a = 2\n")
     after = sources.hash_content()
     assert all(before[name] != after[name] for name in before)
-    (tmp_path / "code" / ".cache").write_text("hidden")
+    (tmp_path / "code" / "weights.bin").write_text("not read")
     assert sources.hash_content() == after
 
 

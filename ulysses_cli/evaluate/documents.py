@@ -133,7 +133,7 @@ def make_code_task(folder: Path) -> Task:
                 files[file.relative_to(folder).as_posix()] = lines
     pairs = _find_pairs(files)
     if not pairs:
-        found = f"holds no code with lines that come once: found are {format_count(len(files), 'file of code')}"
+        found = f"holds no code with lines that come once, in {format_count(len(files), 'file of code')}"
         message = f"{folder} {found if folder.is_dir() else 'is not a folder'}"
         raise RecipeError([Problem("--code", message, "name a folder of source files")])
 

@@ -199,7 +199,7 @@ def _count_room(answers: Sequence[str]) -> int:
 
 class FileSuite(NamedTuple):
     """A benchmark that is read from files. `fields`: those that its rows have; `where`: where to get it; `left_out`:
-    sets of a folder that have no rule here."""
+    sets of a folder that are asked only where their own file is named."""
 
     read: Callable[[Row, str], Sample]
     fields: tuple[str, ...]
@@ -228,7 +228,7 @@ PACKAGES: dict[Metric, str] = {"chinese_f1": "jieba", "rouge_chinese": "jieba", 
 
 
 def list_file_notes(suite: str, path: Path | None, samples: Sequence[Sample]) -> list[str]:
-    """Notes on the sets of a folder that have no rule here, and on prompts that are asked as they are."""
+    """Notes on the sets of a folder that are left out, and on prompts that are asked as they are."""
     names = FILE_SUITES[suite].left_out if path is not None and path.is_dir() else ()
     left_out = [name for name in names if path and any(path.rglob(f"{name}.jsonl"))]
     notes = [f"{name} is left out: its answers are as long as its texts; name its file to ask it" for name in left_out]

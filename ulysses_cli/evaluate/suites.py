@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
-from ulysses_cli.evaluate.documents import make_code_task, make_question_task
+from ulysses_cli.evaluate.documents import CODE_FILES, make_code_task, make_question_task
 from ulysses_cli.evaluate.files import FILE_SUITES, list_file_notes, read_suite
 from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.needles import TEXT_TASKS, BookHaystack, draw_sentences, list_needle_tasks
@@ -31,6 +31,8 @@ SEEDED: dict[str, tuple[str, ...]] = {
     "code": ("code_recall",),
 }
 DEFAULT_SAMPLES = 20
+# Endings of the files that are read below a folder; a folder of code may hold checkpoints too.
+READ = {"text": (".txt",), "code": CODE_FILES, "path": (".json", ".jsonl", ".parquet")}
 HARNESS = "lm-eval:"  # before the name of one of its tasks
 SUITES = (*SEEDED, LOSS, *FILE_SUITES, f"{HARNESS}TASK")
 
@@ -55,7 +57,9 @@ class Sources:
 
     def hash_content(self) -> dict[str, str]:
         """Of the files and folders that are named. Documents are compared one by one, when they are read."""
-        return {name: _hash_files(path) for name, path in self._list_paths().items() if path is not None}
+        return {
+            name: _hash_files(path, READ.get(name)) for name, path in self._list_paths().items() if path is not None
+        }
 
     def _list_paths(self) -> dict[str, Path | None]:
         return {name: value for name, value in vars(self).items() if name != "documents"}
@@ -67,15 +71,15 @@ class Sources:
         return cls(**paths, documents=tuple(values["documents"]))
 
 
-def _hash_files(path: Path) -> str:
-    """Names and content of a file, or of all files below a folder that are not hidden."""
+def _hash_files(path: Path, endings: Collection[str] | None) -> str:
+    """Names and content of a file, or of the files below a folder whose names end so; None: of all."""
     found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     digest = hashlib.sha256()
     for file in found:
-        name = file.relative_to(path).as_posix()
-        if not any(part.startswith(".") for part in name.split("/") if part != "."):
+        if file == path or endings is None or file.suffix in endings:
             with open(file, "rb") as stream:
-                digest.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest.update(f"{file.relative_to(path).as_posix()} {content}\n".encode())
     return digest.hexdigest()[:16]
 
 
