@@ -50,7 +50,7 @@ class RecallTask:
         self.prompter = Prompter(self.tokenizer)
 
     def _make_tokenizer(self) -> Any:
-        found = dict.fromkeys([" so", *LETTERS.values()])
+        found = dict.fromkeys(LETTERS.values())
         for _ in range(NUM_DRAFTS):
             sample = self.task.make(self.random, 0)(1)
             text = re.sub(r"\d+", "", f"{sample.content}\n{sample.answer_prefix}")
@@ -68,7 +68,7 @@ class RecallTask:
 
     def make_document(self) -> dict[str, list[int]]:
         num_units = int((MAX_UNITS + 1) ** self.random.random()) - 1
-        sample = fill_up(self.task.make(self.random, 0)(num_units), " so" * self.random.randrange(4))
+        sample = fill_up(self.task.make(self.random, 0)(num_units), self.prompter.fill * self.random.randrange(4))
         (number,) = sample.references
         is_short = self.random.random() < SHORT_SHARE
         prompt = self._encode(f" is: {number}.\n is") if is_short else self.prompter.encode(sample)

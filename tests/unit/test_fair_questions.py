@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
@@ -91,7 +92,8 @@ def test_what_fills_up_a_question_is_no_word(suite: str, length: int, tmp_path: 
     paragraphs = [{"context": f"Ann {at} " + "went to town " * 60, "qas": pairs} for at in range(20)]
     (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
     sources = Sources(squad=tmp_path / "squad.json") if suite == "qa_1" else Sources()
-    for prompt in make_prompts(plan_suites([suite], sources), PROMPTER, Amount((length,), 5), lambda _: None):
+    prompter = Prompter(wrap(train("llama3")))
+    for prompt in make_prompts(plan_suites([suite], sources), prompter, Amount((length,), 5), lambda _: None):
         begin, end = prompt.sample.context or (0, 0)
         shown = prompt.sample.content[begin:end]
         if suite == "qa_1":

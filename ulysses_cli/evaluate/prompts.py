@@ -14,7 +14,8 @@ from ulysses_cli.evaluate.thinking import can_think, find_answer, render_questio
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
-FILLS = (" .", " so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
+# Texts that may add one token each time. Marks come first: words of a fill would be counted by cwe and fwe.
+FILLS = (" .", " ,", ".", ",", " so", " and", " the", " it", " a", "a", "x")
 MAX_TRIES = 30
 FAR = 64  # units between two tries that tell what a unit has at this length: later ones may have more tokens
 MAX_ESTIMATES = 10  # tries that count words; later ones tokenize the whole text
