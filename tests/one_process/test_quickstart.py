@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.blocks import list_blocks
+from support.forked import write_program
 from support.generated_docs import DOCS
 from support.house import ROOT
 
@@ -20,12 +21,10 @@ def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
     """Runs them in the order of the page, in an empty folder: from documents to a model that transformers loads."""
     (tmp_path / "my.yaml").write_text(list_blocks(quickstart, "yaml")[0])
     (tmp_path / "use.py").write_text(list_blocks(quickstart, "python")[0])
-    (tmp_path / "bin").mkdir()
-    ulysses = tmp_path / "bin" / "ulysses"
-    ulysses.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ulysses_cli "$@"\n')
-    ulysses.chmod(0o755)
+    ulysses = write_program(tmp_path / "bin")
     path = os.pathsep.join([str(ulysses.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environ = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environ = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     blocks = list_blocks(quickstart, "sh")
     assert len(blocks) == 8
     for block in blocks:

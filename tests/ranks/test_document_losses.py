@@ -91,8 +91,10 @@ def compute_plain(folder: Path) -> dict[str, list[float]]:
     return means
 
 
-@pytest.mark.check
-@pytest.mark.parametrize(("sp_size", "num_ranks"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("sp_size", "num_ranks"),
+    [pytest.param(2, 2, marks=pytest.mark.check), pytest.param(1, 2, marks=pytest.mark.full)],
+)
 def test_losses_are_those_of_the_plain_model(folder: Path, sp_size: int, num_ranks: int) -> None:
     expected = compute_plain(folder)
     text = make_text(str(folder / "model"), sp_size, num_ranks)

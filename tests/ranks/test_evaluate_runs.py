@@ -51,8 +51,12 @@ def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str,
         (("--suite", "longbench-v2", "--path", "numbers.json"), "it is not a list of rows"),
         (("--suite", "vt", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--suite", "code", "--code", "nowhere"), "nowhere is not a folder"),
-        (("--thinking", "64"), "the model's chat template knows of no thoughts"),
-        (("--tokenizer", "plain", "--chat-template"), "the model's tokenizer has no chat template"),
+        pytest.param(("--thinking", "64"), "the model's chat template knows of no thoughts", marks=pytest.mark.check),
+        pytest.param(
+            ("--tokenizer", "plain", "--chat-template"),
+            "the model's tokenizer has no chat template",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_wrong_input_ends_with_2(tmp_path: Path, words: tuple[str, ...], message: str) -> None:

@@ -91,7 +91,7 @@ def test_an_open_port_is_detected() -> None:
         assert sorted(address for address, _ in list_listening(os.getpid())) == ["127.0.0.1", "::"]
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_run_on_one_machine_listens_on_the_loopback_alone(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     command = runs.start("run")

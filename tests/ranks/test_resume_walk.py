@@ -113,12 +113,7 @@ def test_a_killed_rank_in_every_phase(runs: Runs, event: str, who: str) -> None:
 
 @pytest.mark.parametrize(
     ("who", "event"),
-    [
-        pytest.param("agent", "mid-step", marks=pytest.mark.check),
-        *(pytest.param("agent", event, marks=pytest.mark.full) for event in PHASES if event != "mid-step"),
-        *(pytest.param("command", event, marks=pytest.mark.full) for event in PHASES if event != "evaluation"),
-        pytest.param("command", "evaluation", marks=pytest.mark.full),
-    ],
+    [pytest.param(who, event, marks=pytest.mark.full) for who in ("agent", "command") for event in PHASES],
 )
 def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) -> None:
     """As long as one of its processes lives, another run cannot lock the folder."""

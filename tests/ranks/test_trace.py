@@ -23,7 +23,6 @@ from support.real_steps import (
     trace_bytes,
     trace_step,
 )
-from support.tiers import mark_by
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
@@ -166,10 +165,8 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], Estimate]:
     return json.loads(done.stdout), estimate
 
 
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(file, id=file.stem, marks=mark_by(False, file.stem == "tiny-cpu")) for file in FILES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_formula_and_trace_agree_on_a_shipped_recipe(file: Path) -> None:
     result, estimate = trace_file(file)
     formula = list_formula(estimate.ledger)

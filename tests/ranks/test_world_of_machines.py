@@ -66,7 +66,7 @@ def end_with_3() -> None:
     os._exit(3)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_all_threads_learn_how_a_rank_has_ended() -> None:
     """Each process that starts asks how all others have ended, and so do threads that wait for theirs."""
 

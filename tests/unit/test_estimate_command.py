@@ -167,7 +167,7 @@ def test_a_users_table_is_read_and_its_mistakes_are_placed(tmp_path: Path) -> No
     assert f"{own}:4:1: not valid YAML" in done.stderr
 
 
-@pytest.mark.parametrize("method", sample(["full", "lora"], quick=["lora"]))
+@pytest.mark.parametrize("method", sample(["full", "lora"], quick=[], checked=["lora"]))
 def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, method: str) -> None:
     file = tmp_path / "planned.yaml"
     words = ("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "256Ki", "--gpus", "h100-80gb:16", "--tokens", "200M")

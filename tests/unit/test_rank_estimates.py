@@ -38,7 +38,7 @@ def test_a_device_is_recognised_and_keeps_its_own_memory(name: str, memory: floa
     assert (gpu.memory_bytes, gpu.host_bytes_per_gpu) == (int(memory), HOST)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_advice_after_out_of_memory_needs_less_memory() -> None:
     recipe = load("model.name_or_path=Qwen/Qwen3-4B", "data.max_length=128Ki", "parallel.sp_size=4").recipe
     shape = find_model_shape(recipe).shape

@@ -139,7 +139,7 @@ def test_a_kind_without_a_price_comes_last_by_cost() -> None:
     assert plan_results.by_cost[1].usd is None
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_bound_is_kept_or_named() -> None:
     free = search(REQUEST, offer("h100-80gb:64"))
     cheapest, fastest = free.by_cost[0], free.by_time[0]
