@@ -318,8 +318,9 @@ def count_traffic(problem: Problem, ring_size: int, way: float) -> tuple[list[in
     q, k, v = (make_tensors(problem)[name][:, :local].clone().requires_grad_() for name in "qkv")
     documents = make_documents(problem.lengths, order=order, max_shares=way)
     rule = Rule(problem.scale, problem.window)
+    split = {"axis": axis, "ring": ring, "num_head_chunks": problem.chunks}
     with Counter() as forward:
-        out = ulysses_attention(q, k, v, documents, rule, axis=axis, ring=ring, kernel="sdpa")
+        out = ulysses_attention(q, k, v, documents, rule, **split, kernel="sdpa")
     with Counter() as backward:
         out.sum().backward()
     return forward.sent, backward.sent, [ring.rank, *(len(needed) for needed in list_needed(problem, order).values())]

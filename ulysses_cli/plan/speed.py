@@ -163,7 +163,7 @@ def _count_exchanged(job: Job, kind: Layer) -> float:
     of_widths = job.dtype_bytes * job.local_tokens * (num_ranks - 1) / num_ranks
     if kind.attention.latent is not None:
         return beside + of_widths * latent.count_exchanged(job, kind.attention)
-    q, r = job.query_width, job.row_kv_width
+    q, r = job.query_width, job.exchanged_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward
     return beside + job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
@@ -179,7 +179,7 @@ def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
         share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
         if in_rounds is None or in_rounds == bool(share.rounds):
             tokens += num_layers * max(share.fetched, share.sent)
-    return job.dtype_bytes * 2 * job.row_kv_width * job.local_tokens * tokens * (forwards + 2)
+    return job.dtype_bytes * 2 * job.exchanged_kv_width * job.local_tokens * tokens * (forwards + 2)
 
 
 def compute_elementwise_bytes(job: Job) -> float:

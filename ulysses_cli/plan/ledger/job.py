@@ -166,6 +166,11 @@ class Job:
         return num_ranks * heads.num_local * self.shape.head_dim
 
     @property
+    def exchanged_kv_width(self) -> int:
+        """Keys that the exchanges of all chunks bring, per local token: each chunk brings those of its own heads."""
+        return self.levers.head_chunks * self.chunk_kv_width
+
+    @property
     def kv_gradients_add_up(self) -> bool:
         """Key/value gradients arrive in parts and are summed in float32 (train/attention/heads.py:
         HeadPlan.adds_up)."""
