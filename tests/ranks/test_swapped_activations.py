@@ -109,9 +109,10 @@ def run_in_small_pieces(recipe: Recipe, folder: str, limit_bytes: int) -> tuple[
     pieces = importlib.import_module("ulysses_cli.train.memory.pieces")
     counted = []
 
-    def count(num_rows: int, num_bytes: int) -> list[slice]:
-        counted.append(len(indexing.split_rows(num_rows, num_bytes)))
-        return list(indexing.split_rows(num_rows, num_bytes))
+    def count(num_rows: int, num_bytes: int, *operators: str) -> list[slice]:
+        parts: list[slice] = indexing.split_rows(num_rows, num_bytes, *operators)
+        counted.append(len(parts))
+        return parts
 
     sizes = {"WRAP_BYTES": limit_bytes, "PIECE_BYTES": limit_bytes}
     with mock.patch.multiple(indexing, **sizes), mock.patch.object(pieces, "split_rows", count):

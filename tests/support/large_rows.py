@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ulysses_cli.train.elementwise import operators
 from ulysses_cli.train.loss import HeadRule, compute_token_losses
@@ -63,13 +65,14 @@ def compare(case: LargeCase, device: torch.device, num_rows: int, dtype: torch.d
     return worst
 
 
-def _differentiate(function: Callable[[Tensor], Tensor], module: nn.Module | None = None) -> RowFunction:
-    """With gradients of the rows, if they have one, and of the module's weights."""
+def differentiate(function: Callable[[Tensor], Tensor], module: nn.Module | None = None) -> RowFunction:
+    """With gradients of the rows, if they have one, and of the module's weights. The output's gradient is the output's
+    sign: it differs from row to row, so that one read from another row is seen, and sums of it are exact."""
 
     def run(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         leaf = rows.detach().requires_grad_(rows.is_floating_point())
         out = function(leaf)
-        out.backward(torch.ones((), device=rows.device, dtype=out.dtype).expand_as(out))
+        out.backward(out.detach().sign())
         sums = []
         for weight in module.parameters() if module is not None else ():
             if weight.grad is not None:
@@ -83,25 +86,30 @@ def _differentiate(function: Callable[[Tensor], Tensor], module: nn.Module | Non
 def _make_linear(device: torch.device) -> RowFunction:
     width = WIDTH if device.type == "cuda" else 8
     model = nn.Sequential(nn.Linear(WIDTH, width, bias=True)).to(device, torch.bfloat16)
-    run_in_pieces(model)
-    return _differentiate(model, model)
+    run_in_pieces(model, PAST, torch.bfloat16)
+    return differentiate(model, model)
 
 
 def _make_embedding(device: torch.device) -> RowFunction:
     model = nn.Sequential(nn.Embedding(NUM_EMBEDDED, WIDTH)).to(device, torch.bfloat16)
-    run_in_pieces(model)
-    return _differentiate(model, model)
+    run_in_pieces(model, PAST, torch.bfloat16)
+    return differentiate(model, model)
 
 
-def _make_norm(device: torch.device) -> RowFunction:
+def _make_layer_norm(device: torch.device) -> RowFunction:
+    model = nn.Sequential(nn.LayerNorm(WIDTH)).to(device, torch.bfloat16)
+    run_in_pieces(model, PAST, torch.bfloat16)
+    return differentiate(model, model)
+
+
+def _make_norm(device: torch.device, way: str = "torch") -> RowFunction:
     weight = torch.rand(WIDTH, device=device, dtype=torch.bfloat16)
-    way = "torch" if device.type == "cuda" else "blocks"
+    way = way if device.type == "cuda" else "blocks"
 
     def run(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         out, rstd = operators.normalize(rows, weight, 1e-5, "rounded", way)
-        dout = torch.ones((), device=rows.device, dtype=rows.dtype).expand_as(rows)
-        _, dweight = operators.normalize_backward(dout, rows, weight, rstd, "rounded", way)
-        return [out, rstd], [dweight.double()]
+        drows, dweight = operators.normalize_backward(out.sign(), rows, weight, rstd, "rounded", way)
+        return [out, rstd, drows], [dweight.double()]
 
     return run
 
@@ -113,11 +121,11 @@ def _make_mlp(device: torch.device) -> RowFunction:
             self.gate_proj, self.down_proj = nn.Linear(WIDTH, 32, bias=False), nn.Linear(32, WIDTH, bias=False)
 
         def forward(self, hidden: Tensor) -> Tensor:
-            return self.down_proj(nn.functional.silu(self.gate_proj(hidden)))
+            return self.down_proj(functional.silu(self.gate_proj(hidden)))
 
     model = Mlp().to(device, torch.bfloat16)
     TiledBlock(model, lambda num_tokens: max(2, num_tokens // WIDTH))
-    return _differentiate(lambda rows: model(rows[None])[0], model)
+    return differentiate(lambda rows: model(rows[None])[0], model)
 
 
 def _make_tiled_loss(device: torch.device) -> RowFunction:
@@ -138,15 +146,44 @@ def _make_tiled_loss(device: torch.device) -> RowFunction:
 
 def _make_loss(device: torch.device) -> RowFunction:
     def compute(logits: Tensor) -> Tensor:
-        labels = torch.arange(logits.size(0), device=device) * 7919 % logits.size(1)
-        return compute_token_losses(logits, labels * 0 + 17, HeadRule())
+        return compute_token_losses(logits, torch.full(logits.shape[:1], 17, device=device), HeadRule())
 
-    return _differentiate(compute)
+    return differentiate(compute)
+
+
+def _lose_rows(scores: Tensor) -> Tensor:
+    labels = torch.full(scores.shape[:1], 17, device=scores.device)
+    return functional.nll_loss(scores, labels, reduction="none")
 
 
 def _make_gate(device: torch.device) -> RowFunction:
     way = "compiled" if device.type == "cuda" else "blocks"
     return lambda rows: ([operators.gate(rows, rows, way), *operators.gate_backward(rows, rows, rows, way)], [])
+
+
+def _make_rotation(device: torch.device) -> RowFunction:
+    """Of heads that are 128 wide; each row has its own angles."""
+    way = "compiled" if device.type == "cuda" else "blocks"
+
+    def run(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        heads = rows.view(1, rows.size(0), -1, 128).transpose(1, 2)
+        angles = rows[None, :, :128].float()
+        out = operators.rotate(heads, angles.cos().to(rows.dtype), angles.sin().to(rows.dtype), way)
+        return [out.transpose(1, 2).reshape(rows.shape)], []
+
+    return run
+
+
+def _travel(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """To the host and back, through memory that a GPU reads by itself where there is one."""
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+    host.copy_(rows)
+    return [torch.empty_like(rows).copy_(host)], []
+
+
+def _gather_chunk(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """A chunk of heads, which lie as far apart as all of them."""
+    return [rows.unflatten(1, (8, -1))[:, 5:7].contiguous().flatten(1)], []
 
 
 def _exchange(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -161,29 +198,38 @@ def _drop(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return [], [(dropped == 0).sum(0).sum(dtype=torch.float64)[None]]
 
 
+# By the census's names; further cases of an operator have a word behind a colon.
 CASES: dict[str, LargeCase] = {
     "embedding": LargeCase(_make_embedding, cpu_dtype=torch.bfloat16, takes_indices=True),
     "embedding_backward": LargeCase(_make_embedding, takes_indices=True),
     "fused_rms_norm": LargeCase(_make_norm),
     "fused_rms_norm_backward": LargeCase(_make_norm),
-    "linear": LargeCase(_make_linear),
+    "layer_norm": LargeCase(_make_layer_norm),
+    "layer_norm_backward": LargeCase(_make_layer_norm),
+    "linear": LargeCase(_make_linear, cpu_dtype=torch.bfloat16),
     "linear_backward": LargeCase(_make_linear),
     "mlp": LargeCase(_make_mlp),
     "tiled_loss": LargeCase(_make_tiled_loss),
     "elementwise": LargeCase(lambda _: lambda rows: ([torch.add(rows, rows, alpha=2)], []), cpu_dtype=torch.int8),
+    "elementwise: backward": LargeCase(lambda _: differentiate(functional.silu)),
     "reduction": LargeCase(
         lambda _: lambda rows: ([rows.sum(1)], [rows.sum(0).double()]),  # a CPU would copy them into another dtype
         cpu_dtype=torch.bfloat16,
     ),
     "compiled": LargeCase(_make_gate),
+    "compiled: norm": LargeCase(partial(_make_norm, way="compiled")),
+    "compiled: rotation": LargeCase(_make_rotation),
     "copy": LargeCase(
         lambda _: lambda rows: ([rows.unflatten(1, (8, -1)).transpose(1, 2).contiguous()], []), cpu_dtype=torch.int8
     ),
-    "all_to_all": LargeCase(lambda _: _exchange),
+    "copy: a chunk of heads": LargeCase(lambda _: _gather_chunk, cpu_dtype=torch.int8),
+    "copy: to the host and back": LargeCase(lambda _: _travel, cpu_dtype=torch.int8),
+    "all_to_all": LargeCase(lambda _: _exchange, cpu_dtype=torch.int8),
     "concatenation": LargeCase(
         lambda _: lambda rows: ([torch.cat([rows[:, 1:], rows[:, :1]], 1)], []), cpu_dtype=torch.int8
     ),
-    "log_softmax": LargeCase(_make_loss, VOCABULARY),
-    "nll_loss": LargeCase(_make_loss, VOCABULARY),
+    "log_softmax": LargeCase(lambda _: differentiate(partial(torch.log_softmax, dim=1)), VOCABULARY),
+    "nll_loss": LargeCase(lambda _: differentiate(_lose_rows), VOCABULARY),
+    "nll_loss: of an untiled loss": LargeCase(_make_loss, VOCABULARY),
     "dropout": LargeCase(lambda _: _drop),
 }

@@ -72,6 +72,18 @@ def test_check_index_bounds_of_a_quantized_base() -> None:
     assert long.endswith("hint: use a larger sp_size, or shorter or fewer rows")
 
 
+def test_check_index_bounds_of_lengths_beside_adapters() -> None:
+    """peft multiplies by the base's weight outside of its layer, where no piece can be made."""
+    words = ("lora.use_dora=true", "parallel.sp_size=1", "data.max_length=512Ki", "model.rope_scaling={type: yarn}",
+             "parallel.zero_stage=2", "memory.attention_head_chunks=32")  # fmt: skip
+    assert only(*words) == (
+        "command line: data.max_length: activations of adapters with DoRA of a rank would have 2,147,483,648 elements, "
+        "past the 2^31 that kernels of this kind (dora) index safely\n\nhint: use a larger sp_size, or shorter or "
+        "fewer rows"
+    )
+    assert check(*words, "parallel.sp_size=2", "memory.attention_head_chunks=16") == []
+
+
 def test_check_rings() -> None:
     assert only("parallel.ring_size=3") == (
         "command line: parallel.ring_size: 3 does not divide sp_size 4\n\nhint: use auto, 1, 2 or 4"

@@ -21,16 +21,19 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.fit import is_indexable
+from ulysses_cli.plan.rows import census
 from ulysses_cli.plan.rows.census import OPERATORS, IndexedOperator
 from ulysses_cli.plan.rows.indexing import (
     BLOCK_TOKENS,
     INT32_LIMIT,
+    LINEAR,
     PIECE_BYTES,
     WRAP_BYTES,
     CallSize,
     RowSizes,
     count_indexed,
     count_ring_keys,
+    find_overrun,
     list_excess,
     split_rows,
     wraps,
@@ -71,6 +74,18 @@ def test_what_can_be_refused_is_in_the_census() -> None:
     experts = replace(SIZES, tokens=1 << 40, tiled_mlp=False, is_quantized=True, ring_size=2)
     assert {excess.operator for excess in list_excess(LLAMA, experts)} <= refused
     assert len({operator.name for operator in OPERATORS}) == len(OPERATORS)
+
+
+def test_the_census_decides_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rule and a rank refuse follows its verdicts."""
+    sizes = replace(SIZES, tokens=1 << 26, is_quantized=True, uses_dora=True)
+    call = CallSize(queries=1 << 26, keys=1 << 26, heads=8, kv_heads=8, head_dim=128)
+    for name in ("torch_varlen", "quantized_linear", "dora"):
+        assert name in {excess.operator for excess in list_excess(LLAMA, sizes)}
+        monkeypatch.setitem(census._VERDICTS, name, "safe")
+        assert name not in {excess.operator for excess in list_excess(LLAMA, sizes)}
+    assert find_overrun("flash_attention_2", call)
+    assert not find_overrun("torch_varlen", call)
 
 
 def test_only_attention_bounds_a_dense_model() -> None:
@@ -145,9 +160,9 @@ def test_no_call_on_a_ring_gets_more_keys_than_are_bounded(
 
 
 def test_pieces_are_whole_small_and_equal() -> None:
-    assert split_rows(10, WRAP_BYTES - 1) == [slice(0, 10)]
+    assert split_rows(10, WRAP_BYTES - 1, *LINEAR) == [slice(0, 10)]
     for rows, num_bytes in ((1 << 20, WRAP_BYTES), (1_000_003, 3 * WRAP_BYTES + 7), (5, WRAP_BYTES)):
-        parts = split_rows(rows, num_bytes)
+        parts = split_rows(rows, num_bytes, *LINEAR)
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == rows
         sizes = [part.stop - part.start for part in parts]

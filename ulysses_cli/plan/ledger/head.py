@@ -15,7 +15,7 @@ from ulysses_cli.plan.ledger.layer import (
     is_one_kernel,
     saves_norm_input,
 )
-from ulysses_cli.plan.rows.indexing import runs_in_pieces
+from ulysses_cli.plan.rows.indexing import EMBEDDING, LINEAR, runs_in_pieces
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
 
@@ -159,4 +159,5 @@ def compute_logits_gradient(job: Job) -> int:
 def compute_pieces_sum(job: Job, name: str, row_bytes: int) -> int:
     """A row of so many bytes passes embedding or head in pieces, whose gradients are summed in float32: 4 V h
     (train/memory/pieces.py)."""
-    return 4 * count_head_elements(job) if job.trains(name) and runs_in_pieces(row_bytes) else 0
+    operators = LINEAR if name == "lm_head" else EMBEDDING
+    return 4 * count_head_elements(job) if job.trains(name) and runs_in_pieces(row_bytes, *operators) else 0

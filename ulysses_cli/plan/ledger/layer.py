@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.layers import Layer
-from ulysses_cli.plan.rows.indexing import runs_in_pieces
+from ulysses_cli.plan.rows.indexing import LINEAR, runs_in_pieces
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 # The scaled result too is float32.
@@ -65,7 +65,7 @@ def compute_weight_gradient(job: Job, inputs: int, outputs: int) -> int:
     also their sum in float32: 4 elements (train/memory/pieces.py: _Pieces; train/memory/tiling.py: WeightSums). Weights
     of adapters are narrow. Attention's projections need no line: where they run in pieces, the attention kernel's
     tensors of the same layer are larger than such a sum."""
-    is_pieced = runs_in_pieces(job.dtype_bytes * max(inputs, outputs) * job.local_tokens)
+    is_pieced = runs_in_pieces(job.dtype_bytes * max(inputs, outputs) * job.local_tokens, *LINEAR)
     return (job.dtype_bytes + 4 * is_pieced) * inputs * outputs * (job.adapters is None)
 
 

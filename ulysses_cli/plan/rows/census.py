@@ -55,6 +55,20 @@ OPERATORS: tuple[IndexedOperator, ...] = (
         "tiled",
     ),
     IndexedOperator(
+        "layer_norm",
+        "torch's own layer_norm (Starcoder 2, Jais 2, OLMo), outside tiles",
+        "unsigned 32 bits: block times width",
+        "aten/src/ATen/native/cuda/layer_norm_kernel.cu|const T * block_row = X + i1 * N",
+        "tiled",
+    ),
+    IndexedOperator(
+        "layer_norm_backward",
+        "the same",
+        "int: row times width; unsigned 32 bits in the gradient of the input",
+        "aten/src/ATen/native/cuda/layer_norm_kernel.cu|int load_idx = i1*N+i2",
+        "tiled",
+    ),
+    IndexedOperator(
         "linear",
         "projections of queries, keys, values and output; the head of an untiled loss; adapters",
         "unknown: cuBLAS is closed; sizes are int, offsets are not documented",
@@ -227,4 +241,17 @@ OPERATORS: tuple[IndexedOperator, ...] = (
         "bitsandbytes/backends/cuda/ops.py:58|[ct.c_void_p] * 3 + [ct.c_float, ct.c_int32, ct.c_int32, ct.c_void_p]",
         "refused",
     ),
+    IndexedOperator(
+        "dora",
+        "adapters with lora.use_dora: peft multiplies by the base's weight outside of the base's layer",
+        "unknown: cuBLAS is closed, and no layer is called that could run in pieces",
+        "peft/tuners/lora/dora.py:163|base_result = F.linear(x, transpose(weight, self.fan_in_fan_out))",
+        "refused",
+    ),
 )
+_VERDICTS = {operator.name: operator.verdict for operator in OPERATORS}
+
+
+def get_verdict(name: str) -> Verdict:
+    """What rules and ranks go by."""
+    return _VERDICTS[name]

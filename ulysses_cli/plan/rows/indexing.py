@@ -10,6 +10,7 @@ from itertools import pairwise
 from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.models.layers import AttentionMixer, ExpertsMlp
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.rows.census import get_verdict
 from ulysses_cli.plan.rows.order import CHUNKS
 from ulysses_cli.plan.rows.rounds import MAX_SHARES
 
@@ -18,6 +19,10 @@ INT32_LIMIT = 2**31
 # unsigned offset in bytes wraps there.
 WRAP_BYTES = 2**32
 PIECE_BYTES = 256 << 20  # large enough for full speed, and what a piece needs besides is small
+
+# What a layer runs forward and backward: both get the pieces that one of them needs.
+LINEAR, EMBEDDING = ("linear", "linear_backward"), ("embedding", "embedding_backward")
+LAYER_NORM, RMS_NORM = ("layer_norm", "layer_norm_backward"), ("fused_rms_norm", "fused_rms_norm_backward")
 
 TILED = "memory.tiled_mlp"
 TILES = f"{TILED}: auto, or "
@@ -37,6 +42,7 @@ class RowSizes:
     head_chunks: int
     tiled_mlp: bool
     is_quantized: bool
+    uses_dora: bool = False
     num_rows: int = 1
     kernel: str = "auto"
 
@@ -85,7 +91,9 @@ def count_indexed(kernel: str, call: CallSize) -> int:
 def find_overrun(kernel: str, call: CallSize) -> str:
     """Why this back end's indices do not suffice for a call, or ''."""
     numel = count_indexed(kernel, call)
-    return f"would index {numel:,} elements of one call, past the 2^31 of its 32 bits" if numel >= INT32_LIMIT else ""
+    if get_verdict(kernel) != "refused" or numel < INT32_LIMIT:
+        return ""
+    return f"would index {numel:,} elements of one call, past the 2^31 of its 32 bits"
 
 
 def _fill(number: int, multiple: int = BLOCK_TOKENS) -> int:
@@ -107,7 +115,11 @@ def size_call(mixer: AttentionMixer, shape: ModelShape, sizes: RowSizes) -> Call
 
 def list_excess(shape: ModelShape, sizes: RowSizes) -> list[Excess]:
     """Tensors of 2^31 elements that one call of a refused operator would see."""
-    return [excess for excess in _walk_tensors(shape, sizes) if excess.numel >= INT32_LIMIT]
+    return [
+        excess
+        for excess in _walk_tensors(shape, sizes)
+        if excess.numel >= INT32_LIMIT and get_verdict(excess.operator) == "refused"
+    ]
 
 
 def _walk_tensors(shape: ModelShape, sizes: RowSizes) -> Iterator[Excess]:
@@ -123,13 +135,20 @@ def _walk_tensors(shape: ModelShape, sizes: RowSizes) -> Iterator[Excess]:
                 channels = getattr(mixer, "conv_channels", shape.hidden_size)
                 operator = "recurrence" if hasattr(mixer, "num_heads") else "convolution"
                 yield Excess(operator, name, sizes.local_tokens * channels, "a larger sp_size, or ")
-    if sizes.is_quantized:
-        operator, name = "quantized_linear", "activations of quantized layers"
+    for operator, name in _list_wide_layers(sizes):
         numel = sizes.local_tokens * max(shape.hidden_size, shape.num_heads * shape.head_dim)
         if sizes.tiled_mlp or numel >= INT32_LIMIT:
             yield Excess(operator, name, numel, "a larger sp_size, or ")
         else:
             yield Excess(operator, name, sizes.local_tokens * shape.intermediate_size, TILES, TILED)
+
+
+def _list_wide_layers(sizes: RowSizes) -> Iterator[tuple[str, str]]:
+    """Kinds of linear layers that compute outside of a module's forward, so that they do not run in pieces."""
+    if sizes.is_quantized:
+        yield "quantized_linear", "activations of quantized layers"
+    if sizes.uses_dora:
+        yield "dora", "activations of adapters with DoRA"
 
 
 def _measure_attention(mixer: AttentionMixer, shape: ModelShape, sizes: RowSizes) -> Excess:
@@ -159,27 +178,19 @@ def has_untried(shape: ModelShape, local_tokens: int, *, tiled_mlp: bool, tiled_
     return local_tokens * max(width, 0 if tiled_loss else shape.vocab_size) >= INT32_LIMIT
 
 
-def count_widest(shape: ModelShape, *, tiled_mlp: bool, tiled_loss: bool) -> int:
-    """Numbers per token in the widest tensor of a row that an embedding or a linear layer reads or writes."""
-    widths = [shape.hidden_size, shape.num_heads * shape.head_dim]
-    widths += [] if tiled_mlp else [shape.intermediate_size]
-    widths += [] if tiled_loss else [shape.vocab_size]
-    return 2 * max(widths)  # a family may join two projections in one
-
-
 def wraps(num_rows: int, row_stride: int) -> bool:
     """Whether a kernel that addresses rows of a tensor in 32 bits would reach another element. What counts is the
     stride: a few heads of a wide buffer lie as far apart as all of them."""
     return num_rows * row_stride >= INT32_LIMIT
 
 
-def runs_in_pieces(num_bytes: int) -> bool:
-    """Whether an operator that the census calls tiled gets a tensor of this size in pieces."""
-    return num_bytes >= WRAP_BYTES
+def runs_in_pieces(num_bytes: int, *operators: str) -> bool:
+    """Whether operators of a step get a tensor of this size in pieces: where the census says that one is tiled."""
+    return num_bytes >= WRAP_BYTES and any(get_verdict(operator) == "tiled" for operator in operators)
 
 
-def split_rows(num_rows: int, num_bytes: int) -> list[slice]:
-    """Pieces of the rows of a tensor of this size, nearly equal; one piece where no offset could wrap."""
-    num_pieces = min(num_rows, -(-num_bytes // PIECE_BYTES)) if runs_in_pieces(num_bytes) else 1
+def split_rows(num_rows: int, num_bytes: int, *operators: str) -> list[slice]:
+    """Pieces of the rows of a tensor of this size for these operators, nearly equal; one where no offset could wrap."""
+    num_pieces = min(num_rows, -(-num_bytes // PIECE_BYTES)) if runs_in_pieces(num_bytes, *operators) else 1
     bounds = [num_rows * piece // num_pieces for piece in range(num_pieces + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]

@@ -177,6 +177,7 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
         head_chunks=max(1, shape.common_heads // num_ranks) if chunks == "auto" else chunks,
         tiled_mlp=recipe.memory.tiled_mlp is not False,
         is_quantized=lora is not None and lora.quantize_base is not None,
+        uses_dora=lora is not None and lora.use_dora,
         num_rows=recipe.train.per_device_train_batch_size,
         kernel=recipe.model.attn_implementation,
     )

@@ -12,7 +12,6 @@ from torch import nn
 
 from ulysses_cli.plan.levers import swaps_activations
 from ulysses_cli.plan.resolved import RunPlan
-from ulysses_cli.plan.rows.indexing import count_widest, runs_in_pieces
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.loss import HeadRule, Loss, PlainLoss
@@ -47,6 +46,8 @@ def apply_levers(
     gather_whole: Callable[[nn.Module], None] | None = None
     if plan.recipe.parallel.zero_stage == 3:
         gather_whole = partial(set_z3_leaf_module, flag=True)
+    head = model.get_output_embeddings()
+    tokens = plan.recipe.train.per_device_train_batch_size * plan.resolved.local_tokens
     try:
         if levers.tiled_mlp:
             count_tiles = partial(
@@ -54,6 +55,8 @@ def apply_levers(
             )
             tile_mlps(model, count_tiles, gather_whole)
             tile_norms(model, count_tiles)
+        dtype: torch.dtype = getattr(torch, plan.recipe.model.dtype)
+        run_in_pieces(model, tokens, dtype, in_tiles=[head] if levers.tiled_loss else [])
         if levers.gradient_checkpointing:
             make_storage: Callable[[int], ResultStorage] | None = None
             if levers.offloaded_layers:
@@ -66,14 +69,9 @@ def apply_levers(
                 save_before_last_products(model, sharded)
     except ValueError as error:
         raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error
-    head = model.get_output_embeddings()
-    tokens = plan.recipe.train.per_device_train_batch_size * plan.resolved.local_tokens
     loss: Loss = PlainLoss(head, rule)
     if levers.tiled_loss:
         vocabulary, hidden = plan.shape.vocab_size, plan.shape.hidden_size
         tile = compute_loss_tile_tokens(tokens, vocabulary, hidden, is_large=levers.large_tiles)
         loss = make_tiled_loss(head, rule, tile, gather_whole)
-    widest = count_widest(plan.shape, tiled_mlp=levers.tiled_mlp, tiled_loss=levers.tiled_loss)
-    if runs_in_pieces(tokens * widest * getattr(torch, plan.recipe.model.dtype).itemsize):
-        run_in_pieces(model)
     return loss

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, library
 
-from ulysses_cli.plan.rows.indexing import split_rows
+from ulysses_cli.plan.rows.indexing import RMS_NORM, split_rows
 from ulysses_cli.train.elementwise import formulas
 
 # transformers: its own code stays as it is.
@@ -22,7 +22,7 @@ Way = Literal["torch", "compiled", "blocks", "transformers"]
 @library.custom_op("ulysses::normalize", mutates_args=())
 def normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -> tuple[Tensor, Tensor]:
     """Returns the output and one float32 number for each row, which the backward needs."""
-    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes)
+    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes, *RMS_NORM)
     if len(parts) == 1:
         return _normalize(hidden, weight, eps, kind, way)
     rows, out = hidden.flatten(0, -2), torch.empty_like(hidden)
@@ -52,7 +52,7 @@ def normalize_backward(
     dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the input and of the weight."""
-    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes)
+    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes, *RMS_NORM)
     if len(parts) == 1:
         dhidden, dweight = _normalize_backward(dout, hidden, weight, rstd, kind, way)
         return dhidden, dweight.to(weight.dtype)

@@ -1,53 +1,69 @@
-"""Runs embeddings and linear layers on pieces of a row where their kernels could not index all of it
-(plan/rows/indexing.py). Gradients of weights are summed over pieces in float32 or better and returned as one gradient.
+"""Runs embeddings, linear layers and torch's own layer norms on pieces of a row where their kernels could not index all
+of it (plan/rows/indexing.py). Gradients of weights are summed over pieces in float32 or better and returned as one.
 
 Layers inside tiles get few tokens and are left as they are. Takes no recipe and no group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ulysses_cli.plan.rows.indexing import split_rows
+from ulysses_cli.plan.rows.indexing import EMBEDDING, LAYER_NORM, LINEAR, runs_in_pieces, split_rows
 from ulysses_cli.train.memory.tiled_mlp import TiledBlock
-from ulysses_cli.train.memory.tiling import WeightSums
-from ulysses_cli.train.optimizer.shards import get_shape
+from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, return_always
 
 
-def run_in_pieces(model: nn.Module) -> int:
-    """Makes every embedding and linear layer that gets whole rows able to run in pieces. Returns their number. Call
-    after tiles are made."""
+def run_in_pieces(model: nn.Module, num_tokens: int, dtype: torch.dtype, in_tiles: Collection[nn.Module] = ()) -> int:
+    """Makes every layer that cannot take so many tokens of this dtype at once able to run in pieces. Returns their
+    number. Call after tiles are made, and before layers get other forwards. `in_tiles`: layers that get tiles in
+    another way."""
     inside = {
         module
         for block in model.modules()
         if isinstance(getattr(vars(block).get("forward"), "__self__", None), TiledBlock)
         for module in block.modules()
-    }
-    found = [
-        module
+    }.union(in_tiles)
+    pieced = [
+        PiecedLayer(module, operators)
         for module in model.modules()
-        if (isinstance(module, nn.Embedding) or type(module) is nn.Linear)
-        and module not in inside
-        and "forward" not in vars(module)
+        if module not in inside and "forward" not in vars(module) and (operators := find_operators(module))
     ]
-    for module in found:
-        PiecedLayer(module)
-    return len(found)
+    needed = [layer for layer in pieced if runs_in_pieces(num_tokens * layer.widest * dtype.itemsize, *layer.operators)]
+    for layer in needed:
+        layer.replace_forward()
+    return len(needed)
+
+
+def find_operators(module: nn.Module) -> tuple[str, ...]:
+    """The census's names of what the layer runs on all of its tokens, or none."""
+    if isinstance(module, nn.Embedding):
+        return EMBEDDING
+    if type(module) is nn.Linear:
+        return LINEAR
+    return LAYER_NORM if hasattr(module, "normalized_shape") else ()  # OLMo's calls torch's, and has no weights
 
 
 class PiecedLayer:
-    """A layer whose forward is replaced. It takes indices [...] or hidden states [..., in], returns [..., out]."""
+    """A layer whose forward can be replaced. It takes indices [...] or hidden states [..., in], returns [..., out]."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
+    def __init__(self, layer: Any, operators: tuple[str, ...]) -> None:
+        self.layer, self.operators = layer, operators
         self.whole_forward: Callable[[Tensor], Tensor] = layer.forward
-        self.width = get_shape(next(layer.parameters()))[0 if isinstance(layer, nn.Linear) else 1]
-        layer.forward = self._run
+        self.takes_indices = operators is EMBEDDING
+        if self.takes_indices:
+            self.width = self.widest = layer.embedding_dim
+        elif operators is LINEAR:
+            self.width, self.widest = layer.out_features, max(layer.in_features, layer.out_features)
+        else:
+            self.width = self.widest = layer.normalized_shape[-1]
+
+    def replace_forward(self) -> None:
+        self.layer.forward = self._run
 
     def compute_pieces(self, rows: Tensor, parts: list[slice]) -> Tensor:
         out: Tensor | None = None
@@ -61,10 +77,10 @@ class PiecedLayer:
         return out
 
     def _run(self, tokens: Tensor) -> Tensor:
-        is_linear = isinstance(self.layer, nn.Linear)
-        rows = tokens.flatten(0, -2) if is_linear else tokens.flatten()
-        dtype = tokens.dtype if is_linear else next(self.layer.parameters()).dtype
-        parts = split_rows(rows.size(0), max(rows.nbytes, rows.size(0) * self.width * dtype.itemsize))
+        rows = tokens.flatten() if self.takes_indices else tokens.flatten(0, -2)
+        dtype = self.layer.weight.dtype if self.takes_indices else tokens.dtype
+        num_bytes = rows.size(0) * self.widest * dtype.itemsize
+        parts = split_rows(rows.size(0), num_bytes, *self.operators)
         if len(parts) == 1:
             return self.whole_forward(tokens)
         weights = WeightSums(self.layer)
@@ -73,7 +89,7 @@ class PiecedLayer:
         else:
             with torch.no_grad():
                 out = self.compute_pieces(rows, parts)
-        return out.view(*(tokens.shape[:-1] if is_linear else tokens.shape), self.width)
+        return out.view(*(tokens.shape if self.takes_indices else tokens.shape[:-1]), self.width)
 
 
 class _Pieces(torch.autograd.Function):
@@ -89,16 +105,18 @@ class _Pieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        layer = ctx.layer.layer
-        drows = torch.empty_like(rows) if isinstance(layer, nn.Linear) else None
-        with ctx.weights.collect():
+        layer, weights = ctx.layer, ctx.weights
+        drows = None if layer.takes_indices else torch.empty_like(rows)
+        with weights.collect():
             for part in ctx.parts:
-                if drows is not None:
-                    drows[part] = ctx.weights.backward_linear(layer, rows[part], dout[part])
-                else:
+                if drows is None:
                     with torch.enable_grad():
-                        piece = ctx.layer.whole_forward(rows[part])
+                        piece = layer.whole_forward(rows[part])
                     torch.autograd.backward(piece, dout[part])
+                elif layer.operators is LINEAR:
+                    drows[part] = weights.backward_linear(layer.layer, rows[part], dout[part])
+                else:
+                    drows[part] = backward_tile(layer.whole_forward, rows[part], return_always(dout[part]))
         sums = zip(ctx.weights.take_sums(), ctx.weights.weights, strict=True)
         dweights = [total.to(weight.dtype) for total, weight in sums]
         return drows if ctx.needs_input_grad[0] else None, None, None, None, *dweights

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, split_tokens
+from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, return_always, split_tokens
 from ulysses_cli.train.optimizer.shards import get_shape
 
 
@@ -76,10 +76,6 @@ def cut(tensor: Tensor, dim: int, part: slice) -> Tensor:
     return tensor.narrow(dim, part.start, part.stop - part.start)
 
 
-def _return_always(grad: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: grad
-
-
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,7 +93,7 @@ class _Tiles(torch.autograd.Function):
         with ctx.weights.collect():
             for part in ctx.parts:
                 tile, grad = cut(hidden, ctx.dim, part), cut(dout, ctx.dim, part)
-                cut(dhidden, ctx.dim, part).copy_(backward_tile(ctx.norm.whole_forward, tile, _return_always(grad)))
+                cut(dhidden, ctx.dim, part).copy_(backward_tile(ctx.norm.whole_forward, tile, return_always(grad)))
         sums = zip(ctx.weights.take_sums(), ctx.weights.weights, strict=True)
         dweights = [total.to(weight.dtype) for total, weight in sums]
         return dhidden if ctx.needs_input_grad[0] else None, None, None, None, None, *dweights
