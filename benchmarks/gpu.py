@@ -2,7 +2,7 @@
 worth, each beside its prediction. Each figure is written when it exists; a later call goes on where this one stopped.
 
     python benchmarks/gpu.py [--minutes 25] [--results FOLDER] [--only PART] [--again]
-    python benchmarks/gpu.py --rehearse      every kind of part in miniature on a CPU; measures nothing
+    python benchmarks/gpu.py --rehearse      every part in miniature on a CPU; measures nothing. --few: one of each kind
 
 A machine that has the packages needs no installation: docs/benchmarks.md names them. All files go to the folder of
 results. Exits with 0 when all parts are done or skipped, 1 when one has failed or time ran out, 2 without a GPU. It has
@@ -40,9 +40,12 @@ SMALL = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 LAST_SECONDS = 15.0  # kept for writing and for the table
-LEAST_SECONDS = 45.0  # no part starts with less
+LEAST_SHARE = 0.7  # of its seconds: no part starts with less, but one that a later call continues
+LEAST_SECONDS = 45.0  # nor any with less
+LOSS_BAR = 0.01  # between two runs of the same steps: sums in bfloat16 have another order each time
 TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?\s+\[\s*\d+%\]$")
 ENDED = ("done", "skipped")
+PLAIN = "train-plain"  # the folder of the run that others are compared with
 
 
 def make_recipe(folder: Path, name: str, config: dict[str, Any], *, length: int, device: str) -> Path:
@@ -58,13 +61,14 @@ def make_recipe(folder: Path, name: str, config: dict[str, Any], *, length: int,
     return file
 
 
-def make_tests(name: str, file: str, seconds: float, *, is_variant: bool = True) -> Part:
-    """The part that is rehearsed reads the files of all: without a GPU each test is skipped, and a file that cannot be
-    imported fails."""
+def make_tests(name: str, file: str, seconds: float, *words: str, is_variant: bool = True) -> Part:
+    """The first of these parts reads all files in a rehearsal: without a GPU each test is skipped, and a file that
+    cannot be imported fails. `words`: which tests of the file."""
 
     def make(folders: PartFolders) -> list[list[str]]:
-        target = "tests/gpu" if folders.rehearses else str(Path("tests/gpu") / file)
-        return [[PYTHON, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rfE", target]]
+        target = "tests/gpu" if folders.rehearses and not is_variant else str(Path("tests/gpu") / file)
+        chosen = [] if folders.rehearses else words
+        return [[PYTHON, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rfE", target, *chosen]]
 
     return Part(name, make, seconds, read_test_line, judge=judge_tests, is_variant=is_variant)
 
@@ -85,22 +89,46 @@ def judge_tests(rows: list[Row]) -> tuple[str, str]:
 
 
 def run_training(folders: PartFolders) -> list[list[str]]:
-    """A real run with the optimizer on the host, a save, and a resume from it."""
+    """A real run with the optimizer on the host, which steps while the backward goes on; a save, and a resume from it.
+    Before it the same run without a break, whose optimizer steps after the backward."""
     layer = {**LAYER, "num_hidden_layers": 2}
     config, length, device = (SMALL, 256, "cpu") if folders.rehearses else (layer, 32768, "cuda")
-    recipe = make_recipe(folders.scratch, "train", config, length=length, device=device)
-    words = ["run.save_steps=3", *([] if folders.rehearses else ["memory.offload_optimizer=cpu"])]
-    train = [*ULYSSES, "train", str(recipe), *words]
-    return [[*train, "train.max_steps=3", "--overwrite"], [*train, "--resume", "auto"]]
+    words = ["run.save_steps=3", "memory.offload_optimizer=cpu"]
+    plain, broken = (
+        [*ULYSSES, "train", str(make_recipe(folders.scratch, name, config, length=length, device=device)), *words]
+        for name in (PLAIN, "train")
+    )
+    broken.append("memory.overlap_optimizer=true")
+    return [
+        [*plain, "memory.overlap_optimizer=false", "--overwrite"],
+        [*broken, "train.max_steps=3", "--overwrite"],
+        [*broken, "--resume", "auto"],
+    ]
 
 
 def read_training(output: str) -> list[Row]:
-    """The steps of both runs, from the folder of the model that the second one prints."""
-    metrics = Path(output.strip().rpartition("\n")[2]).parent / "metrics.jsonl"
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    """The steps of the resumed run, from the folder of the model that it prints, beside those of the plain one."""
+    folder = Path(output.strip().rpartition("\n")[2]).parent
+    steps, plain = read_steps(folder), read_steps(folder.with_name(PLAIN))
     if [step["step"] for step in steps] != [*range(1, 7)]:
         raise ValueError("the resumed run did not reach step 6")
-    return [{"name": f"step {step['step']}", "loss": step["loss"], "seconds": step["step_seconds"]} for step in steps]
+    return [
+        {"name": f"step {step['step']}", "loss": step["loss"], "plain_loss": other["loss"],
+         "seconds": step["step_seconds"], "plain_seconds": other["step_seconds"]}
+        for step, other in zip(steps, plain, strict=True)
+    ]  # fmt: skip
+
+
+def read_steps(folder: Path) -> list[Row]:
+    metrics = folder / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+
+
+def judge_training(rows: list[Row]) -> tuple[str, str]:
+    """A resume and early steps of the optimizer change no value."""
+    far = [row for row in rows if not abs(row["loss"] / row["plain_loss"] - 1) <= LOSS_BAR]
+    reasons = [f"{row['name']}: loss {row['loss']:.5g}, in the plain run {row['plain_loss']:.5g}" for row in far]
+    return ("failed", "; ".join(reasons)) if reasons else ("done", "")
 
 
 def make_kernels(length: int, seconds: float, *, is_variant: bool = False) -> Part:
@@ -163,7 +191,7 @@ def make_peers(name: str, part: str, seconds: float) -> Part:
         file = ["--json", str(folders.results / f"levers-gpu-{part}.json")]
         return [[PYTHON, "benchmarks/gpu_levers.py", *words, *file, *(["--rehearse"] if folders.rehearses else [])]]
 
-    return Part(name, make, seconds, read_json_line, judge=judge_peers)
+    return Part(name, make, seconds, read_json_line, judge=judge_peers, goes_on=True)
 
 
 def judge_peers(rows: list[Row]) -> tuple[str, str]:
@@ -175,12 +203,14 @@ AUTO, HALF = "8B's layers, levers as chosen", "against the Trainer, two layers o
 HOST = ("activation_offloading=true", "gradient_checkpointing=true")
 TILES = ("tiled_mlp=true", "tiled_loss=true")
 PARTS = [
-    make_tests("attention on a GPU", "test_gpu_kernels.py", 300, is_variant=False),
+    make_tests("attention on a GPU", "test_gpu_kernels.py", 200, "-k", "not flex", is_variant=False),
     make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
     make_tests("levers on a GPU", "test_gpu_levers.py", 120),
-    Part("a run, saved and resumed", run_training, 240, read=read_training),
+    Part("a run, saved and resumed", run_training, 330, read=read_training, judge=judge_training),
+    make_tests("training over NCCL", "test_gpu_training.py", 240),
     make_tests("more than 2^31 elements on a GPU", "test_gpu_indexing.py", 150),
     make_tests("recurrences on a GPU", "test_gpu_recurrence.py", 120),
+    make_tests("attention by flex on a GPU", "test_gpu_kernels.py", 240, "-k", "flex"),
     make_layers(AUTO, 32768, 120, is_variant=False),
     make_kernels(32768, 150),
     make_peers("against ALST's wiring", "speed", 270),
@@ -242,7 +272,7 @@ def describe_row(row: Row) -> Iterator[str]:
     predicted_parts = row.get("predicted_part_seconds", {})
     for part, seconds in row.get("part_seconds", {}).items():
         yield f"{part} {seconds:.3g} ({predicted_parts.get(part, 0.0):.3g})"
-    for key in ("obstacle", "out_of_memory", "failed"):
+    for key in ("obstacle", "out_of_memory", "index_limit", "failed"):
         if row.get(key):
             yield f"{key.replace('_', ' ')}: {str(row[key])[:120]}"
 
@@ -254,6 +284,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="the name of a part; may be given several times")
     parser.add_argument("--again", action="store_true", help="run parts that are done, too")
     parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU; keeps no result")
+    parser.add_argument("--few", action="store_true", help="with --rehearse: one part of each kind")
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes - LAST_SECONDS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what runs, as Ctrl-C does
@@ -274,11 +305,11 @@ def run_parts(options: argparse.Namespace, machine: dict[str, Any], scratch: Pat
     if file.exists() and not options.again:
         results["parts"] = json.loads(file.read_text())["parts"]
     wanted = [part for part in PARTS if not options.only or part.name in options.only]
-    if options.rehearse:
+    if options.rehearse and options.few:
         wanted = [part for part in wanted if not part.is_variant]
     for part in order_parts(wanted, results["parts"]):
         left = until - time.monotonic()
-        if left < min(part.seconds, LEAST_SECONDS):
+        if left < find_least_seconds(part):  # a shorter part may still fit
             continue
         print(f"{part.name} ...", flush=True)
         keep = make_keeper(results, part.name, file)
@@ -295,6 +326,11 @@ def run_parts(options: argparse.Namespace, machine: dict[str, Any], scratch: Pat
     for name in failed if options.rehearse else []:
         print(f"\n{name}: {results['parts'][name]['reason']}", file=sys.stderr)
     return int(bool(missing or failed))
+
+
+def find_least_seconds(part: Part) -> float:
+    """A part that is cut off begins anew in the next call, so it does not start without enough time."""
+    return min(part.seconds, LEAST_SECONDS if part.goes_on else max(LEAST_SECONDS, LEAST_SHARE * part.seconds))
 
 
 def order_parts(parts: list[Part], found: dict[str, Any]) -> list[Part]:

@@ -35,6 +35,7 @@ from gpu_run import MISSED, UNFINISHED
 from gpu_sides import FULL, MINIATURE, Run, Scale
 
 from ulysses_cli.plan.attention import Need
+from ulysses_cli.train.attention.documents import IndexLimitError
 from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 
@@ -84,7 +85,7 @@ class Report:
 
 
 def is_measured(row: dict[str, Any]) -> bool:
-    return "seconds" in row or "out_of_memory" in row
+    return any(key in row for key in ("seconds", "out_of_memory", "index_limit"))
 
 
 def try_run(
@@ -97,6 +98,8 @@ def try_run(
         use(run)
     except OutOfMemoryError as error:
         row["out_of_memory"] = str(error)[:200]
+    except IndexLimitError as error:
+        row["index_limit"] = str(error)[:200]
     except Exception as error:  # noqa: BLE001 - after any error, the others are measured
         row["failed"] = f"{type(error).__name__}: {error}"[:300]
     if run is not None:
@@ -156,8 +159,9 @@ def find_exposed_shares(rows: list[dict[str, Any]], link: float) -> dict[int, fl
 
 
 def find_longest(report: Report, scale: Scale, name: str, cap: float, deadline: float) -> None:
-    """Finds the two rows between which memory ends. The model has 2 layers and a small window, so that time is linear
-    in the length and memory is that of a deep model. Two short rows give the first estimate."""
+    """Finds the two rows between which memory ends, or the indices of the attention kernel. The model has 2 layers and
+    a small window, so that time is linear in the length and memory is that of a deep model. Two short rows give the
+    first estimate."""
     values: dict[str, Any] = report.results["longest_row"].get(name) or {"runs": 0, "does_not": None, "trials": []}
     trials = values["trials"]
     if values.get("is_found"):
@@ -177,7 +181,7 @@ def find_longest(report: Report, scale: Scale, name: str, cap: float, deadline: 
         trials.append(row)
         if "seconds" in row:
             values["runs"] = max(values["runs"], tokens)
-        elif "out_of_memory" in row:
+        elif "failed" not in row:  # memory ends, or the kernel's indices
             values["does_not"] = min(values["does_not"] or tokens, tokens)
         report.write(row, longest_row={**report.results["longest_row"], name: values})
         return "failed" not in row

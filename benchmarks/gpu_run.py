@@ -42,7 +42,8 @@ class PartFolders:
 class Part:
     """`make_commands`: run in order. `read_line`: rows of one line of their output, which are kept at once; `read`:
     rows of the last one's whole output. `judge`: status and reason by the rows of commands that have ended well.
-    `is_variant`: an earlier part's rehearsal covers it."""
+    `goes_on`: a later call continues it, so that it may begin with little time. `is_variant`: a rehearsal of few parts
+    leaves it out, since an earlier one is of its kind."""
 
     name: str
     make_commands: Callable[[PartFolders], list[list[str]]]
@@ -50,6 +51,7 @@ class Part:
     read_line: Callable[[str], Iterator[Row]] = lambda line: iter(())
     read: Callable[[str], list[Row]] = lambda output: []
     judge: Callable[[list[Row]], tuple[str, str]] = lambda rows: ("done", "")
+    goes_on: bool = False
     is_variant: bool = False
 
 
@@ -132,10 +134,12 @@ def run_command(command: list[str], seconds: float, log: Path, run: PartRun) -> 
 
 
 def make_environ(mark: str) -> dict[str, str]:
-    """The checkout stands before what the user's own path holds."""
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "400", MARK: mark}
-    return {**os.environ, **own}
+    """The checkout stands before what the user's own path holds, whose relative places are those of this process: tests
+    run in other folders."""
+    own = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [str(ROOT), str(ROOT / "tests"), *own]
+    changes = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "400", MARK: mark}
+    return {**os.environ, **changes}
 
 
 def read_lines(process: Any, until: float) -> Iterator[str | None]:

@@ -16,7 +16,7 @@ from gpu_device import Gpu, Rehearsal
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from ulysses_cli.plan.tiles import compute_loss_tile_tokens
+from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.elementwise.choice import CPU_WAYS, GPU_WAYS
@@ -24,6 +24,7 @@ from ulysses_cli.train.elementwise.interface import Ways, serve_elementwise
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import MAX_LEAVING, Offloader
+from ulysses_cli.train.memory.pieces import run_in_pieces
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 from ulysses_cli.train.memory.tiled_mlp import tile_mlps
 from ulysses_cli.train.memory.tiled_norm import tile_norms
@@ -98,8 +99,11 @@ class Run:
 
     def use_ours(self) -> Any:
         serve_elementwise(self.model, self.scale.ways)
+        hidden = self.scale.shape["hidden_size"]
         for tile in (tile_mlps, tile_norms):
-            tile(self.model, lambda tokens: -(-tokens // self.scale.shape["hidden_size"]))  # type: ignore[operator]
+            tile(self.model, lambda tokens: compute_num_mlp_tiles(tokens, hidden_size=hidden))  # type: ignore[operator]
+        longest = self.scale.shape["max_position_embeddings"]
+        run_in_pieces(self.model, longest, self.scale.dtype, in_tiles=[self.model.lm_head])
         checkpoint_layers(self.model, "save_attention", self.offloader and self.offloader.make_storage)
         return make_tiled_loss(self.model.lm_head, HeadRule(), self.scale.loss_tile)
 

@@ -23,8 +23,9 @@ settings.register_profile(
 )
 settings.load_profile("ulysses")
 os.environ[FOLDER] = str(get_builds_folder(os.environ))  # tests start ranks without the command, too
-# For commands, which run in other folders. Packages may come from this path, too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+# For commands, which run in other folders. Packages may come from this path, too, and from relative places in it.
+others = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *others])
 os.environ.pop("PYTHONUNBUFFERED", None)  # commands keep their output in a buffer, as they do for users
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore Ctrl-C
 for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job

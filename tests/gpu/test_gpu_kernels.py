@@ -5,15 +5,12 @@ Documents must not mix. Ulysses also runs on several ranks that share the GPU, e
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.attention import Problem, compute_reference, make_tensors
+from support.shared_gpu import run_sharing_ranks
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need
 from ulysses_cli.train.attention.documents import make_documents
@@ -114,25 +111,4 @@ def test_no_call_waits_for_the_device(kernel: str) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_a_gpu(num_ranks: int) -> None:
     """Checks values; ranks that share a GPU say nothing about speed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks), "NCCL_P2P_DISABLE": "1"}
-    script = str(Path(__file__).with_name("nccl_rank.py"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={**os.environ, **here, "RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:  # one that waits for others would hold the GPU
-            rank.kill()
-            rank.wait()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
+    run_sharing_ranks(Path(__file__).with_name("nccl_rank.py"), num_ranks)

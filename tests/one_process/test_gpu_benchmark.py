@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,10 @@ import pytest
 from support.forked import write_program
 from support.paths import ROOT
 from support.tiers import FULL, TIER
+
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.validate import validate_recipe
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu
@@ -128,8 +133,37 @@ def test_no_part_starts_when_the_minutes_are_over(call: Any, capsys: pytest.Capt
 def test_every_file_of_tests_for_a_gpu_is_run(tmp_path: Path) -> None:
     folders = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0)
     commands = [command for part in gpu.PARTS for command in part.make_commands(folders)]
-    run = sorted(word for command in commands for word in command if word.startswith("tests/gpu/"))
+    run = sorted({word for command in commands for word in command if word.startswith("tests/gpu/")})
     assert run == sorted(f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
+def test_the_recipe_of_every_part_is_valid_and_fits_its_gpu(tmp_path: Path) -> None:
+    """At full scale, with the settings of its commands, on the GPU for which they were chosen."""
+    folders, h200, tried = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0), load_hardware().get_gpu("h200"), 0
+    for part in gpu.PARTS:
+        for command in part.make_commands(folders):
+            recipe = next((word for word in command if word.endswith(".yaml")), None)
+            if recipe is None:
+                continue
+            valid = validate_recipe(recipe, [word for word in command if re.match(r"[a-z]+\.[a-z_]+=", word)])
+            assert not valid.problems, (part.name, valid.problems)
+            assert valid.loaded is not None
+            assert valid.shape is not None
+            choice = choose_levers(valid.loaded.recipe, valid.shape, h200)
+            assert choice.fit is not None, part.name
+            assert choice.fit.verdict == "fits", part.name
+            tried += 1
+    assert tried >= 14
+
+
+def test_parts_begin_only_with_enough_time(call: Any) -> None:
+    """A part that is cut off begins anew; one that goes on may begin with less. A shorter part takes what is left."""
+    parts = [
+        make_part("long", "show(name='a')", 300.0), make_part("peers", "show(name='b')", 300.0, goes_on=True),
+        make_part("short", "show(name='c')", 60.0),
+    ]  # fmt: skip
+    code, found = call(parts, "--minutes", "2")
+    assert (code, [*found]) == (1, ["peers", "short"])
 
 
 def test_parts_have_names_of_their_own_and_at_least_six_cases_of_memory(tmp_path: Path) -> None:
@@ -141,9 +175,10 @@ def test_parts_have_names_of_their_own_and_at_least_six_cases_of_memory(tmp_path
 
 
 def test_the_users_own_path_of_packages_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/somewhere/packages")
+    """Also where it is relative: tests run in other folders."""
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/packages:site")
     paths = gpu_run.make_environ("mark")["PYTHONPATH"].split(os.pathsep)
-    assert paths == [str(ROOT), str(ROOT / "tests"), "/somewhere/packages"]
+    assert paths == [str(ROOT), str(ROOT / "tests"), "/somewhere/packages", str(Path.cwd() / "site")]
 
 
 def test_the_table_shows_measured_beside_predicted() -> None:
@@ -196,14 +231,26 @@ def test_what_the_plan_says_fits_must_run() -> None:
 
 
 def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
-    """The command prints the model's folder; the run's metrics stand beside it."""
-    lines = [json.dumps({"step": step, "loss": 2.5, "step_seconds": 0.5}) for step in range(1, 7)]
+    """The command prints the model's folder; the run's metrics stand beside it, the plain run's in the next folder."""
+
+    def write(name: str, count: int, loss: float) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        lines = [json.dumps({"step": step, "loss": loss, "step_seconds": 0.5}) for step in range(1, count + 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+
+    write(gpu.PLAIN, 6, 2.5)
     for count in (0, 3):
-        (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:count]))
+        write("train", count, 2.5)
         with pytest.raises(ValueError, match="did not reach step 6"):
-            gpu.read_training(f"{tmp_path}/model\n")
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert gpu.read_training(f"{tmp_path}/model\n")[-1] == {"name": "step 6", "loss": 2.5, "seconds": 0.5}
+            gpu.read_training(f"{tmp_path}/train/model\n")
+    for loss, status in ((2.501, "done"), (2.6, "failed"), (float("nan"), "failed")):
+        write("train", 6, loss)
+        rows = gpu.read_training(f"{tmp_path}/train/model\n")
+        assert rows[-1]["name"] == "step 6"
+        assert gpu.judge_training(rows)[0] == status
+    write(gpu.PLAIN, 5, 2.5)
+    with pytest.raises(ValueError, match="shorter"):
+        gpu.read_training(f"{tmp_path}/train/model\n")
 
 
 @pytest.mark.check
@@ -216,9 +263,11 @@ def test_without_a_gpu_it_says_so() -> None:
 TIMED = "8B's layers, all levers, 128Ki"
 
 
-@pytest.mark.check
-def test_every_kind_of_part_can_be_rehearsed_without_a_gpu(tmp_path: Path) -> None:
-    words = ["--rehearse", "--minutes", "45", "--results", str(tmp_path / "results")]
+@pytest.mark.parametrize(
+    "few", [pytest.param(["--few"], marks=pytest.mark.check), pytest.param([], marks=pytest.mark.full)]
+)
+def test_every_part_can_be_rehearsed_without_a_gpu(few: list[str], tmp_path: Path) -> None:
+    words = ["--rehearse", "--minutes", "45", "--results", str(tmp_path / "results"), *few]
     command = [sys.executable, str(SCRIPT), *words]
     if TIER < FULL:  # a run's processes are forked from its command, which saves half of the time
         program = str(write_program(tmp_path / "bin"))
@@ -229,7 +278,7 @@ def test_every_kind_of_part_can_be_rehearsed_without_a_gpu(tmp_path: Path) -> No
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "results" / "gpu-none.json").read_text())["parts"]
-    assert [*parts] == [part.name for part in gpu.PARTS if not part.is_variant]
+    assert [*parts] == [part.name for part in gpu.PARTS if not (few and part.is_variant)]
     files = {row["name"].partition("::")[0] for row in parts["attention on a GPU"]["rows"]}
     assert files == {f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
     for name, part in parts.items():

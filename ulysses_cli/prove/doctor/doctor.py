@@ -12,7 +12,10 @@ from ulysses_cli.prove.doctor import machine, software
 from ulysses_cli.prove.doctor.checkup import Check, CheckTarget, Finding, run_checks
 from ulysses_cli.prove.results import Findings, Report
 
-GPU_HINT = "to test and measure this GPU, in a checkout: make gpu (each result beside its prediction, 25 minutes)"
+GPU_HINT = (
+    "to test and measure this GPU, in a checkout: make gpu (each result beside its prediction, 25 minutes); without an "
+    "installation: python3 benchmarks/gpu.py --minutes 25"
+)
 
 
 def _load_check(name: str) -> Check:

@@ -108,6 +108,10 @@ class Documents:
         )
 
 
+class IndexLimitError(ValueError):
+    """A document is too long for the indices of an attention kernel."""
+
+
 class KernelHeads(NamedTuple):
     """The heads of this rank's kernel calls, whose indices bound the tokens of a call (plan/rows/indexing.py)."""
 
@@ -122,7 +126,7 @@ class KernelHeads(NamedTuple):
         if not self._find_overrun(sum(part.lengths), sum(part.key_lengths), len(part.lengths)):
             return [part]
         if len(part.lengths) == 1:
-            raise ValueError(
+            raise IndexLimitError(
                 f"attention of a document of {part.lengths[0]:,} queries and {part.key_lengths[0]:,} keys in one call: "
                 f"{self.kernel} {self._find_overrun(part.lengths[0], part.key_lengths[0], 1)}; use more chunks of heads"
             )
