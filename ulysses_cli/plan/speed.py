@@ -174,12 +174,20 @@ def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
     forward, also where layers are recomputed in full, and in the backward twice that, since gradients return.
     `in_rounds`: of layers whose keys come in rounds alone, or of the others."""
     forwards = 1 + (job.levers.gradient_checkpointing == "full")
-    tokens = 0.0
-    for window_tokens, num_layers in job.shape.window_counts:
+    width = 0.0
+    for kind, window_tokens, num_layers in job.shape.attention_counts:
         share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
         if in_rounds is None or in_rounds == bool(share.rounds):
-            tokens += num_layers * max(share.fetched, share.sent)
-    return job.dtype_bytes * 2 * job.exchanged_kv_width * job.local_tokens * tokens * (forwards + 2)
+            width += num_layers * _count_fetched(job.view(kind), kind) * max(share.fetched, share.sent)
+    return job.dtype_bytes * width * job.local_tokens * (forwards + 2)
+
+
+def _count_fetched(job: Job, kind: Layer) -> int:
+    """Numbers of a key with its value, of all heads that chunks bring. Each head that latents are expanded to has keys
+    of its own, with values of another width."""
+    if kind.attention is not None and kind.attention.latent is not None:
+        return job.query_width + kind.attention.num_heads * kind.attention.value_head_dim
+    return 2 * job.exchanged_kv_width
 
 
 def compute_elementwise_bytes(job: Job) -> float:
@@ -300,11 +308,11 @@ def _compute_merge_bytes(job: Job) -> float:
     """Memory traffic of adding up results of rounds: for each but the first, a float32 sum is read and written and a
     part is read, 8 + b for each number of a query; of attention's result, and in the backward of queries' gradients."""
     forwards, elements = 1 + (job.levers.gradient_checkpointing == "full"), 0.0
-    for window_tokens, num_layers in job.shape.window_counts:
+    for kind, window_tokens, num_layers in job.shape.attention_counts:
         share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
         parts = max((each.largest_part for each in share.rounds if not each.is_own), default=0.0)
-        elements += num_layers * (job.layout.ring_size - 1) * parts * bool(share.rounds)
-    return (forwards + 1) * (8 + job.dtype_bytes) * elements * job.query_width * job.local_tokens
+        elements += num_layers * (job.layout.ring_size - 1) * parts * job.view(kind).query_width
+    return (forwards + 1) * (8 + job.dtype_bytes) * elements * job.local_tokens
 
 
 def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:

@@ -185,6 +185,12 @@ class ModelShape:
         counts = Counter(layer.window_tokens for layer in self.layers)
         return tuple(sorted(counts.items(), key=lambda item: item[0] or 0))
 
+    @cached_property
+    def attention_counts(self) -> tuple[tuple[Layer, int | None, int], ...]:
+        """The kinds of layers with attention, the windows of each, and how many layers have both."""
+        counts = Counter((layer.without_window(), layer.window_tokens) for layer in self.layers if layer.attention)
+        return tuple((*each, number) for each, number in counts.items())
+
     @property
     def windows(self) -> tuple[int, ...]:
         """The distinct attention windows in use, in tokens."""
