@@ -136,9 +136,9 @@ def measure_all(problems: tuple[Problem, ...], ring_size: int) -> list[dict[str,
 
 
 LAYOUTS = [(2, 2), *(pytest.param(layout, marks=pytest.mark.check) for layout in [(2, 1), (4, 1), (1, 4)])]
-LARGE = [pytest.param((2, 4), marks=pytest.mark.full), pytest.param((3, 2), marks=pytest.mark.full)]
+LARGE = [pytest.param(layout, marks=pytest.mark.full) for layout in [(2, 4), (3, 2), (1, 2)]]
 IN_CI = [pytest.param((2, 2), marks=pytest.mark.check), pytest.param((1, 4), marks=pytest.mark.check)]
-IN_CI += [pytest.param(layout, marks=pytest.mark.full) for layout in [(2, 1), (4, 1), (2, 4), (3, 2)]]
+IN_CI += [pytest.param(layout, marks=pytest.mark.full) for layout in [(2, 1), (4, 1), (2, 4), (3, 2), (1, 2)]]
 DOCUMENTS = {
     "one": (96,),
     "on-edges": (24, 24, 48),
@@ -158,6 +158,23 @@ def list_heads(ulysses_size: int) -> list[tuple[int, int]]:
 def test_heads(layout: tuple[int, int]) -> None:
     documents = DOCUMENTS["off-edges"]
     check(layout, *(Problem(*heads, lengths=documents) for heads in list_heads(layout[1])))
+
+
+@pytest.mark.check
+def test_heads_that_no_two_ranks_share() -> None:
+    check((2, 1), *(Problem(*heads, lengths=DOCUMENTS["off-edges"]) for heads in [(7, 1), (9, 3)]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    [((8, 1), [(9, 3), (9, 9), (7, 1)]), ((4, 2), [(14, 2), (6, 3)]), ((2, 8), [(8, 8), (8, 2), (8, 1)])],
+    ids=str,
+)
+def test_more_ranks_than_heads(layout: tuple[int, int], heads: list[tuple[int, int]]) -> None:
+    """9 heads on 8 ranks, and 8 heads on 16."""
+    grid = product(heads, (DOCUMENTS["one"], DOCUMENTS["off-edges"]), (None, 17))
+    check(layout, *(Problem(*pair, lengths=lengths, window=window) for pair, lengths, window in grid))
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE], ids=str)
@@ -185,21 +202,21 @@ def test_rules_and_batches(layout: tuple[int, int]) -> None:
     )
 
 
-@pytest.mark.check
+@pytest.mark.parametrize("layout", IN_CI[:1] + IN_CI[2:], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_precision(dtype: torch.dtype) -> None:
+def test_precision(dtype: torch.dtype, layout: tuple[int, int]) -> None:
     rules: list[dict[str, Any]] = [{}, {"window": 9}, {"has_sinks": True}, {"softcap": 2.0}, {"chunks": 2}]
-    check((2, 2), *(Problem(8, 2, 16, DOCUMENTS["off-edges"], dtype=dtype, **rule) for rule in rules))
+    check(layout, *(Problem(8, 2, 16, DOCUMENTS["off-edges"], dtype=dtype, **rule) for rule in rules))
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Problem, int]:
-    """Draws a ring of 2 or 4 of 4 ranks, heads that the rest can share, any documents and any rule."""
-    ring_size = draw(st.sampled_from([2, 4]))
-    kv_heads = draw(st.integers(1, 4))
-    heads = (4 // ring_size) * kv_heads * draw(st.integers(1, 3))
+def problems(draw: st.DrawFn, num_ranks: int, ring_sizes: Sequence[int]) -> tuple[Problem, int]:
+    """Draws a ring, heads that the rest of the ranks can share, any documents and any rule."""
+    ring_size = draw(st.sampled_from(ring_sizes))
+    ulysses_size, kv_heads = num_ranks // ring_size, draw(st.integers(1, 4))
+    heads = ulysses_size * kv_heads * draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
-    multiple = draw(st.sampled_from([4, 8, 32]))
+    multiple = num_ranks * draw(st.sampled_from([1, 2, 8]))
     lengths.append(multiple - sum(lengths) % multiple)
     problem = Problem(
         heads=heads,
@@ -210,17 +227,33 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
         window=draw(st.none() | st.integers(1, 80)),
         softcap=draw(st.none() | st.floats(0.5, 10)),
         has_sinks=draw(st.booleans()),
-        chunks=draw(st.sampled_from([n for n in range(1, 5) if heads * ring_size // 4 % n == 0])),
+        chunks=draw(st.sampled_from([n for n in range(1, 5) if heads // ulysses_size % n == 0])),
     )
     return problem, ring_size
 
 
 @pytest.mark.check
 @settings(max_examples=count_examples(20))
-@given(problems())
+@given(problems(4, [2, 4]))
 def test_random_problems(case: tuple[Problem, int]) -> None:
     problem, ring_size = case
     check((ring_size, 4 // ring_size), problem)
+
+
+@pytest.mark.full
+@settings(max_examples=500)
+@given(problems(4, [1, 2, 4]))
+def test_many_more_random_problems(case: tuple[Problem, int]) -> None:
+    problem, ring_size = case
+    check((ring_size, 4 // ring_size), problem)
+
+
+@pytest.mark.full
+@settings(max_examples=200)
+@given(problems(6, [3, 2, 6]))
+def test_random_problems_on_six_ranks(case: tuple[Problem, int]) -> None:
+    problem, ring_size = case
+    check((ring_size, 6 // ring_size), problem)
 
 
 @pytest.mark.check
