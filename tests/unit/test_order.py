@@ -107,15 +107,16 @@ def test_short_documents_and_windows_stay_in_order() -> None:
         assert [runs[0] for runs in deal_row(lengths, ring)] == [(at * 16384, (at + 1) * 16384) for at in range(4)]
 
 
-def measure_imbalance(order: Order, lengths: tuple[int, ...]) -> float:
-    """Returns the largest work of a rank over the mean, with pairs counted document by document."""
+def measure_imbalance(order: Order, lengths: tuple[int, ...], ring: Ring) -> float:
+    """Returns the largest work of a rank over the mean, with pairs counted document by document and layer by layer."""
     bounds = [0, *accumulate(lengths)]
 
     def count(run: tuple[int, int]) -> int:
         total = 0
         for start, end in pairwise(bounds):
             first, last = max(start, run[0]) - start, min(end, run[1]) - start
-            total += count_pairs(last, None) - count_pairs(first, None) if first < last else 0
+            for window, num_layers in ring.windows if first < last else ():
+                total += num_layers * (count_pairs(last, window) - count_pairs(first, window))
         return total
 
     works = [sum(map(count, runs)) for runs in order]
@@ -138,20 +139,30 @@ def draw_lengths(total: int, mean: int, seed: int) -> tuple[int, ...]:
 
 MI = 1 << 20
 MIXES = {
-    "one document on 4": (4, (MI,)),
-    "3/4 and 1/4 on 2": (2, (3 * MI // 4, MI // 4)),
-    "mean 128K on 4": (4, draw_lengths(MI, 131072, 3)),
-    "mean 16K on 4": (4, draw_lengths(MI, 16384, 3)),
-    "mean 2K on 8": (8, draw_lengths(MI, 2048, 3)),
+    "one document on 4": (Ring(4), (MI,)),
+    "3/4 and 1/4 on 2": (Ring(2), (3 * MI // 4, MI // 4)),
+    "mean 128K on 4": (Ring(4), draw_lengths(MI, 131072, 3)),
+    "mean 16K on 4": (Ring(4), draw_lengths(MI, 16384, 3)),
+    "mean 2K on 8": (Ring(8), draw_lengths(MI, 2048, 3)),
+    "mean 16K on 4, a window": (Ring(4, ((4096, 1),)), draw_lengths(MI, 16384, 3)),
+    "mean 2K on 8, one layer of six without the window": (Ring(8, ((None, 1), (4096, 5))), draw_lengths(MI, 2048, 3)),
+    "mean 128K on 4, every other layer with a window": (Ring(4, ((None, 1), (1024, 1))), draw_lengths(MI, 131072, 3)),
 }
 
 
 @pytest.mark.parametrize("name", MIXES)
 def test_ranks_get_the_same_work(name: str) -> None:
-    size, lengths = MIXES[name]
-    dealt, zigzag = measure_imbalance(deal_row(lengths, Ring(size)), lengths), deal_zigzag(MI, size)
-    assert dealt <= 1.01
-    assert dealt <= measure_imbalance(zigzag, lengths) + 1e-9
+    ring, lengths = MIXES[name]
+    dealt, zigzag = deal_row(lengths, ring), deal_zigzag(MI, ring.size)
+    assert measure_imbalance(dealt, lengths, ring) <= 1.01
+    assert measure_imbalance(dealt, lengths, ring) <= measure_imbalance(zigzag, lengths, ring) + 1e-9
+
+
+@pytest.mark.parametrize("name", [name for name, (ring, _) in MIXES.items() if ring.windows[-1][0] == 4096])
+def test_work_is_that_of_the_windows(name: str) -> None:
+    """Dealt as if there were no windows, ranks would wait for each other."""
+    ring, lengths = MIXES[name]
+    assert measure_imbalance(deal_row(lengths, Ring(ring.size)), lengths, ring) > 1.015
 
 
 def test_orders_with_faults_are_refused() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_order import list_attended, list_tokens, rows
+from test_order import WINDOWS, list_attended, list_tokens, rows
 
 from ulysses_cli.plan.rows.order import Order, Ring, deal_row
 from ulysses_cli.plan.rows.ring_share import measure_ring
@@ -21,10 +21,11 @@ def plan_all(lengths: tuple[int, ...], order: Order, max_shares: float) -> list[
     return [plan_rounds(lengths, order, None, rank, max_shares) for rank in range(len(order))]
 
 
-@given(rows(), st.sampled_from([0.0, 1.2, MAX_SHARES]))
-def test_each_query_meets_its_keys_once(row: Row, max_shares: float) -> None:
+@given(rows(), st.sampled_from([0.0, 1.2, MAX_SHARES]), WINDOWS)
+def test_each_query_meets_its_keys_once(row: Row, max_shares: float, window: int | None) -> None:
+    """Also where other layers have a window, which changes the order."""
     lengths, size = row
-    order, attended = deal_row(lengths, Ring(size)), list_attended(lengths, None)
+    order, attended = deal_row(lengths, Ring(size, ((None, 1), (window, 3)))), list_attended(lengths, None)
     tokens, all_rounds = list_tokens(order), plan_all(lengths, order, max_shares)
     assert len({tuple(each.shift for each in rounds) for rounds in all_rounds}) == 1, "ranks agree on the collectives"
     if not all_rounds[0]:
