@@ -45,6 +45,20 @@ def test_bytes_follow_the_formula() -> None:
     assert compute_exchange_bytes(job) == compute_exchange_bytes(inside) / 2  # of half as many tokens
 
 
+def test_bytes_are_those_of_each_layer() -> None:
+    """Latents become keys of 192 numbers and values of 128 for every head. Layers with a window may have other heads
+    than those without: 16 of 256, and 4 of 512."""
+    deepseek = Job(get_shape("deepseek-ai/DeepSeek-V3"), Layout(1, 1, 16, 2), 2**20, Levers())
+    assert compute_ring_bytes(deepseek) == 3 * 2 * 2**16 * 128 * (192 + 128) * 61
+    gemma = Job(get_shape("google/gemma-4-31b"), Layout(1, 1, 8, 2), 2**20, Levers())
+    width = 0.0
+    for window_tokens, num_layers in gemma.shape.window_counts:
+        heads, dim = (16, 256) if window_tokens else (4, 512)
+        share = measure_ring(2**20, None, gemma.make_ring(), window_tokens)
+        width += num_layers * 2 * heads * dim * share.fetched
+    assert math.isclose(compute_ring_bytes(gemma), 3 * 2 * 2**17 * width)
+
+
 def test_a_ring_is_chosen_for_heads_and_for_machines() -> None:
     qwen = get_shape("Qwen/Qwen3-8B")
     assert [find_ring_size(qwen, size) for size in (1, 8, 16, 32, 64)] == [1, 1, 2, 4, 8]
