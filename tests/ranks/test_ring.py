@@ -393,6 +393,32 @@ def test_bytes_and_collectives_follow_the_formula(window: int | None, lengths: t
         assert bool(fetch) == (lengths != (8,) * 12)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((4, 1), marks=pytest.mark.check),
+        *(pytest.param(layout, marks=pytest.mark.full) for layout in [(1, 4), (6, 1), (3, 2), (2, 4)]),
+    ],
+    ids=str,
+)
+def test_one_fetch_brings_what_the_mask_needs(layout: tuple[int, int]) -> None:
+    """On any ring, and with heads on one rank alone, where they are not exchanged."""
+    ring_size, ulysses_size = layout
+    for window, lengths in CASES:
+        problem = Problem(4 * ulysses_size, 2 * ulysses_size, 8, lengths, window=window)
+        local, own = problem.tokens // ring_size * 8 * (ulysses_size > 1), 2 * 2 * 8
+        heads_in, heads_out = ([8 * local], [4 * local]) if local else ([], [])
+        for forward, backward, (rank, *counts) in run_on_ranks(
+            ring_size * ulysses_size, count_traffic, problem, ring_size, NEVER
+        ):
+            sent, received = (
+                own * sum(part) for part in (counts[rank * ring_size :][:ring_size], counts[rank::ring_size])
+            )
+            fetch, back = ([sent], [received]) if any(counts) else ([], [])
+            assert forward == [*heads_in, *fetch, *heads_out]
+            assert backward == [*heads_out, *fetch, *back, *heads_in]
+
+
 @pytest.mark.check
 @pytest.mark.parametrize("lengths", [(96,), (5, 30, 61), (48, 48)])
 def test_each_round_has_one_collective_each_way(lengths: tuple[int, ...]) -> None:
