@@ -27,6 +27,7 @@ from ulysses_cli.plan.models.vocabulary import (
 )
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import list_auto_rings
 
 KEY = "model.name_or_path"
 SHIPPED_TABLE = Path(__file__).parent / "plan" / "models"
@@ -150,8 +151,9 @@ def summarize_table() -> list[ModelSummary]:
     """Every well-known model once, by name."""
     entries = {str(entry["repo"]): entry for entry in load_table().values()}
     return [
-        summarize(read_model_shape(entry["config"], name), _read_gate(entry))
+        summarize(shape, _read_gate(entry), list_auto_rings(shape))
         for name, entry in sorted(entries.items(), key=lambda item: item[0].lower())
+        for shape in (read_model_shape(entry["config"], name),)
     ]
 
 

@@ -92,6 +92,8 @@ VARIANTS += [("gemma4_text", {"num_kv_shared_layers": 1, "num_hidden_layers": 12
 VARIANTS += [("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1})]
 VARIANTS += [("gemma4_text", {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0})]
 VARIANTS += [("nemotron_h", {"layer_types": ["mamba", "moe", "attention"], "moe_latent_size": 16})]
+VARIANTS += [("granitemoehybrid", {"position_embedding_type": "rope"})]
+VARIANTS += [("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}})]
 VARIANTS += [("falcon_h1", {"mamba_rms_norm": True, "mamba_proj_bias": True})]
 VARIANTS += [("cohere2_moe", {"num_shared_experts": 2, "first_k_dense_replace": 2})]
 
@@ -102,6 +104,7 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     model = make_model(config)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert bool(shape.rope_type) == any("Rotary" in type(module).__name__ for module in model.modules())
     layers = [layer.attention for layer in shape.layers]
     for layer, attention in zip(layers, find_attention(model, shape.num_layers), strict=True):
         assert (layer is None) == (attention is None)

@@ -19,7 +19,7 @@ from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
 from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
-from ulysses_cli.report.models import format_gate, format_parameters, format_sizes
+from ulysses_cli.report.models import format_gate, format_parameters, format_ring, format_sizes
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
@@ -108,12 +108,23 @@ def make_models() -> str:
             "; ".join(summary.layers),
             "; ".join(summary.heads),
             format_sizes(summary),
+            format_ring(summary),
             f"{summary.max_positions:,}",
             format_gate(summary),
         )
         for summary in summarize_table()
     ]
-    header = ("model", "`model_type`", "parameters", "layers", "heads", "sp sizes", "positions", "licence gate")
+    header = (
+        "model",
+        "`model_type`",
+        "parameters",
+        "layers",
+        "heads",
+        "sp sizes by heads",
+        "ring",
+        "positions",
+        "licence gate",
+    )
     return make_table(header, rows)
 
 

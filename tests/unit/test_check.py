@@ -696,6 +696,36 @@ def test_check_rotary() -> None:
     assert "has a stretch of its own (linear)" in only("model.rope_scaling.type=yarn", rope_scaling={"type": "linear"})
 
 
+NOPE = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention"], "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_rotary"),
+    [
+        (NOPE, False),
+        ({"model_type": "granitemoehybrid", "position_embedding_type": "nope"}, False),
+        ({"model_type": "granitemoehybrid", "position_embedding_type": "rope"}, True),
+        ({"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": None, "rope_type": "default"}}, False),
+        ({"model_type": "olmo_hybrid", "rope_theta": None}, False),
+        ({"model_type": "olmo_hybrid"}, True),
+    ],
+)
+def test_models_without_rotary_positions_are_not_told_to_stretch(changes: dict[str, object], is_rotary: bool) -> None:
+    """Rows of any length pass, and a stretch that would do nothing is refused."""
+    shape = make_shape(**{**changes, "rope_scaling": None})
+    recipe, stretched = (
+        load("data.max_length=1Mi", *words).recipe for words in ((), ("model.rope_scaling.type=yarn",))
+    )
+    long, refused = (
+        list(check_positions.check_positions(recipe, shape)),
+        list(check_positions.check_rotary(stretched, shape)),
+    )
+    assert (len(long), len(refused)) == ((1, 0) if is_rotary else (0, 1))
+    if not is_rotary:
+        assert "has no rotary positions, so a stretch would do nothing" in refused[0].message
+        assert resolve(recipe, shape).is_rotary is False
+
+
 def test_yarn_over_yarn_starts_from_the_original_length() -> None:
     own = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     assert "{type: yarn, factor: 64, original_max_position_embeddings: 4096}" in only(

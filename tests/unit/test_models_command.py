@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 from support.commands import run
+from support.model_shapes import get_shape
+from support.paths import ROOT
 
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
+from ulysses_cli.plan.recipe.loader import load_recipe
+from ulysses_cli.plan.resolved import choose_layout
 
 QWEN_3_5 = {
     "model_type": "qwen3_5",
@@ -44,13 +48,42 @@ def test_one_model_shows_its_layers_and_what_splits_them(tmp_path: Path) -> None
         "              2 x full attention, MLP",
         "heads         20 attention heads of 256 over 4",
         "              32 linear attention heads",
-        "sp sizes      1, 2, 4",
+        "sp sizes      1, 2, 4 by heads alone",
+        "              no others by a ring: linear attention layers need the tokens of a row in order",
         "positions     32,768: a longer row needs model.rope_scaling",
         "licence gate  not known",
         "served        yes, exactly",
     ]
     model = json.loads(run("models", "meta-llama/Llama-3.1-8B", "--format", "json").stdout)
     assert (model["gated"], model["sp_sizes"], model["refused"]) == (True, [1, 2, 4, 8, 16, 32], "")
+
+
+def read_line(name: str, label: str) -> str:
+    (line,) = (line for line in run("models", name).stdout.splitlines() if line.startswith(label))
+    return line.removeprefix(label).strip()
+
+
+def test_a_ring_reaches_the_sizes_that_heads_do_not() -> None:
+    """28 heads on 8 ranks are ring 2 x 4, as a recipe ships it; beyond a machine a ring keeps heads inside."""
+    lines = run("models", "Qwen/Qwen2.5-7B").stdout.splitlines()
+    at = lines.index("sp sizes      1, 2, 4, 7, 14, 28 by heads alone")
+    assert lines[at + 1].strip() == (
+        "any other with a ring; auto takes 2 by heads, 4 by heads, 8 = ring 2 x 4, 16 = ring 4 x 4, 32 = ring 8 x 4"
+    )
+    recipe = load_recipe(ROOT / "recipes" / "qwen2.5-7b-128k-8gpu.yaml").recipe
+    model = json.loads(run("models", "Qwen/Qwen2.5-7B", "--format", "json").stdout)
+    assert choose_layout(recipe, get_shape("Qwen/Qwen2.5-7B")).ring_size == model["auto_rings"]["8"] == 2
+    many = run("models", "deepseek-ai/DeepSeek-V3").stdout
+    assert "8 by heads, 16 by heads, 32 by heads" in many, "its keys are more bytes than its heads"
+
+
+def test_what_a_row_past_the_positions_asks_for() -> None:
+    positions = {name: read_line(name, "positions") for name in ("Qwen/Qwen3-4B", "microsoft/Phi-4-mini-instruct")}
+    assert positions["Qwen/Qwen3-4B"].endswith(": a longer row needs model.rope_scaling")
+    own = "131,072: no longer row, since positions of its own kind (longrope) would be taken away"
+    assert positions["microsoft/Phi-4-mini-instruct"] == own
+    none = "262,144: a longer row needs no stretch, since there are no rotary positions"
+    assert read_line("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "positions") == none
 
 
 def test_a_refused_model_says_why(tmp_path: Path) -> None:

@@ -30,12 +30,13 @@ def models(
     from ulysses_cli.plan.models.families import FAMILIES
     from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
     from ulysses_cli.plan.models.summary import summarize
+    from ulysses_cli.plan.resolved import list_auto_rings
     from ulysses_cli.report import models as shown
     from ulysses_cli.report import printing
 
     if name is not None and name not in FAMILIES and name not in REFUSED_FAMILIES:
         shape = or_exit(lambda: find_shape(name, online=online, key="NAME"))
-        summary = summarize(shape, hub.find_gate(name))
+        summary = summarize(shape, hub.find_gate(name), list_auto_rings(shape))
         if output is Format.json:
             printing.print_json(shown.make_model(summary))
         else:

@@ -12,6 +12,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.recipe.schema import format_value, walk_settings
 
+USUAL_SIZES = (2, 4, 8, 16, 32)  # of sp groups
 PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a multiple wastes none
 
 
@@ -31,6 +32,7 @@ class Resolved:
     kv_heads: KvHeads
     original_positions: int  # what a stretch of positions starts from
     rope_factor: float | None
+    is_rotary: bool
     defaults: tuple[str, ...]
 
 
@@ -71,6 +73,11 @@ def find_ring_size(shape: ModelShape, sp_size: int, gpus_per_node: int = GPUS_PE
     fetched = sp_size * compute_kv_heads(heads, kv_heads, sp_size // inside[0]).num_local
     exchanged = heads + sp_size * compute_kv_heads(heads, kv_heads, sp_size).num_local
     return inside[0] if legal[0] > 1 or fetched < exchanged else legal[0]
+
+
+def list_auto_rings(shape: ModelShape) -> dict[int, int]:
+    """The ring that `auto` takes, for each usual size of an sp group that is legal."""
+    return {size: find_ring_size(shape, size) for size in USUAL_SIZES if shape.list_ring_sizes(size)}
 
 
 def explain_ring(recipe: Recipe, shape: ModelShape, layout: Layout) -> str:
@@ -151,6 +158,7 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
         kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_size),
         original_positions=get_original_positions(recipe, shape),
         rope_factor=compute_rope_factor(recipe, shape),
+        is_rotary=bool(shape.rope_type),
         defaults=tuple(_list_defaults(recipe, written)),
     )
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.models.summary import ModelSummary
+from ulysses_cli.plan.rules.positions import REPLACEABLE
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_binary, format_quantity
 
-COLUMNS = ("model", "family", "parameters", "sp sizes", "positions", "licence gate")
+COLUMNS = ("model", "family", "parameters", "sp sizes by heads", "ring", "positions", "licence gate")
 
 
 def make_model(summary: ModelSummary) -> dict[str, Any]:
@@ -32,12 +33,34 @@ def format_model(summary: ModelSummary) -> str:
         ("parameters", format_parameters(summary)),
         *(("layers" if at == 0 else "", text) for at, text in enumerate(summary.layers)),
         *(("heads" if at == 0 else "", text) for at, text in enumerate(summary.heads)),
-        ("sp sizes", format_sizes(summary)),
-        ("positions", f"{summary.max_positions:,}: a longer row needs model.rope_scaling"),
+        ("sp sizes", f"{format_sizes(summary)} by heads alone"),
+        ("", _format_rings(summary)),
+        ("positions", format_positions(summary)),
         ("licence gate", format_gate(summary)),
         ("served", _format_verdict(summary)),
     ]
     return f"{summary.name}\n" + format_table(rows[0], rows[1:])
+
+
+def _format_rings(summary: ModelSummary) -> str:
+    if summary.ring_obstacle:
+        return f"no others by a ring: {summary.ring_obstacle}"
+    chosen = (
+        f"{size} = ring {ring} x {size // ring}" if ring > 1 else f"{size} by heads"
+        for size, ring in summary.auto_rings.items()
+    )
+    return f"any other with a ring; auto takes {', '.join(chosen)}"
+
+
+def format_positions(summary: ModelSummary) -> str:
+    """What a row asks for that is longer than the model was made for."""
+    if not summary.rope_type:
+        longer = "a longer row needs no stretch, since there are no rotary positions"
+    elif summary.rope_type in REPLACEABLE:
+        longer = "a longer row needs model.rope_scaling"
+    else:
+        longer = f"no longer row, since positions of its own kind ({summary.rope_type}) would be taken away"
+    return f"{summary.max_positions:,}: {longer}"
 
 
 def _format_verdict(summary: ModelSummary) -> str:
@@ -52,7 +75,7 @@ def format_list(summaries: Sequence[ModelSummary], families: Sequence[str], refu
     names = ", ".join(families)
     return (
         f"{len(families)} families are exact on rows that are split over ranks:\n{names}\n\n"
-        f"Models whose shape is known without a download:\n{table}\n\n{reasons}"
+        f"Models whose shape is known without a download. A ring reaches every sp size:\n{table}\n\n{reasons}"
     )
 
 
@@ -71,6 +94,7 @@ def make_row(summary: ModelSummary) -> tuple[str, ...]:
         summary.model_type,
         format_parameters(summary),
         format_sizes(summary),
+        format_ring(summary),
         format_binary(summary.max_positions),
         format_gate(summary),
     )
@@ -82,6 +106,10 @@ def format_parameters(summary: ModelSummary) -> str:
 
 def format_sizes(summary: ModelSummary) -> str:
     return ", ".join(str(size) for size in summary.sp_sizes)
+
+
+def format_ring(summary: ModelSummary) -> str:
+    return "no" if summary.ring_obstacle else "yes"
 
 
 def format_gate(summary: ModelSummary) -> str:

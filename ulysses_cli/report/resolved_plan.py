@@ -57,6 +57,8 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         },
         "vocabulary": {"size": shape.vocab_size, "added": len(recipe.data.added_tokens)},
         "rope_factor": resolved.rope_factor,
+        "made_for_tokens": shape.max_position_embeddings,
+        "is_rotary": resolved.is_rotary,
         "method": "lora" if recipe.lora else "full",
         "quantize_base": recipe.lora.quantize_base if recipe.lora else None,
         "use_dora": recipe.lora.use_dora if recipe.lora else False,
@@ -94,6 +96,9 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
         lines.append(("vocabulary", _format_vocabulary(plan)))
     if plan["rope_factor"]:
         lines.append(("positions", f"stretched {plan['rope_factor']:g}x"))
+    elif tokens["row"] > plan["made_for_tokens"] and not plan["is_rotary"]:
+        made_for = f"the {plan['made_for_tokens']:,} tokens that the model was made for"
+        lines.append(("positions", f"rows are longer than {made_for}; it has no rotary positions to stretch"))
     if "memory" in plan:
         memory = plan["memory"]
         lines.append(("memory", f"{memory['gpu']}: {memory['text']}"))

@@ -50,7 +50,8 @@ class Family:
     where it has no mlp_layer_types. `router_extras`: parameters of the router for each expert besides its row.
     `linear_extras`: names of linear layers besides those of plain attention and MLP,
     some with the field of config.json that has them made. `norm_parts`: 2 with a bias, 1
-    without, 0 for norms without weights. `refused`: why rows are not split over ranks, or ''."""
+    without, 0 for norms without weights. `is_rotary`: whether any layer turns queries and keys by their positions.
+    `refused`: why rows are not split over ranks, or ''."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_modules: tuple[str, ...] = SPLIT_PROJECTIONS
@@ -90,5 +91,6 @@ class Family:
     recurrence_conv_bias: Flag = True
     norms_recurrence: Flag = True
     attention_scale: Literal["head_dim", "query_pre_attn_scalar", "attention_multiplier", "one"] = "head_dim"
+    is_rotary: Callable[[ConfigFacts], bool] = lambda facts: True
     hides_windows: bool = False
     refused: str = ""

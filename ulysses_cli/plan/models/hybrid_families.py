@@ -74,6 +74,21 @@ def find_lfm_2_size(facts: ConfigFacts, index: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def turn_nothing(facts: ConfigFacts) -> bool:
+    return False
+
+
+def turn_olmo(facts: ConfigFacts) -> bool:
+    """A base of null, where config.json has one, means no rotary positions."""
+    rope = facts.find_mapping("rope_parameters")
+    holder = rope if "rope_theta" in rope else facts.values
+    return holder.get("rope_theta", 0) is not None
+
+
+def turn_granite(facts: ConfigFacts) -> bool:
+    return bool(facts.find("position_embedding_type") == "rope")
+
+
 QWEN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 MAMBA_PROJECTIONS = ("in_proj", "out_proj")
 LFM_MLP = ("w1", "w3", "w2")
@@ -102,6 +117,7 @@ HYBRIDS: dict[str, Family] = {
         query_key_norm="full",
         mlp_bias=False,
         kind_of_layer=find_olmo_kind,
+        is_rotary=turn_olmo,
         recurrence="delta_net",
         other_kinds=(LINEAR_ATTENTION,),
     ),
@@ -111,6 +127,7 @@ HYBRIDS: dict[str, Family] = {
         latent=True,
         mlp_bias=False,
         kind_of_layer=find_kimi_kind,
+        is_rotary=turn_nothing,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
@@ -139,6 +156,7 @@ HYBRIDS: dict[str, Family] = {
         norms_per_layer=1,
         is_mlp_gated=False,
         kind_of_layer=find_nemotron_kind,
+        is_rotary=turn_nothing,
         shared_size=share_by_size("moe_shared_expert_intermediate_size"),
         recurrence="mamba2",
         recurrence_bias="use_bias",
@@ -151,6 +169,7 @@ HYBRIDS: dict[str, Family] = {
         mlp_modules=("input_linear", "output_linear"),
         linear_extras=MAMBA_PROJECTIONS,
         kind_of_layer=lambda facts, index: LINEAR_ATTENTION,
+        is_rotary=turn_granite,
         shared_size=share_by_size("shared_intermediate_size"),
         dense_size=lambda facts, index: facts.get_count("shared_intermediate_size"),
         attention_scale="attention_multiplier",

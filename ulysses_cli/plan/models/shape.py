@@ -74,7 +74,7 @@ class ModelShape:
     attention_dropout: float
     final_softcap: float | None
     has_sinks: bool
-    rope_type: str
+    rope_type: str  # '' without rotary positions
     rope_original_positions: int | None
     quantization: str
     linear_modules: tuple[str, ...]
@@ -236,7 +236,9 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         attention_dropout=facts.find_number("attention_dropout") or 0.0,
         final_softcap=facts.find_number("final_logit_softcapping"),
         has_sinks=any(attention.has_sinks for attention in attentions),
-        rope_type=str(rope.get("rope_type") or rope.get("type") or "default"),
+        rope_type=str(rope.get("rope_type") or rope.get("type") or "default")
+        if (family or UNKNOWN).is_rotary(facts)
+        else "",
         rope_original_positions=_read_original_positions(facts),
         quantization=_read_quantization(config),
         linear_modules=_list_linear_modules(facts, family, layers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ulysses_cli.plan.models.layers import (
@@ -28,7 +29,9 @@ MIXER_NAMES: dict[type[Mixer], str] = {
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """`gated`: whether the hub asks to accept a licence; None: not known. `refused`: why rows are not split, or ''."""
+    """`sp_sizes`: those that divide the heads. `auto_rings`: the ring that `auto` takes, by sp size. `ring_obstacle`:
+    why no ring is possible, or ''. `rope_type`: '' without rotary positions. `gated`: whether the hub asks to accept a
+    licence; None: not known. `refused`: why rows are not split, or ''."""
 
     name: str
     model_type: str
@@ -36,12 +39,15 @@ class ModelSummary:
     layers: tuple[str, ...]
     heads: tuple[str, ...]
     sp_sizes: tuple[int, ...]
+    auto_rings: Mapping[int, int]
+    ring_obstacle: str
     max_positions: int
+    rope_type: str
     gated: bool | None
     refused: str
 
 
-def summarize(shape: ModelShape, gated: bool | None) -> ModelSummary:
+def summarize(shape: ModelShape, gated: bool | None, auto_rings: Mapping[int, int]) -> ModelSummary:
     kinds = Counter(describe_layer(layer) for layer in shape.layers)
     attentions = dict.fromkeys(
         f"{mixer.num_heads} attention heads of {mixer.head_dim} over {mixer.num_kv_heads}" for mixer in shape.attentions
@@ -54,7 +60,10 @@ def summarize(shape: ModelShape, gated: bool | None) -> ModelSummary:
         layers=tuple(f"{count} x {kind}" for kind, count in kinds.items()),
         heads=(*attentions, *others),
         sp_sizes=(1,) if shape.inexact else shape.sp_sizes,
+        auto_rings={} if shape.inexact else auto_rings,
+        ring_obstacle=shape.ring_obstacle,
         max_positions=shape.max_position_embeddings,
+        rope_type=shape.rope_type,
         gated=gated,
         refused=shape.inexact,
     )

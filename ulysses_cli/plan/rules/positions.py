@@ -21,7 +21,10 @@ Problems = Iterator[Problem]
 
 
 def check_positions(recipe: Recipe, shape: ModelShape) -> Problems:
-    """Rows stay inside the positions that the model or its stretch covers."""
+    """Rows stay inside the positions that the model or its stretch covers. Without rotary positions no number of a
+    token enters the model, so a row of any length is computed as the model defines it."""
+    if not shape.rope_type:
+        return
     length, covered = recipe.data.max_length, shape.max_position_embeddings
     scaling, original = recipe.model.rope_scaling, get_original_positions(recipe, shape)
     if scaling is None:
@@ -52,9 +55,15 @@ def check_positions(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def check_rotary(recipe: Recipe, shape: ModelShape) -> Problems:
-    """A model's own stretch must stay."""
+    """A model's own stretch must stay, and a model without rotary positions has nothing to stretch."""
     scaling = recipe.model.rope_scaling
-    if scaling is not None and shape.rope_type not in REPLACEABLE:
+    if scaling is not None and not shape.rope_type:
+        yield Problem(
+            "model.rope_scaling",
+            f"{shape.name} has no rotary positions, so a stretch would do nothing",
+            "leave it out: a row of any length is computed without",
+        )
+    elif scaling is not None and shape.rope_type not in REPLACEABLE:
         yield Problem(
             "model.rope_scaling",
             f"{shape.name} has a stretch of its own ({shape.rope_type}), which this one would take away",

@@ -42,10 +42,12 @@ def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> Mode
 
 def stretch_positions(config: PretrainedConfig, recipe: Recipe, resolved: Resolved) -> None:
     """Writes the recipe's rope scaling and length into the config, which is exported with the model. Without a scaling
-    the config stays as it is: rows of training are not longer than its positions, and longer prompts of an evaluation
-    must not change the model. Dynamic, longrope and yarn compute frequencies from that number."""
+    a model with rotary positions stays as it is: rows of training are not longer than its positions, and longer prompts
+    of an evaluation must not change the model. Dynamic, longrope and yarn compute frequencies from that number."""
     scaled = recipe.model.rope_scaling
     if scaled is None:
+        if not resolved.is_rotary:
+            config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
         return
     written = scaled.model_dump(exclude_none=True, exclude={"type", "factor"})
     # The number of original positions is part of llama3's formula and stays as written in the model.
