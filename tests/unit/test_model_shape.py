@@ -29,6 +29,35 @@ def test_the_shipped_table(entry: dict[str, object]) -> None:
     assert entry["gated"] in (True, False, None)
 
 
+# As their makers say: billions of parameters, or GiB of bfloat16 weights. Towers for images and sound, and heads that
+# predict further tokens, are not part of the text model.
+PUBLISHED_BILLIONS = {
+    "zai-org/GLM-4.5-Air": 106,
+    "zai-org/GLM-4.7-Flash": 30,
+    "allenai/Olmo-3-1025-7B": 7.3,
+    "allenai/Olmo-3-1125-32B": 32.2,
+    "mistralai/Ministral-3-8B-Base-2512": 8.4,
+    "moonshotai/Kimi-Linear-48B-A3B-Base": 48,
+    "inclusionAI/Ling-3.0-flash": 124,
+    "LiquidAI/LFM2-350M": 0.35,
+    "LiquidAI/LFM2-2.6B": 2.6,
+    "LiquidAI/LFM2-8B-A1B": 8.3,
+    "LiquidAI/LFM3-1.7B": 1.7,
+    "google/gemma-4-26B-A4B": 25.2,
+    "google/gemma-4-12B": 12,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120,
+}
+PUBLISHED_GIB = {"ibm-granite/granite-4.0-h-small": 59.99, "ibm-granite/granite-4.0-h-tiny": 12.93}
+
+
+def test_totals_are_those_that_their_makers_publish() -> None:
+    totals = {entry["repo"]: entry["num_parameters"] for entry in ENTRIES}
+    for name, billions in PUBLISHED_BILLIONS.items():
+        assert totals[name] == pytest.approx(billions * 1e9, rel=0.025), name
+    for name, gib in PUBLISHED_GIB.items():
+        assert 2 * totals[name] / 2**30 == pytest.approx(gib, abs=0.006), name
+
+
 def test_the_family_of_every_model_in_the_table_is_known() -> None:
     assert {(e["config"].get("text_config") or e["config"])["model_type"] for e in ENTRIES} <= FAMILIES.keys()
 

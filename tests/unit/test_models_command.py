@@ -99,7 +99,7 @@ def test_a_refused_model_says_why(tmp_path: Path) -> None:
 
 def test_one_family_lists_its_models() -> None:
     assert "LiquidAI/LFM2-1.2B" in run("models", "lfm2").stdout
-    assert "No model of it is in the table" in run("models", "lfm3").stdout
+    assert "No model of it is in the table" in run("models", "arcee").stdout
 
 
 def test_an_unknown_name() -> None:
