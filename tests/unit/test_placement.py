@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.model_shapes import get_shape
@@ -12,9 +13,17 @@ from support.paths import ROOT
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.launch.nodes import find_nodes
 from ulysses_cli.plan.layout import Layout, Placement, count_near_ranks
-from ulysses_cli.report.placement import explain_crossing
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.planner.fit import fits
+from ulysses_cli.plan.planner.machines import find_layout_inside
+from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.report.placement import CrossingCosts, explain_crossing, format_inside
+from ulysses_cli.report.quantities import format_seconds
 from ulysses_cli.report.run_end import format_start
 from ulysses_cli.validate import validate_recipe
 
@@ -100,6 +109,61 @@ def test_a_warning_names_the_better_layout() -> None:
     wide = Placement(Layout(1, 1, 16), 4)
     assert explain_crossing(wide, None, shape).endswith("; with ring_size 4 only keys and values would cross")
     assert explain_crossing(wide, None, hybrid).endswith("says what it costs")
+
+
+H100 = load_hardware().get_gpu("h100-80gb")
+WIDE = Job(get_shape("meta-llama/Llama-3.1-8B"), Layout(1, 2, 16, 2), 2**16, Levers(tiled_loss=True, tiled_mlp=True))
+
+
+def test_rows_that_leave_a_machine_without_need_are_shown_the_layout_inside() -> None:
+    """Its time is for as many tokens; a step keeps its rows where accumulation can shrink."""
+    inside = find_layout_inside(WIDE, H100, WIDE, [])
+    assert inside is not None
+    assert (inside.layout, inside.accumulation, inside.rows_per_step) == (Layout(1, 4, 8), 1, (4, 2))
+    narrow = replace(WIDE, layout=inside.layout)
+    assert inside.own_seconds == compute_speed(WIDE, H100).step_seconds
+    assert inside.seconds == compute_speed(narrow, H100).step_seconds / 2
+    text = format_inside(inside, 2)
+    assert text.startswith("sp_size 8, ring_size 1 with dp_shard_size 4 fits and would not cross: predicted to take ")
+    took, own = format_seconds(inside.seconds), format_seconds(inside.own_seconds)
+    assert text.endswith(f"{took} for the tokens of a step instead of {own} (a step then has 4 rows instead of 2)")
+    often = replace(WIDE, accumulation=4)
+    kept = find_layout_inside(often, H100, often, [])
+    assert kept is not None
+    assert (kept.accumulation, kept.rows_per_step) == (2, (8, 8))
+    assert kept.seconds == compute_speed(replace(narrow, accumulation=2), H100).step_seconds
+    assert "dp_shard_size 4 and gradient_accumulation_steps 2 fits" in format_inside(kept, 1)
+    costs = CrossingCosts((2.0, 1.0), (0.0, 0.0), inside)
+    assert f"; {text}; heads are exchanged inside" in explain_crossing(Placement(WIDE.layout, 4), costs, WIDE.shape)
+
+
+def test_no_layout_inside_is_named_where_none_is_needed_or_fits() -> None:
+    narrow = replace(WIDE, layout=Layout(1, 4, 8))
+    assert find_layout_inside(narrow, H100, narrow, []) is None, "no row leaves its machine"
+    assert find_layout_inside(WIDE, replace(H100, gpus_per_node=16), WIDE, []) is None
+    ledgers = [compute_ledger(each) for each in (WIDE, narrow)]
+    needed = [ledger.gpu_peak_bytes + ledger.uncertainty_bytes for ledger in ledgers]
+    small = replace(H100, memory_bytes=sum(needed) // 2)
+    assert fits(WIDE, small)
+    assert find_layout_inside(WIDE, small, WIDE, []) is None, "rows must leave the machine to fit"
+    placement, none = Placement(Layout(1, 3, 4), 2), CrossingCosts((2.0, 1.0), (0.0, 0.0))
+    assert "would not cross" not in explain_crossing(placement, none, WIDE.shape), "what does not fit is not named"
+
+
+@pytest.mark.check
+def test_the_commands_name_the_layout_inside() -> None:
+    words = ("parallel.sp_size=16", "parallel.ring_size=1", "parallel.dp_shard_size=2")
+    recipe = str(ROOT / "recipes" / "qwen3-32b-128k-4x8gpu.yaml")
+    named = "sp_size 8 with dp_shard_size 4 fits and would not cross: predicted to take "
+    estimate = CliRunner().invoke(app, ["estimate-memory", recipe, *words]).output
+    assert f"\nlayout     {named}" in estimate
+    placed = CliRunner().invoke(app, ["validate-config", recipe, "--nnodes", "4", "--gpu", "h100", *words]).output
+    assert f"; {named}" in placed
+    assert "for the tokens of a step instead of " in placed
+    needed = CliRunner().invoke(
+        app, ["estimate-memory", recipe, *words, "parallel.sp_size=8", "parallel.dp_shard_size=4"]
+    )
+    assert "\nlayout " not in needed.output
 
 
 def test_the_command_draws_machines_and_warns() -> None:

@@ -103,6 +103,8 @@ def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_defaults: boo
 
 def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:
     """Where the ranks stand on so many machines, and what it costs where rows cross them."""
+    from dataclasses import replace
+
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.layout import Placement
     from ulysses_cli.plan.planner.estimate import compute_estimate
@@ -119,9 +121,9 @@ def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:
     placement = Placement(layout, num_nodes)
     if gpu is None:
         return describe_placement(placement, None, valid.shape)
-    kind = load_hardware().get_gpu(gpu)
-    job = compute_estimate(valid.loaded.recipe, valid.shape, kind).job
-    return describe_placement(placement, compute_crossing_costs(placement, job, kind), valid.shape)
+    kind = replace(load_hardware().get_gpu(gpu), gpus_per_node=placement.gpus_per_node)
+    estimate = compute_estimate(valid.loaded.recipe, valid.shape, kind)
+    return describe_placement(placement, compute_crossing_costs(placement, estimate), valid.shape)
 
 
 def _predict_memory(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:

@@ -87,11 +87,9 @@ def explain_ring(recipe: Recipe, shape: ModelShape, layout: Layout) -> str:
     if layout.ring_size == 1:
         if layout.sp_size <= GPUS_PER_NODE:
             return ""
-        larger = [size for size in shape.list_ring_sizes(layout.sp_size) if layout.sp_size // size <= GPUS_PER_NODE]
-        why = f"since {shape.ring_obstacle}" if shape.ring_obstacle else "no size divides the heads"
-        return (
-            "a ring would send more bytes between machines than heads are" if larger else f"no ring is possible: {why}"
-        )
+        if shape.ring_obstacle:
+            return f"no ring is possible: {shape.ring_obstacle}"
+        return "a ring would send no fewer bytes between machines than heads are"
     return explain_heads(shape, layout) or (
         f"heads are exchanged inside a machine of {GPUS_PER_NODE} GPUs; only keys and values leave it"
     )
@@ -102,7 +100,8 @@ def explain_heads(shape: ModelShape, layout: Layout) -> str:
     if layout.sp_size in shape.sp_sizes:
         return ""
     heads = " and ".join(f"{count} {kind} heads" for kind, count in shape.head_counts)
-    return f"{layout.sp_size} ranks do not divide the {heads}, {layout.ulysses_size} do"
+    inner = f"{layout.ulysses_size} do" if layout.ulysses_size > 1 else "so each holds all of them"
+    return f"{layout.sp_size} ranks do not divide the {heads}, {inner}"
 
 
 def compute_pad_multiple(recipe: Recipe) -> int:

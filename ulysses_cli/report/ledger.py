@@ -12,6 +12,7 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.plan.planner.rings import BetterRing
+from ulysses_cli.report.placement import format_inside
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib, format_seconds
 
@@ -54,6 +55,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "max_length_all_levers": estimate.max_length_all_levers,
         "suggestion": estimate.suggestion,
         "own_ring": estimate.own_ring,
+        "layout_inside": None if estimate.inside is None else asdict(estimate.inside),
         "better_ring": None if estimate.better_ring is None else asdict(estimate.better_ring),
         "step_seconds": speed.step_seconds,
         "step_parts": speed.parts,
@@ -95,6 +97,7 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         *_format_speed(estimate),
         *([("ring", estimate.own_ring)] if estimate.own_ring else []),
         *([("ring", _format_better_ring(estimate.better_ring))] if estimate.better_ring else []),
+        *([("layout", format_inside(estimate.inside, job.layout.ring_size))] if estimate.inside else []),
     ]
     text = "\n".join(f"{label:<10} {value}" for label, value in rows)
     text += "\n\n" + _format_phases(estimate) + "\n\n" + _format_levers(estimate)

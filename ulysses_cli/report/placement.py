@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Placement, list_divisors
-from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.planner.estimate import Estimate
+from ulysses_cli.plan.planner.machines import LayoutInside
 from ulysses_cli.plan.speed import compute_second_gather_seconds, compute_speed
 from ulysses_cli.report.quantities import format_seconds
 
@@ -22,10 +22,11 @@ Seconds = tuple[float, float]  # of a step: as the ranks stand, and if each grou
 
 @dataclass(frozen=True)
 class CrossingCosts:
-    """What is predicted for groups that cross machines."""
+    """What is predicted for groups that cross machines. `inside`: the layout whose rows need not cross, if it fits."""
 
     exchange: Seconds
     gather: Seconds
+    inside: LayoutInside | None = None
 
 
 def describe_placement(placement: Placement, costs: CrossingCosts | None, shape: ModelShape) -> dict[str, Any]:
@@ -47,22 +48,23 @@ def describe_placement(placement: Placement, costs: CrossingCosts | None, shape:
 def list_warnings(placement: Placement, costs: CrossingCosts | None, shape: ModelShape) -> list[str]:
     """Of groups that cross machines. `shape`: its heads decide which layouts are legal."""
     found = (
-        explain_crossing(placement, costs.exchange if costs is not None else None, shape),
+        explain_crossing(placement, costs, shape),
         explain_crossing_copies(placement, costs.gather if costs is not None else None),
     )
     return [warning for warning in found if warning]
 
 
-def compute_crossing_costs(placement: Placement, job: Job, gpu: Gpu) -> CrossingCosts:
-    layout = placement.layout
-    here = replace(gpu, gpus_per_node=placement.gpus_per_node)
-    row, copy = (replace(gpu, gpus_per_node=size) for size in (layout.sp_size, layout.replica_size))
+def compute_crossing_costs(placement: Placement, estimate: Estimate) -> CrossingCosts:
+    """`estimate`: for machines of as many GPUs as the placement's."""
+    layout, job, here = placement.layout, estimate.job, estimate.gpu
+    row, copy = (replace(here, gpus_per_node=size) for size in (layout.sp_size, layout.replica_size))
     return CrossingCosts(
         (compute_speed(job, here).parts["exchange"], compute_speed(job, row).parts["exchange"]),
         (
             job.accumulation * compute_second_gather_seconds(job, here),
             job.accumulation * compute_second_gather_seconds(job, copy),
         ),
+        estimate.inside,
     )
 
 
@@ -90,7 +92,7 @@ def explain_crossing_copies(placement: Placement, seconds: Seconds | None) -> st
     return f"{count} cross machines: {layout.replica_size} ranks each, machines of {per_node}; {cost}; {hint}"
 
 
-def explain_crossing(placement: Placement, seconds: Seconds | None, shape: ModelShape) -> str:
+def explain_crossing(placement: Placement, costs: CrossingCosts | None, shape: ModelShape) -> str:
     """'' where no row crosses machines."""
     if not placement.num_crossing:
         return ""
@@ -100,8 +102,23 @@ def explain_crossing(placement: Placement, seconds: Seconds | None, shape: Model
     else:
         crossing = format_count(placement.num_crossing, "row")
         text = f"{crossing} of {rows} cross machines without need: sp_size {size} does not divide {per_node} GPUs"
-    hints = [_name_size_inside(placement, shape), _name_ring_inside(placement, shape)]
-    return "; ".join((text, _tell_cost("the exchange", seconds), *filter(None, hints)))
+    cost = _tell_cost("the exchange", costs.exchange if costs is not None else None)
+    if costs is None:
+        inside = _name_size_inside(placement, shape)
+    else:
+        inside = format_inside(costs.inside, placement.layout.ring_size) if costs.inside is not None else ""
+    return "; ".join((text, cost, *filter(None, (inside, _name_ring_inside(placement, shape)))))
+
+
+def format_inside(inside: LayoutInside, own_ring: int) -> str:
+    """The layout with its predicted time beside that of the job's own."""
+    layout, (rows, own_rows) = inside.layout, inside.rows_per_step
+    ring = f", ring_size {layout.ring_size}" if max(layout.ring_size, own_ring) > 1 else ""
+    steps = f" and gradient_accumulation_steps {inside.accumulation}" if inside.accumulation > 1 else ""
+    took, own = format_seconds(inside.seconds), format_seconds(inside.own_seconds)
+    text = f"sp_size {layout.sp_size}{ring} with dp_shard_size {layout.dp_shard_size}{steps} fits and would not cross"
+    more = f" (a step then has {rows} rows instead of {own_rows})" if rows != own_rows else ""
+    return f"{text}: predicted to take {took} for the tokens of a step instead of {own}{more}"
 
 
 def _name_size_inside(placement: Placement, shape: ModelShape) -> str:

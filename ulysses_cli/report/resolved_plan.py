@@ -138,7 +138,8 @@ def _format_heads(heads: Mapping[str, Any], sp_size: int) -> str:
 def _format_ring(mesh: Mapping[str, Any], reason: str) -> str:
     ring_size, num_inner = mesh["ring_size"], mesh["sp_size"] // mesh["ring_size"]
     if ring_size == 1:
-        return f"none: {format_count(num_inner, 'rank')} exchange heads; {reason}"
+        who = f"{num_inner} ranks exchange heads" if num_inner > 1 else "one rank has all heads"
+        return f"none: {who}; {reason}"
     inner = f"{num_inner} ranks that exchange heads" if num_inner > 1 else "one rank"
     return f"{ring_size} shares of a row's queries, each of {inner}: {reason}"
 

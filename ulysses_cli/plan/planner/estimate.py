@@ -20,6 +20,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     find_longest,
     read_levers,
 )
+from ulysses_cli.plan.planner.machines import LayoutInside, find_layout_inside
 from ulysses_cli.plan.planner.rings import BetterRing, explain_own_ring, find_better_ring
 from ulysses_cli.plan.planner.spending import keep_spending, stop_spending
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -44,6 +45,7 @@ class Estimate:
     suggestion: str
     better_ring: BetterRing | None = None
     own_ring: str = ""  # what the job's ring gains, or why it is needed
+    inside: LayoutInside | None = None  # where rows leave their machine though they need not
 
     @property
     def ends_at_index(self) -> bool:
@@ -82,6 +84,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         suggestion="" if fit.verdict == "fits" else suggest_levers(frugal, gpu),
         better_ring=find_better_ring(settled, gpu),
         own_ring=explain_own_ring(settled, gpu),
+        inside=find_layout_inside(settled, gpu, job, open_names),
     )
 
 
