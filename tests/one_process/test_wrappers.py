@@ -40,6 +40,11 @@ DELTA = {
 }  # fmt: skip
 PER_LAYER = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 4, "num_kv_shared_layers": 1}
 IMAGE = {"image_size": 28, "patch_size": 14}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12,
+}  # fmt: skip
+GEMMA_EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12, "enable_moe_block": True}
+STACKED = "qwen3_5_moe stacked"  # as released; transformers writes one tensor for each expert
 WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "text_config": {**TEXT, **DELTA, "model_type": "qwen3_5_text"},
@@ -65,10 +70,42 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {**VISION, **IMAGE, "model_type": "pixtral", "head_dim": 8},
         "tie_word_embeddings": False,
     },
+    "mistral3 ministral3": {
+        "text_config": {**TEXT, "model_type": "ministral3"},
+        "vision_config": {**VISION, **IMAGE, "model_type": "pixtral", "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+    **{
+        name: {
+            "text_config": {**TEXT, **DELTA, **EXPERTS, "model_type": "qwen3_5_moe_text"},
+            "vision_config": {
+                "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+            },
+        }
+        for name in ("qwen3_5_moe", STACKED)
+    },
+    "gemma4 experts": {
+        "text_config": {
+            **TEXT, **GEMMA_EXPERTS, "model_type": "gemma4_text", "global_head_dim": 8, "tie_word_embeddings": True,
+            "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"],
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        },
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8},
+        "audio_config": None,
+    },
+    "gemma4_unified": {
+        "text_config": {
+            **TEXT, "model_type": "gemma4_unified_text", "global_head_dim": 8, "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16},
+    },
 }  # fmt: skip
 # Tensors that released files hold and that transformers' classes ignore.
 IGNORED = {
     "qwen3_5": "mtp.layers.0.mlp.up_proj.weight",
+    "qwen3_5_moe": "mtp.layers.0.mlp.experts.gate_up_proj",
+    STACKED: "mtp.layers.0.mlp.experts.0.up_proj.weight",
     "gemma4": "model.language_model.layers.2.self_attn.k_proj.weight",
 }
 IGNORED_NAMES = set(IGNORED.values())
@@ -76,19 +113,22 @@ IDS = torch.arange(24)[None] % 128
 SETTINGS: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 
 
-@pytest.fixture(params=sample(WRAPPERS, quick=[]))
+@pytest.fixture(params=sample(WRAPPERS, quick=[], checked=["qwen3_5", "gemma3", "gemma4", "mistral3", STACKED]))
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A multimodal model from random weights, with processor settings and a tensor that transformers ignores."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(request.param, **WRAPPERS[request.param])
+    config = AutoConfig.for_model(request.param.split()[0], **WRAPPERS[request.param])
     model = AutoModelForImageTextToText.from_config(config)
     for name, value in model.named_buffers():
         if name.endswith("layer_scalar"):
             value.fill_(0.7)
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "preprocessor_config.json").write_text('{"size": 28}')
+    file = tmp_path / "base" / "model.safetensors"
+    if request.param == STACKED:
+        save_file(model.state_dict(), file, {"format": "pt"})
+        assert "model.language_model.layers.1.mlp.experts.gate_up_proj" in load_file(file)
     if request.param in IGNORED:
-        file = tmp_path / "base" / "model.safetensors"
         save_file({**load_file(file), IGNORED[request.param]: torch.rand(3, 2)}, file, {"format": "pt"})
     return tmp_path / "base"
 
@@ -102,7 +142,9 @@ def load_whole(folder: Path) -> Any:
     model, loading_info = AutoModelForImageTextToText.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager"
     )
-    assert not loading_info["missing_keys"], loading_info["missing_keys"]
+    unknown = loading_info["unexpected_keys"] - IGNORED_NAMES
+    differences = {*loading_info["missing_keys"], *loading_info["mismatched_keys"], *unknown}
+    assert not differences
     return model.eval()
 
 

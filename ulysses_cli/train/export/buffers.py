@@ -1,6 +1,7 @@
 """Numbers of a model that training does not change and that its files hold: biases of routers, scalars of layers.
 
-transformers keeps them as buffers, so they are in no checkpoint of weights. An export takes them from the base model.
+transformers keeps them as buffers or frozen parameters, so they are in no checkpoint of weights. An export takes them
+from the base model.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from ulysses_cli.train.export.wrapper import BaseModel
 
 
 def list_buffer_names(model: Any) -> set[str]:
-    """Returns the names of the buffers that belong to the model's files. `model` may be on the meta device."""
-    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    """Returns the names of those that belong to the model's files. `model`: as its class makes it, without adapters; it
+    may be on the meta device."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return frozen | ({name for name, _ in model.named_buffers()} & model.state_dict().keys())
 
 
 def read_buffers(skeleton: Any, base: BaseModel | None) -> dict[str, Tensor]:
@@ -33,7 +36,7 @@ def read_buffers(skeleton: Any, base: BaseModel | None) -> dict[str, Tensor]:
         return {}
     if base is None:
         made = AutoModelForCausalLM.from_config(copy.deepcopy(skeleton.config))
-        return {name: value for name, value in made.named_buffers() if name in names}
+        return {name: value for name, value in made.state_dict().items() if name in names}
     values = {}
     own_names = map_names(skeleton, base.folder, find_key_mapping(str(base.folder)))
     for file in list_weight_files(base.folder):

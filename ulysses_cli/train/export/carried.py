@@ -17,7 +17,6 @@ from ulysses_cli.plan.files.weight_files import list_weight_files, read_header
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.loading import RECOMPUTED, is_matched, map_names
 from ulysses_cli.train.assembly.text_part import find_key_mapping, is_text_name
-from ulysses_cli.train.export.base_files import find_base_files
 from ulysses_cli.train.export.wrapper import BaseModel
 
 
@@ -70,15 +69,14 @@ def find_carried(skeleton: Any, base: BaseModel | None) -> Carried:
     if base is None:
         return NOTHING
     ignored = list(skeleton._keys_to_ignore_on_load_unexpected or ())
-    if base.wrapper is not None:
-        folder = base.folder
-    elif not ignored:
+    if base.wrapper is None and not ignored:
         return NOTHING
-    else:
-        try:
-            folder = find_base_files(base.name, base.revision, is_here=True)[0].parent
-        except (OSError, ValueError) as error:
-            return Carried(problem=str(error).strip().splitlines()[0])
+    try:
+        folder = base.find_folder()
+    except (OSError, ValueError) as error:
+        if base.wrapper is not None:
+            raise
+        return Carried(problem=str(error).strip().splitlines()[0])
     own = skeleton.state_dict().keys()
     names = set()
     for name, renamed in map_names(skeleton, folder, find_key_mapping(str(folder))).items():

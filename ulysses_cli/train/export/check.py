@@ -53,15 +53,16 @@ def check_model(
     report("loading what was exported")
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}  # every family has it
     model = load_text_model(folder, base, **options)
-    loaded = dict(model.named_parameters())
-    wanted = {name.removeprefix(PREFIX): name for name in sources}
-    _compare_names(set(loaded), set(wanted))
     reference = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
-    for name, parameter in reference.named_parameters():
+    trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    wanted = {name.removeprefix(PREFIX): name for name in sources}
+    _compare_names(set(trained), set(wanted))
+    loaded = dict(model.named_parameters())
+    for name, parameter in trained.items():
         parameter.data.copy_(read_parameter(wanted[name], sources, shapes))
         if not torch.equal(parameter, loaded[name]):
             raise CheckpointError(f"{folder} was not exported correctly: {name} differs from the checkpoint")
-    loaded_buffers, reference_buffers = dict(model.named_buffers()), dict(reference.named_buffers())
+    loaded_buffers, reference_buffers = model.state_dict(), reference.state_dict()
     for name, value in read_buffers(reference, base).items():
         if not torch.equal(loaded_buffers[name], value.to(loaded_buffers[name].dtype)):
             raise CheckpointError(f"{folder} was not exported correctly: {name} differs from the base model's")

@@ -1,6 +1,6 @@
 """Merges adapters into their base model, one tensor of the base's files after another: host memory holds one shard.
 
-peft computes each adapter's delta in float32; transformers splits it as it splits the weight that it is added to.
+peft computes each adapter's delta in float32; it is split as the weight is that it is added to.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ulysses_cli.train.checkpoint.format import index_sources
 from ulysses_cli.train.export.buffers import list_buffer_names
 from ulysses_cli.train.export.carried import NOTHING, Carried, find_carried
 from ulysses_cli.train.export.check import MEMORY_SHARE, PROBE_TOKENS, load_text_model
+from ulysses_cli.train.export.file_layout import FileLayout
 from ulysses_cli.train.export.weights import PREFIX, ShardWriter, read_parameter
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
@@ -67,17 +68,17 @@ class Merging:
     def write(self, to: Path, skeleton: Any, carried: Carried = NOTHING) -> list[str]:
         """Writes the merged weights. Returns the names written: those that the base model's files have.
         `skeleton`: the model on the meta device. `carried`: tensors that are not the trained model's."""
-        wanted = _name_in_files(skeleton, dict(skeleton.state_dict()))
+        layout, state = FileLayout(skeleton, self.files[0].parent), skeleton.state_dict()
+        wanted = layout.name_in_files(dict(state))
         if skeleton.config.tie_word_embeddings:
             wanted.pop("lm_head.weight", None)
-        adapters = self._find_adapters(skeleton)
+        adapters = self._find_adapters(skeleton, layout)
         adapter_of = {name: index for index, adapter in enumerate(adapters) for name in adapter.names}
         if missing := sorted(adapter_of.keys() - wanted.keys()):
             raise CheckpointError(f"the adapters of {missing[0]} have no weight of their own in the base model's files")
-        whole = self._find_whole_parts(skeleton)
-        tables = _name_in_files(skeleton, _find_tables(skeleton))
-        state = skeleton.state_dict()
-        buffers = _name_in_files(skeleton, {name: state[name] for name in list_buffer_names(skeleton)}).keys()
+        whole = self._find_whole_parts(skeleton, layout)
+        tables = layout.name_in_files(_find_tables(skeleton))
+        buffers = layout.name_in_files({name: state[name] for name in list_buffer_names(skeleton)}).keys()
         in_files = self.wrapper.name_in_files if self.wrapper else str
         writer = ShardWriter(to, "model", self.dtype)
         for file in self.files:
@@ -99,7 +100,7 @@ class Merging:
                     if target in adapter_of:
                         if adapter_of[target] != current:
                             current = adapter_of[target]
-                            deltas = self._compute_deltas(skeleton, adapters[current])
+                            deltas = self._compute_deltas(adapters[current], layout)
                             lengths = self._read_lengths(adapters[current])
                         tensor = tensor.to(self.trained_dtype).float() + deltas[target]
                         if lengths is not None:
@@ -113,7 +114,7 @@ class Merging:
             raise CheckpointError(f"the base model's files lack {', '.join(missing[:3])}")
         return written
 
-    def _find_adapters(self, skeleton: Any) -> list[Adapter]:
+    def _find_adapters(self, skeleton: Any, layout: FileLayout) -> list[Adapter]:
         """The adapters in the order of the model's layers."""
         adapted = copy.deepcopy(skeleton)
         add_adapters(adapted, self.adapter_config)
@@ -122,7 +123,7 @@ class Merging:
             if "default" in getattr(module, "lora_A", {}):
                 part = getattr(module, "parameter_name", "weight")  # an expert's adapter names its parameter
                 parameter = f"{name.replace('.base_layer', '')}.{part}"
-                file_names = tuple(_name_in_files(skeleton, {parameter: parameters[parameter]}))
+                file_names = tuple(layout.name_in_files({parameter: parameters[parameter]}))
                 adapters.append(Adapter(module, PREFIX + name, parameter, file_names))
         ends = (A, B, LENGTHS) if self.adapter_config.use_dora else (A, B)
         expected = {adapter.layer + end for adapter in adapters for end in ends}
@@ -133,12 +134,12 @@ class Merging:
             raise CheckpointError(f"the adapters do not fit the base model: {', '.join(unmatched[:3])}")
         return adapters
 
-    def _find_whole_parts(self, skeleton: Any) -> dict[str, str]:
+    def _find_whole_parts(self, skeleton: Any, layout: FileLayout) -> dict[str, str]:
         """The weights that were trained whole: names in the checkpoint, by those in files."""
         own = dict(skeleton.named_parameters())
         names = {name.removeprefix(PREFIX): name for name in self.sources if ".lora_" not in name}
         return {
-            file_name: full for name, full in names.items() for file_name in _name_in_files(skeleton, {name: own[name]})
+            file_name: full for name, full in names.items() for file_name in layout.name_in_files({name: own[name]})
         }
 
     def _read_lengths(self, adapter: Adapter) -> Tensor | None:
@@ -149,7 +150,7 @@ class Merging:
             raise CheckpointError(f"{adapter.parameter} is several tensors in files: DoRA cannot be merged into them")
         return read_parameter(adapter.layer + LENGTHS, self.sources, self.shapes).float()
 
-    def _compute_deltas(self, skeleton: Any, adapter: Adapter) -> dict[str, Tensor]:
+    def _compute_deltas(self, adapter: Adapter, layout: FileLayout) -> dict[str, Tensor]:
         """What one adapter adds to the base, by name in the files."""
         module, originals = adapter.module, []
         for part, end in ((module.lora_A, A), (module.lora_B, B)):
@@ -160,7 +161,7 @@ class Merging:
         delta = module.get_delta_weight("default")
         for linear, weight in originals:
             linear.weight = weight
-        return _name_in_files(skeleton, {adapter.parameter: delta})
+        return layout.name_in_files({adapter.parameter: delta})
 
     def check(self, folder: Path, config: Any) -> str:
         """Compares the merged folder, loaded as a user would, with base and adapters as they were trained. Loads one
@@ -215,14 +216,6 @@ def add_adapters(model: Any, adapter_config: Any) -> Any:
 def _compute_logits(model: Any, probe: Tensor) -> Tensor:
     logits: Tensor = model.eval()(probe, use_cache=False).logits.float()
     return logits
-
-
-def _name_in_files(skeleton: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames and splits tensors as transformers does in this family's files. Tensors may be on the meta device."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    named: dict[str, Tensor] = revert_weight_conversion(skeleton, tensors)
-    return named
 
 
 def _find_tables(skeleton: Any) -> dict[str, Tensor]:

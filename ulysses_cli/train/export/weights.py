@@ -27,6 +27,7 @@ from ulysses_cli.train.assembly.adapters import name_in_files
 from ulysses_cli.train.checkpoint.format import TensorSource, index_sources, read_range
 from ulysses_cli.train.export.buffers import read_buffers
 from ulysses_cli.train.export.carried import NOTHING, Carried, find_carried
+from ulysses_cli.train.export.file_layout import FileLayout
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.telemetry.run_file import TOOL, get_own_version
@@ -100,18 +101,18 @@ def export_weights(
     carried: Carried = NOTHING,
 ) -> list[str]:
     """Writes every trained tensor to model*.safetensors or adapter_model.safetensors. Returns the names written.
-    `skeleton` is the model on the meta device: it tells transformers how this family's files name and split tensors.
-    `base`: the model whose layout the files get; None for random weights."""
+    `skeleton`: the model on the meta device. `base`: the model whose layout the files get; None for random weights."""
     wrapper = base.wrapper if base is not None and not is_adapter else None
+    layout = FileLayout(skeleton, _find_folder(base)) if skeleton is not None else None
     sources, shapes = index_sources(checkpoint)
     names = sorted(name for name in sources if rename(name, is_adapter) not in left_out)
     if not names:
         raise CheckpointError(f"{checkpoint} holds no weights")
     writer = ShardWriter(to, "adapter_model" if is_adapter else "model", dtype)
     for group in _group_by_layer(names):
-        for name, tensor in _read(group, sources, shapes, dtype, is_adapter, skeleton):
+        for name, tensor in _read(group, sources, shapes, dtype, is_adapter, layout):
             writer.add(wrapper.name_in_files(name) if wrapper else name, tensor)
-    for name, tensor in _revert(skeleton, read_buffers(skeleton, base) if skeleton is not None else {}).items():
+    for name, tensor in layout.name_in_files(read_buffers(skeleton, base)).items() if layout else ():
         writer.add_unchanged(wrapper.name_in_files(name) if wrapper else name, tensor)
     for name, tensor in carried.read():
         writer.add_unchanged(name, tensor)
@@ -133,22 +134,20 @@ def _read(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     is_adapter: bool,
-    skeleton: Any,
+    layout: FileLayout | None,
 ) -> Iterator[tuple[str, Tensor]]:
     tensors = {rename(name, is_adapter): convert(name, read_parameter(name, sources, shapes), dtype) for name in names}
-    tensors = _revert(skeleton, tensors)
+    tensors = layout.name_in_files(tensors) if layout else tensors
     for name in sorted(tensors):
         yield name, tensors[name].contiguous()
 
 
-def _revert(skeleton: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames and splits tensors as this family's files have them."""
-    if skeleton is None:
-        return tensors
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted: dict[str, Tensor] = revert_weight_conversion(skeleton, tensors)
-    return reverted
+def _find_folder(base: BaseModel | None) -> Path | None:
+    """Returns the folder whose layout an export gets; None where the base's files are not on this machine."""
+    try:
+        return base.find_folder() if base is not None else None
+    except (OSError, ValueError):
+        return None
 
 
 def read_parameter(

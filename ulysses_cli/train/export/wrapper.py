@@ -82,6 +82,12 @@ class BaseModel:
     def folder(self) -> Path:
         return find_base_files(self.name, self.revision)[0].parent
 
+    def find_folder(self) -> Path:
+        """Returns the folder. Only a multimodal model's files are downloaded: its export is not whole without them."""
+        if self.wrapper is not None:
+            return self.folder
+        return find_base_files(self.name, self.revision, is_here=True)[0].parent
+
     @cached_property
     def wrapper(self) -> Wrapper | None:
         """The multimodal model that the trained one is part of. An export gets its layout and its other tensors."""
