@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 from support.commands import run
 from support.model_shapes import get_shape
 from support.paths import ROOT
 
-from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.families import FAMILIES, find_text_types
 from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.resolved import choose_layout
@@ -100,6 +101,17 @@ def test_a_refused_model_says_why(tmp_path: Path) -> None:
 def test_one_family_lists_its_models() -> None:
     assert "LiquidAI/LFM2-1.2B" in run("models", "lfm2").stdout
     assert "No model of it is in the table" in run("models", "arcee").stdout
+
+
+@pytest.mark.check
+def test_a_multimodal_model_answers_as_its_text_part() -> None:
+    lines = run("models", "qwen3_5_moe").stdout.splitlines()
+    assert lines[0] == "qwen3_5_moe is a multimodal model. Its text part is trained; the rest stays as it was."
+    assert lines[1:] == run("models", "qwen3_5_moe_text").stdout.splitlines()
+    listed = json.loads(run("models", "llama4", "--format", "json").stdout)
+    assert (listed["families"], listed["refused"]) == ([], {"llama4_text": REFUSED_FAMILIES["llama4_text"]})
+    assert find_text_types("mistral3", FAMILIES) == ("mistral", "ministral3")
+    assert not find_text_types("llama", FAMILIES)
 
 
 def test_an_unknown_name() -> None:

@@ -27,14 +27,16 @@ def models(
     """
     from ulysses_cli import hub
     from ulysses_cli.commands.estimate_memory import find_shape
-    from ulysses_cli.plan.models.families import FAMILIES
+    from ulysses_cli.plan.models.families import FAMILIES, find_text_types
     from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
     from ulysses_cli.plan.models.summary import summarize
     from ulysses_cli.plan.resolved import list_auto_rings
     from ulysses_cli.report import models as shown
     from ulysses_cli.report import printing
 
-    if name is not None and name not in FAMILIES and name not in REFUSED_FAMILIES:
+    known = {*FAMILIES, *REFUSED_FAMILIES}
+    named = known if name is None else {name} & known or set(find_text_types(name, known))
+    if name is not None and not named:
         shape = or_exit(lambda: find_shape(name, online=online, key="NAME"))
         summary = summarize(shape, hub.find_gate(name), list_auto_rings(shape))
         if output is Format.json:
@@ -43,12 +45,17 @@ def models(
             printing.print_data(shown.format_model(summary))
         return
     summaries = or_exit(hub.summarize_table)
-    served = [family for family in FAMILIES if name in (None, family)]
-    refused = {family: why for family, why in REFUSED_FAMILIES.items() if name in (None, family)}
-    chosen = [summary for summary in summaries if name in (None, summary.model_type)]
+    served = [family for family in FAMILIES if family in named]
+    refused = {family: why for family, why in REFUSED_FAMILIES.items() if family in named}
+    chosen = [summary for summary in summaries if name is None or summary.model_type in named]
     if output is Format.json:
         printing.print_json(shown.make_list(chosen, served, refused))
     elif name is None:
         printing.print_data(shown.format_list(chosen, served, refused))
     else:
-        printing.print_data(shown.format_family(name, chosen, refused.get(name, "")))
+        if name not in named:
+            what = "Its text part is trained; the rest stays as it was." if served else "Its text part decides."
+            printing.print_data(f"{name} is a multimodal model. {what}")
+        for family in sorted(named):
+            own = [summary for summary in chosen if summary.model_type == family]
+            printing.print_data(shown.format_family(family, own, refused.get(family, "")))

@@ -6,7 +6,7 @@ A family that is not listed can be trained on one rank per row; splitting its ro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,3 +33,10 @@ EXPERTS_ADAPTED = frozenset(
 # peft refuses an adapter on this linear layer of their Mamba layers, and all-linear with it (tuners/tuners_utils.py:
 # _check_lora_target_modules_mamba).
 REFUSED_BY_PEFT = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+# Text parts of multimodal models, where their names do not follow from the whole model's.
+TEXT_TYPES = {"mistral3": ("mistral", "ministral3")}
+
+
+def find_text_types(model_type: str, known: Collection[str]) -> tuple[str, ...]:
+    """Returns which of the known families the text part of a multimodal model may be of."""
+    return tuple(each for each in TEXT_TYPES.get(model_type, (f"{model_type}_text",)) if each in known)

@@ -52,6 +52,7 @@ REFUSED_FAMILIES = {
     **dict.fromkeys(("qwen4_exp_text", "minimax_m3_vl_text", "dots3_note_text"), INDEXED),
     "llama4_text": CHUNKED,
     "minimax": LINEAR,
+    "minimax_m1": LINEAR,
     "mamba": MAMBA_1,
     "falcon_mamba": MAMBA_1,
     "jamba": MAMBA_1,
