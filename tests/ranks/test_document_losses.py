@@ -13,6 +13,7 @@ import torch
 from support.commands import run
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
+from support.tiers import mark_by
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,19 +22,29 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.losses import compare_losses, describe_document, list_bounds, summarize_losses
 from ulysses_cli.evaluate.statistics import estimate_normal_mean, find_student_quantile
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.resolved import choose_layout
 from ulysses_cli.prove.quality.documents import DocumentRows, measure_documents, read_documents
 from ulysses_cli.prove.quality.loading import load_for_evaluation
+from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
 
 LENGTHS, NUMBER = (301, 600), 3
 WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", "loss")
+# Three heads go on two ranks on a ring alone.
+MODELS: dict[str, dict[str, int]] = {
+    "model": {},
+    "other": {},
+    "three heads": {"num_attention_heads": 3, "num_key_value_heads": 3},
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("losses")
-    for seed, name in enumerate(("model", "other")):
+    for seed, (name, heads) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(**{**BYTES_CONFIG, "initializer_range": 0.3, "max_position_embeddings": 2048})
+        changes = {"initializer_range": 0.3, "max_position_embeddings": 2048, **heads}
+        config = AutoConfig.for_model(**{**BYTES_CONFIG, **changes})
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     random = Random(0)
     texts = ["".join(random.choices("abcdef ", k=size)) for size in (100, 400, 700, 350, 800, 900)]
@@ -77,10 +88,15 @@ def make_text(name: str, sp_size: int, num_ranks: int) -> str:
     return prepare_model(FoundModel(name), None, question, online=False)[0]
 
 
+def count_ring(text: str) -> int:
+    recipe = parse_recipe(text, "test", []).recipe
+    return choose_layout(recipe, read_shape(recipe, load_model_config(recipe), make_bytes_tokenizer())).ring_size
+
+
 @torch.no_grad()
-def compute_plain(folder: Path) -> dict[str, list[float]]:
+def compute_plain(folder: Path, name: str = "model") -> dict[str, list[float]]:
     """The mean loss of all positions and of each bucket, by the model of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     means = {}
     for document in read(folder).documents:
         tokens = torch.from_numpy(document.tokens)[None]
@@ -92,17 +108,21 @@ def compute_plain(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("sp_size", "num_ranks"),
-    [pytest.param(2, 2, marks=pytest.mark.check), pytest.param(1, 2, marks=pytest.mark.full)],
+    ("name", "sp_size", "num_ranks"),
+    [
+        pytest.param(*case, marks=mark_by(False, case != ("model", 1, 2)))
+        for case in (("model", 2, 2), ("model", 1, 2), ("three heads", 2, 2))
+    ],
 )
-def test_losses_are_those_of_the_plain_model(folder: Path, sp_size: int, num_ranks: int) -> None:
-    expected = compute_plain(folder)
-    text = make_text(str(folder / "model"), sp_size, num_ranks)
+def test_losses_are_those_of_the_plain_model(folder: Path, name: str, sp_size: int, num_ranks: int) -> None:
+    expected = compute_plain(folder, name)
+    text = make_text(str(folder / name), sp_size, num_ranks)
+    assert count_ring(text) == (2 if name == "three heads" else 1)
     for lines in run_on_ranks(num_ranks, measure, text, str(folder), ["loss/301/1"]):
         found = {line["id"]: [line["loss"], *(part["loss"] for part in line["by_position"])] for line in lines}
         assert found.keys() == expected.keys() - {"loss/301/1"}
-        for name, means in found.items():
-            assert means == pytest.approx(expected[name], abs=2e-6)
+        for document, means in found.items():
+            assert means == pytest.approx(expected[document], abs=2e-6)
         assert {line["tokens"] for line in lines} == {300, 599}
 
 

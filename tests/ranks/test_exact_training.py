@@ -4,11 +4,13 @@ steps."""
 from __future__ import annotations
 
 import json
+import math
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.families import OWN_VALUES, make_config
 from support.rank_pool import run_on_ranks
 from support.small_run import CONFIG
 from support.tiers import mark_by
@@ -53,11 +55,13 @@ def make_batching(recipe: Recipe) -> Batching:
 
 def train_on_ranks(recipe: Recipe) -> Trajectory:
     """Trains on one rank; results are gathered whole."""
+    from deepspeed.utils import groups as ds_groups
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     from ulysses_cli.train.assembly.build import build
     from ulysses_cli.train.processes.groups import make_groups
 
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes replicas' groups once in a process
     shape = read_model_shape(recipe.model.config or {}, "test")
     groups = make_groups(choose_layout(recipe, shape), timedelta(seconds=60))
     levers = choose_levers(recipe, shape, None).levers
@@ -154,25 +158,66 @@ def test_training_equals_plain_torch(name: str, accumulation: int, stage: int, l
 
 
 HEADS_14 = {**CONFIG, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 4}
+
+
+def set_heads(num_heads: int, num_kv_heads: int, head_dim: int = 8) -> dict[str, Any]:
+    return {**CONFIG, "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+
+
+def make_sinks_config() -> dict[str, Any]:
+    """A family with sinks, windows and experts, as its config.json."""
+    config = make_config("gpt_oss", **OWN_VALUES["gpt_oss"], num_hidden_layers=2)
+    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {**content, "model_type": "gpt_oss", "tie_word_embeddings": False}
+
+
+class RingCase(NamedTuple):
+    """Training on a ring. Where no word sets it, the ring is the one that the heads need. 4 ranks share 14 heads as
+    2 x 2, 7 or 9 heads as 4 x 1."""
+
+    layout: str
+    config: dict[str, Any] = CONFIG
+    words: tuple[str, ...] = ()
+    stage: int = 3
+    lora: bool = False
+
+
+TWO, ROOM_FOR_SIX = "parallel.ring_size=2", "data.max_length=72"
 RINGS = {
-    "4 ranks, ring 2": ("4x1", False, (), CONFIG),
-    "14 heads": ("4x1", False, (), HEADS_14),
-    "9 heads on 4": ("4x1", True, (), {**CONFIG, "num_attention_heads": 9, "num_key_value_heads": 3}),
-    "two rows, all levers": ("2x2", False, LEVERS["all"], CONFIG),
-    "recomputed in full": ("2x1", True, LEVERS["full"], CONFIG),
-    "28 heads on 8": ("8x1", False, (), {**HEADS_14, "num_attention_heads": 28, "num_key_value_heads": 4}),
-    "windows": (
-        "4x1", False, (), {**CONFIG, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    "4 ranks, ring 2": RingCase("4x1", words=(TWO,)),
+    "14 heads": RingCase("4x1", HEADS_14),
+    "9 heads on 4": RingCase("4x1", set_heads(9, 3), lora=True),
+    "two rows, all levers": RingCase("2x2", words=(*LEVERS["all"], TWO)),
+    "recomputed in full": RingCase("2x1", words=(*LEVERS["full"], TWO), lora=True),
+    "28 heads on 8": RingCase("8x1", set_heads(28, 4, 4)),
+    "windows": RingCase(
+        "4x1", {**CONFIG, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (TWO,)
     ),
-}  # fmt: skip
+    "6 heads on 3 x 2": RingCase("6x1", set_heads(6, 2), ("parallel.ring_size=3", ROOM_FOR_SIX)),
+    "7 heads": RingCase("4x1", set_heads(7, 1)),
+    "7 heads on 2": RingCase("2x1", set_heads(7, 7)),
+    "9 heads": RingCase("4x1", set_heads(9, 3)),
+    "9 heads on 6": RingCase("6x1", set_heads(9, 3), (ROOM_FOR_SIX,)),
+    "ZeRO 1": RingCase("4x1", words=(TWO,), stage=1),
+    "ZeRO 2": RingCase("4x1", words=(TWO,), stage=2),
+    "ZeRO 2, 14 heads, adapters": RingCase("4x1", HEADS_14, stage=2, lora=True),
+    "two replicas": RingCase("2x1x2", words=(TWO,)),
+    "two replicas, 14 heads": RingCase("4x1x2", HEADS_14),
+    "two rows at a time": RingCase("2x1", words=(TWO, "train.per_device_train_batch_size=2")),
+    "two rows at a time, 14 heads": RingCase("4x1", HEADS_14, ("train.per_device_train_batch_size=2",)),
+    "sinks": RingCase("2x1", make_sinks_config(), (TWO,)),
+    "sinks on 2 x 2": RingCase("4x1", make_sinks_config(), (TWO,)),
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=mark_by(False, name == "14 heads")) for name in RINGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=mark_by(False, name in ("14 heads", "sinks"))) for name in RINGS]
+)
 def test_training_on_a_ring_equals_plain_torch(name: str) -> None:
-    """Where the ring is open, it is the one that the heads need: 4 ranks share 14 heads as 2 x 2, 9 heads as 4 x 1."""
-    layout, lora, levers, config = RINGS[name]
-    own = ("parallel.ring_size=2",) if config["num_attention_heads"] == CONFIG["num_attention_heads"] else ()
-    check_training(layout, 2, 3, lora, *levers, *own, config=config)
+    case = RINGS[name]
+    recipe = make_recipe(f"parallel.sp_size={case.layout.split('x')[0]}", *case.words, config=case.config)
+    assert choose_layout(recipe, read_model_shape(case.config, "test")).ring_size > 1
+    check_training(case.layout, 2, case.stage, case.lora, *case.words, config=case.config)
 
 
 def check_training(
@@ -184,11 +229,14 @@ def check_training(
     config: dict[str, Any] = CONFIG,
     tolerance: float = 1e-5,
 ) -> None:
-    sp_size, dp_size = map(int, name.split("x"))
+    """`name` is sp_size x dp_shard_size, and x dp_replicate_size where that is more than 1."""
+    sp_size, shard_size, *replicate_sizes = map(int, name.split("x"))
+    replicate_size = math.prod(replicate_sizes)
     overrides = [
         *more,
         f"parallel.sp_size={sp_size}",
-        f"parallel.dp_shard_size={dp_size}",
+        f"parallel.dp_shard_size={shard_size}",
+        f"parallel.dp_replicate_size={replicate_size}",
         f"parallel.zero_stage={stage}",
         f"train.gradient_accumulation_steps={accumulation}",
         "train.lr_scheduler_type=linear",
@@ -196,7 +244,7 @@ def check_training(
     ]
     recipe = make_recipe(*overrides, config=config)
     expected = make_reference(recipe)
-    for rank, ours in enumerate(run_on_ranks(sp_size * dp_size, train_on_ranks, recipe)):
+    for rank, ours in enumerate(run_on_ranks(sp_size * shard_size * replicate_size, train_on_ranks, recipe)):
         assert ours.losses == pytest.approx(expected.losses, rel=1e-5), rank
         assert ours.norms == pytest.approx(expected.norms, rel=tolerance), rank
         assert max(map(measure_difference, ours.grads, expected.grads)) < tolerance, rank

@@ -224,7 +224,7 @@ RINGS = [
 def test_a_family_is_exact_on_a_ring_that_shares_heads(model_type: str, layout: tuple[int, int, int, int]) -> None:
     """With recomputation, which must find the same keys; these come in rounds and at once."""
     ring_size, num_sharing, num_heads, num_kv_heads = layout
-    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "hidden_size": 8 * num_heads}
     for max_shares in (ALWAYS, NEVER) if ring_size > 1 else (NEVER,):
         given = (model_type, 1, True, heads, max_shares, ring_size, RING_LENGTHS, True)
         assert max(run_on_ranks(ring_size * num_sharing, compare_models, *given)) < RING_TOLERANCE

@@ -1,4 +1,5 @@
-"""Tests that a checkpoint resumes for 20 steps on any number of ranks, sp_size, split of data, ZeRO stage and offload.
+"""Tests that a checkpoint resumes for 20 steps on any number of ranks, sp_size, split of data, ZeRO stage and offload,
+that a run may change its ring several times, and that models with recurrences and convolutions resume so too.
 
 The resumed run has the same rows in the same order across the ends of several epochs. Its losses are within 1e-5 of the
 uninterrupted run's.
@@ -7,14 +8,20 @@ uninterrupted run's.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.hybrids import describe_hybrid
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
-from support.training import MemoryRows, make_recipe
+from support.tiers import mark_by
+from support.training import MemoryRows, make_recipe, measure_difference
+from torch import Tensor
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.run_folder.archive import find_newest_valid
+from ulysses_cli.run_folder.manifest import load_state
 from ulysses_cli.run_folder.resume import ResumePoint, fit_accumulation
 from ulysses_cli.train.loop import train
 
@@ -23,10 +30,11 @@ ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
 History = tuple[list[tuple[int, ...]], list[float]]
 # (ranks, sp_size), and which of them `make test` and `make check` include
 MESHES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+SP_2, SP_4 = "parallel.sp_size=2", "parallel.sp_size=4"
 WRITERS = {
-    "sp 2, stage 3": ("parallel.sp_size=2", "parallel.zero_stage=3"),
+    "sp 2, stage 3": (SP_2, "parallel.zero_stage=3"),
     "dp 2, stage 1": ("parallel.dp_shard_size=2", "parallel.zero_stage=1"),
-    "ring 2": ("parallel.sp_size=2", "parallel.ring_size=2"),
+    "ring 2": (SP_2, "parallel.ring_size=2"),
 }
 OFFLOADS = (
     "memory.offload_optimizer=cpu",
@@ -34,13 +42,13 @@ OFFLOADS = (
 )
 
 
-def fit(*overrides: str) -> Recipe:
+def fit(*overrides: str, config: dict[str, Any] | None = None) -> Recipe:
     """Sets the accumulation that `train --resume` computes for this layout."""
-    recipe = make_recipe(*overrides)
+    recipe = make_recipe(*overrides, config=config)
     layout, dumped = make_layout(recipe), recipe.model_dump(mode="json")
     state = {"rows_per_step": ROWS_PER_STEP, "recipe": dumped}
     fitted = fit_accumulation(state, 1, 1, layout.dp_size, layout.sp_size, anyway=False)
-    return make_recipe(*overrides, f"train.gradient_accumulation_steps={fitted}")
+    return make_recipe(*overrides, f"train.gradient_accumulation_steps={fitted}", config=config)
 
 
 def get_history(harness: RunHarness) -> History:
@@ -77,13 +85,14 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("storage")
 
 
-def check(storage: Path, writer: str, num_ranks: int, *overrides: str) -> None:
-    if writer not in written:
-        folder = str(storage / writer)
-        written[writer] = folder, run_on_ranks(2, write, fit(*WRITERS[writer]), folder)[0]
-    folder, (rows, losses) = written[writer]
+def check(storage: Path, writer: str, num_ranks: int, *overrides: str, model_type: str = "") -> None:
+    config, key = describe_hybrid(model_type) if model_type else None, f"{writer} {model_type}"
+    if key not in written:
+        folder = str(storage / key)
+        written[key] = folder, run_on_ranks(2, write, fit(*WRITERS[writer], config=config), folder)[0]
+    folder, (rows, losses) = written[key]
     assert len(losses) == 20
-    for ours in run_on_ranks(num_ranks, resume, fit(*overrides), folder):
+    for ours in run_on_ranks(num_ranks, resume, fit(*overrides, config=config), folder):
         assert ours[0] == rows
         assert ours[1] == pytest.approx(losses, rel=1e-5)
         if overrides == WRITERS[writer]:
@@ -121,3 +130,57 @@ def test_any_offload_resumes(storage: Path, num_ranks: int, offload: str) -> Non
 @pytest.mark.parametrize(("writer", "reader"), [("ring 2", "sp 2, stage 3"), ("sp 2, stage 3", "ring 2")])
 def test_a_ring_resumes_what_another_order_wrote(storage: Path, writer: str, reader: str) -> None:
     check(storage, writer, 2, *WRITERS[reader])
+
+
+HYBRIDS = ("qwen3_5_text", "nemotron_h", "lfm2")  # a delta net; Mamba2 with experts; short convolutions
+READERS = {
+    "sp 4, stage 3": (4, (SP_4, "parallel.zero_stage=3")),
+    "sp 1, stage 1": (1, ("parallel.zero_stage=1",)),
+    "dp 2 x sp 2": (4, (SP_2, "parallel.dp_shard_size=2")),
+    "the same": (2, WRITERS["sp 2, stage 3"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reader"),
+    [
+        pytest.param(name, reader, marks=mark_by(False, (name, reader) == ("lfm2", "sp 1, stage 1")))
+        for name in HYBRIDS
+        for reader in READERS
+    ],
+)
+def test_a_hybrid_resumes_on_another_layout(storage: Path, model_type: str, reader: str) -> None:
+    num_ranks, words = READERS[reader]
+    check(storage, "sp 2, stage 3", num_ranks, *words, model_type=model_type)
+
+
+RING_CHANGES = (3, 6, 8)  # the last steps of the parts of a run
+
+
+def train_part(recipe: Recipe, folder: str, end: int) -> tuple[History, dict[str, Tensor]]:
+    """Resumes from the newest checkpoint in the folder, trains until step `end` of a run and saves. Returns what this
+    part did, and the weights after it."""
+    harness = RunHarness(recipe, MemoryRows(ROWS), RING_CHANGES[-1], folder)
+    if newest := find_newest_valid(Path(folder), pytest.fail):
+        harness.saves.resume(harness.train_state, ResumePoint(newest, load_state(newest), is_own=True))
+    harness.train_state.num_steps = end
+    train(harness.train_state)
+    harness.saves.save(harness.train_state)
+    return get_history(harness), harness.read_weights()
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(num, marks=mark_by(False, num == 2)) for num in (2, 4)])
+def test_a_run_that_changes_its_ring_twice_is_the_uninterrupted_one(tmp_path: Path, num_ranks: int) -> None:
+    """In one folder: heads alone, then a ring of 2, which on 4 ranks shares heads as well, then heads alone."""
+    alone = fit(f"parallel.sp_size={num_ranks}", "parallel.ring_size=1")
+    ring = fit(f"parallel.sp_size={num_ranks}", "parallel.ring_size=2")
+    (rows, losses), weights = run_on_ranks(num_ranks, train_part, alone, str(tmp_path / "whole"), RING_CHANGES[-1])[0]
+    parts, last = [], {}
+    for recipe, end in zip((alone, ring, alone), RING_CHANGES, strict=True):
+        (part, last), *_ = run_on_ranks(num_ranks, train_part, recipe, str(tmp_path / "chain"), end)
+        parts.append(part)
+    assert [row for part in parts for row in part[0]] == rows
+    assert [len(part[1]) for part in parts] == [3, 3, 2]
+    assert [loss for part in parts for loss in part[1]] == pytest.approx(losses, rel=1e-5)
+    assert parts[0][1] == losses[:3]
+    assert measure_difference(last, weights) < 1e-5

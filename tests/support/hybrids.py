@@ -118,6 +118,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+def describe_hybrid(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A tiny model's config.json, for recipes of tests that train it."""
+    sizes = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    return {**TINY, **HYBRIDS[model_type], **sizes, "model_type": model_type, **changes}
+
+
 def make_hybrid_config(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**TINY, **HYBRIDS[model_type], **changes})
 

@@ -86,9 +86,10 @@ def train_plainly(
     """Trains the plain model, one document at a time, with the whole step as one mean over its targets."""
     train = recipe.train
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = {name for name, p in trained.items() if p.dim() >= 2 and not name.endswith("bias")}  # experts' have two
     groups = [
-        {"params": [p for p in trained.values() if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trained.values() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": train.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon)
     losses, grads, norms = [], [], []
