@@ -16,13 +16,22 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support import kill_points
 from support.forked import Command
+from support.hybrids import describe_hybrid
 from support.paths import ROOT
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
 from support.small_run import make_settings
+from support.training import MemoryRows
+from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.rows import PackedRows, open_rows
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.attention.documents import make_documents
 
 TIME_LIMIT = 240
 RECIPE = make_settings(
@@ -41,13 +50,15 @@ METRICS = {
 class CommandRuns:
     """A folder with a recipe, in which the command runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recipe: dict[str, Any] = RECIPE) -> None:
         self.folder = folder
-        (folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+        (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
         self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
-    def start(self, *words: str) -> Command:
-        return Command(["train", "r.yaml", *words], self.folder, self.environ)
+    def start(self, *words: str, plan: dict[str, Any] | None = None) -> Command:
+        """`plan` says where the run is killed (kill_points.py)."""
+        environ = {**self.environ, **({kill_points.PLAN: json.dumps(plan)} if plan else {})}
+        return Command(["train", "r.yaml", *words], self.folder, environ)
 
     def train(self, *words: str) -> tuple[int, str, str]:
         process = self.start(*words)
@@ -209,3 +220,58 @@ def test_a_dry_run_may_be_larger_than_the_machine(runs: CommandRuns) -> None:
     assert "step 1: 32 rows, " in err
     assert re.search(r"each rank holds [\d,]+ of [\d,]+ parameters", err)
     assert not (runs.folder / "dry" / "checkpoints").exists()
+
+
+HYBRID = make_settings(
+    describe_hybrid("lfm2", vocab_size=260, initializer_range=0.2),
+    parallel={"sp_size": 2},
+    data={"max_length": 256},
+    train={"max_steps": 6},
+    run={"save_steps": 2},
+)
+DOCUMENTS = (37, 1, 26)
+
+
+@torch.no_grad()
+def compute_logits(text: str, checkpoint: str, folder: str, ids: Tensor) -> Tensor:
+    """Returns the logits of this rank's tokens, by the model as it trains, with a checkpoint's weights."""
+    harness = RunHarness(parse_recipe(text, "test", []).recipe, MemoryRows([[(64, 0)]]), 1, folder)
+    harness.saves.resume(harness.train_state, ResumePoint(Path(checkpoint), {}))
+    axis = harness.built.engine.groups.sp_axis
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    own, places = (whole.chunk(axis.size, 1)[axis.rank] for whole in (ids, positions))
+    model = harness.built.module.model
+    logits: Tensor = model(own, position_ids=places, use_cache=False, documents=make_documents(DOCUMENTS)).logits
+    return logits.clone()
+
+
+@pytest.mark.full
+def test_a_killed_hybrid_resumes_and_plain_transformers_gives_the_logits_of_training(tmp_path: Path) -> None:
+    """A family with short convolutions: all ranks are killed in the step after a checkpoint."""
+    runs = CommandRuns(tmp_path, HYBRID)
+    code, _, err = runs.train("run.output_dir=whole")
+    assert code == 0, err
+    plan = {"phase": "micro-step 1", "step": 3, "who": "all", "signal": signal.SIGKILL}
+    process = runs.start("run.output_dir=killed", plan=plan)
+    _, err = process.communicate(timeout=TIME_LIMIT)
+    assert process.returncode == 1, err
+    assert process.has_fired
+    assert "was killed by SIGKILL" in err
+    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-2"]
+    code, _, err = runs.train("run.output_dir=killed", "--resume", "auto")
+    assert code == 0, err
+    assert "resumed from killed/checkpoints/step-2 after step 2" in err
+    assert runs.read_losses("killed") == runs.read_losses("whole")
+    ours, reference = (tmp_path / run / "model" / "model.safetensors" for run in ("killed", "whole"))
+    assert ours.read_bytes() == reference.read_bytes()
+
+    ids = torch.randint(0, 256, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1))
+    newest = str(tmp_path / "killed" / "checkpoints" / "step-6")
+    given = (yaml.safe_dump(HYBRID), newest, str(tmp_path / "again"), ids)
+    trained = torch.cat(run_on_ranks(2, compute_logits, *given), 1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "killed" / "model")
+    assert type(model).__module__.startswith("transformers.models.lfm2.")
+    with torch.no_grad():
+        plain = torch.cat([model(document, use_cache=False).logits for document in ids.split(DOCUMENTS, 1)], 1)
+    assert plain.std() > 0.1
+    assert torch.allclose(trained, plain, rtol=0, atol=1e-5), (trained - plain).abs().max()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.paths import TINY_RECIPE
+from support.paths import ROOT, TINY_RECIPE
 from support.rank_pool import run_on_ranks
 from support.tiers import mark_by
 from support.training import make_recipe
+from test_exact_training import make_sinks_config
 from test_verify import CONFIG, patch
 from test_verify import FAULTS as FAULTS_OF_ALL
 from torch import Tensor
@@ -27,15 +29,17 @@ FULL = pytest.mark.full
 ALONE, INSIDE = (1, 2), (2, 2)  # ranks that share heads, ranks of the ring
 
 
-def prove_ring(layout: tuple[int, int], fault: str, folder: Path) -> list[Row]:
+def prove_ring(
+    layout: tuple[int, int], fault: str, folder: Path, *words: str, config: dict[str, Any] = CONFIG
+) -> list[Row]:
     from ulysses_cli.prove.verify.shrink import make_proof_recipe
     from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
 
     ulysses_size, ring_size = layout
     size = ulysses_size * ring_size
-    recipe = make_recipe(f"parallel.sp_size={size}", "train.gradient_accumulation_steps=2", config=CONFIG)
-    whole = read_model_shape(CONFIG, "test")
-    proof = make_proof_recipe(recipe, CONFIG, whole, Layout(sp_size=size, ring_size=ring_size), "cpu")[0]
+    recipe = make_recipe(f"parallel.sp_size={size}", "train.gradient_accumulation_steps=2", *words, config=config)
+    whole = read_model_shape(config, "test")
+    proof = make_proof_recipe(recipe, config, whole, Layout(sp_size=size, ring_size=ring_size), "cpu")[0]
     shape = read_model_shape(proof.model.config or {}, "test")
     task = make_task(proof, shape, folder)
     results = run_on_ranks(size, trace_with, fault, task)
@@ -129,6 +133,13 @@ def test_a_ring_passes(layout: tuple[int, int], tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.full
+def test_experts_with_biases_and_sinks_pass(tmp_path: Path) -> None:
+    """A bias of experts has two dimensions and does not decay."""
+    rows = prove_ring(ALONE, "none", tmp_path, "train.weight_decay=1.0", config=make_sinks_config())
+    assert {row.verdict for row in rows} == {"PASS"}, rows
+
+
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
@@ -142,11 +153,35 @@ def test_a_fault_planted_in_a_ring_fails(layout: tuple[int, int], fault: str, tm
     assert FOUND_BY[fault] in failed, failed
 
 
-@pytest.mark.full
-def test_the_command_proves_a_ring() -> None:
-    words = ["verify", str(TINY_RECIPE), "parallel.sp_size=4", "parallel.ring_size=2", "--format", "json"]
-    done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=600)
+def prove(*words: str) -> set[str]:
+    """Runs `ulysses verify`. Returns the groups of its rows, all of which passed."""
+    command = [sys.executable, "-m", "ulysses_cli", "verify", *words, "--format", "json"]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert {row["group"] for row in answer["rows"]} == {"sp 1", "sp 4 (ring 2)"}
-    assert all(row["verdict"] == "PASS" for row in answer["rows"])
+    assert answer["passed"]
+    assert {row["verdict"] for row in answer["rows"]} == {"PASS"}, answer["rows"]
+    return {row["group"] for row in answer["rows"]}
+
+
+@pytest.mark.full
+def test_the_command_proves_a_ring() -> None:
+    words = ("parallel.sp_size=4", "parallel.ring_size=2")
+    assert prove(str(TINY_RECIPE), *words) == {"sp 1", "sp 4 (ring 2)"}
+
+
+# The recipe of a ring, and those of families with recurrences, convolutions and layers of two head sizes.
+PROVEN = {
+    "qwen2.5-7b-128k-8gpu": {"sp 1", "sp 8 (ring 2)"},
+    "qwen3.5-9b-256k-8gpu": {"sp 1", "sp 8"},
+    "gemma-4-31b-128k-2x8gpu": {"sp 1 x dp 2", "sp 8"},
+    "nemotron-3-nano-256k-2x8gpu": {"sp 1 x dp 2", "sp 8"},
+    "lfm2-1.2b-32k-24gb": {"sp 1"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PROVEN)
+def test_the_command_proves_a_recipe(name: str) -> None:
+    assert prove(str(ROOT / "recipes" / f"{name}.yaml")) == PROVEN[name]

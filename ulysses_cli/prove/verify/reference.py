@@ -107,9 +107,10 @@ def train_plainly(
     eval_tokens = sum(int((labels >= 0).sum()) for _, labels in held_out)
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = {name for name, p in trained.items() if p.dim() >= 2 and not name.endswith("bias")}  # experts' have two
     groups = [
-        {"params": [p for p in trained.values() if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trained.values() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": train.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
