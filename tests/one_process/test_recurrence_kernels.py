@@ -24,7 +24,7 @@ from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory.saved_results import DeviceStorage, SavedResults
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.interface import CONVOLUTION
-from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, choose_recurrence_kernel, find_missing
+from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, choose_recurrence_kernel, describe_cost, find_missing
 from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe, time_convolution, time_rule
 from ulysses_cli.train.recurrence.rules import apply_delta_rule
 
@@ -52,11 +52,14 @@ def choose(rule: str, package: Callable[..., Any], dtype: torch.dtype = torch.fl
     def wrapper(*args: Any, **options: Any) -> Any:
         return package(torch_code, args, options)
 
-    return choose_recurrence_kernel(RuleProbe(wrapper, mixer, CPU), dtype, measure_cost=lambda: 12.34)
+    return choose_recurrence_kernel(
+        RuleProbe(wrapper, mixer, CPU), dtype, explain_cost=lambda: describe_cost(12.34, 262_144)
+    )
 
 
 def find_bounds(options: dict[str, Any]) -> list[int]:
     """Takes the documents' bounds out of the options of a packed call."""
+    options.pop("cu_seqlens_cpu", None)
     if "cu_seqlens" in options:
         return [int(bound) for bound in options.pop("cu_seqlens")]
     if "seq_idx" in options:
@@ -161,6 +164,7 @@ def test_wrong_and_failing_kernels_leave_torch_with_its_cost() -> None:
     assert failing.kernel == "torch"
     assert "packed failed its probe: no image of this kernel for this device" in failing.reason
     assert "at least 12.3 s in a step for each million tokens of a row" in failing.reason
+    assert "3.23 s for each row of 262,144 tokens of this run" in failing.reason
     assert "pip install 'ulysses-cli[recurrent]'" in failing.reason
 
 

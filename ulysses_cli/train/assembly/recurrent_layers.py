@@ -70,24 +70,24 @@ def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, devic
     recurrent, num_forwards = mixers[0], 1 + (plan.levers.gradient_checkpointing is not False)
     of_convolution, num_ranks = name == CONVOLUTION, plan.layout.ulysses_size
 
-    def measure_cost() -> float:
+    def explain_cost() -> str:
         """Of all such layers, on one rank."""
         bare = pick_function(function, "torch")
         if of_convolution or isinstance(recurrent, ConvolutionMixer):
             seconds = time_convolution(bare, recurrent, device, dtype, num_forwards) / plan.layout.sp_size
         else:
             seconds = time_rule(bare, recurrent, num_ranks, device, dtype, num_forwards)
-        return len(mixers) * seconds
+        return describe_cost(len(mixers) * seconds, plan.resolved.row_tokens)
 
     if isinstance(recurrent, ConvolutionMixer) and not of_convolution:
         return RecurrenceChoice("torch", "no layer calls it")
     if missing := find_missing(function):
-        return RecurrenceChoice("torch", f"{describe_cost(measure_cost())}; {missing}")
+        return RecurrenceChoice("torch", f"{explain_cost()}; {missing}")
     if of_convolution or isinstance(recurrent, ConvolutionMixer):
         activation = None if isinstance(recurrent, ConvolutionMixer) else "silu"
         convolution = ConvolutionProbe(function, recurrent.conv_tokens, activation, device)
-        return choose_recurrence_kernel(convolution, dtype, ["by document"], measure_cost)
-    return choose_recurrence_kernel(RuleProbe(function, recurrent, device), dtype, measure_cost=measure_cost)
+        return choose_recurrence_kernel(convolution, dtype, ["by document"], explain_cost)
+    return choose_recurrence_kernel(RuleProbe(function, recurrent, device), dtype, explain_cost=explain_cost)
 
 
 def _gather_convolutions(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -43,6 +44,12 @@ class Documents:
     @property
     def max_tokens(self) -> int:
         return max(self.lengths)
+
+    @cached_property
+    def long_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bounds in 64 bits, on the device and on the host. All layers get the same tensors: kernels know by these
+        what they have derived for a row."""
+        return self.cu_seqlens.long(), torch.tensor([0, *accumulate(self.lengths)])
 
     @property
     def max_key_tokens(self) -> int:

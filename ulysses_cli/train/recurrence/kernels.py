@@ -21,6 +21,7 @@ FAST: tuple[Kernel, ...] = ("packed", "by document")
 # causes a far larger error. A state that is carried into the next document may have decayed: see PackedProbe.find_leak.
 PROBE_TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+MILLION = 1e6
 PROBE_LENGTHS = (300, 1, 64, 33)  # longer than a chunk of any kernel, one token, no multiple of a chunk
 
 
@@ -63,20 +64,21 @@ def find_missing(original: Callable[..., Any]) -> str:
     return ""
 
 
-def describe_cost(seconds: float) -> str:
-    """`seconds`: of one rank, per million tokens of a row."""
+def describe_cost(seconds: float, row_tokens: int) -> str:
+    """`seconds`: of one rank, per million tokens of a row. `row_tokens`: of a full row of this run."""
     return (
-        f"at least {seconds:,.1f} s in a step for each million tokens of a row, and float32 copies of whole rows; "
+        f"at least {seconds:,.1f} s in a step for each million tokens of a row, {seconds * row_tokens / MILLION:,.2f} s "
+        f"for each row of {row_tokens:,} tokens of this run, and float32 copies of whole rows; "
         "pip install 'ulysses-cli[recurrent]'"
     )
 
 
 def choose_recurrence_kernel(
-    probe: KernelProbe, dtype: torch.dtype, kernels: Sequence[Kernel] = FAST, measure_cost: Callable[[], float] = float
+    probe: KernelProbe, dtype: torch.dtype, kernels: Sequence[Kernel] = FAST, explain_cost: Callable[[], str] = str
 ) -> RecurrenceChoice:
     """Returns the first of `kernels`, those of a package, whose results equal torch's in float32, else torch. A kernel
-    that takes packed documents must also keep each document's bits whatever the others hold. `measure_cost` times
-    torch's code."""
+    that takes packed documents must also keep each document's bits whatever the others hold. `explain_cost` says
+    what torch's code costs."""
     expected = probe.run("torch", torch.float32)
     notes = []
     for kernel in kernels:
@@ -95,7 +97,7 @@ def choose_recurrence_kernel(
             notes.append(f"{kernel} leaks: {leak}")
         else:
             return RecurrenceChoice(kernel, "; ".join(["equals torch's code on packed documents", *notes]))
-    return RecurrenceChoice("torch", f"{describe_cost(measure_cost())}; {'; '.join(notes)}")
+    return RecurrenceChoice("torch", "; ".join(filter(None, [explain_cost(), *notes])))
 
 
 def measure_error(result: Tensor, expected: Tensor) -> float:

@@ -16,12 +16,11 @@ from ulysses_cli.plan.models.layers import ConvolutionMixer, DeltaNetMixer, Kimi
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
-from ulysses_cli.train.recurrence.kernels import PROBE_LENGTHS, Kernel, pick_function
+from ulysses_cli.train.recurrence.kernels import MILLION, PROBE_LENGTHS, Kernel, pick_function
 from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
 
 HEADS, GROUPS, CHANNELS = 4, 2, 64
 TIMED_TOKENS = 2048
-MILLION = 1e6
 RecurrentMixer = DeltaNetMixer | KimiDeltaMixer | Mamba2Mixer
 
 

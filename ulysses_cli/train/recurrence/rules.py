@@ -73,7 +73,7 @@ def apply_delta_rule(
     if generation is not None:
         return generation.recur(run_on, [query, key], own, [])
     assert documents is not None, "rows without documents"
-    bounds = {"cu_seqlens": documents.cu_seqlens.long()} if kernel == "packed" else {}
+    bounds = list_bounds(documents) if kernel == "packed" else {}
     return run_on_whole_rows(run, [query, key], own, [], documents, axis, bounds)
 
 
@@ -115,6 +115,13 @@ def apply_scan(
     assert documents is not None, "rows without documents"
     bounds = {"seq_idx": number_tokens(documents)} if kernel == "packed" else {}
     return run_on_whole_rows(run, [b, c], [hidden, dt[..., None]], parameters, documents, axis, bounds)
+
+
+def list_bounds(documents: Documents) -> dict[str, Tensor]:
+    """The documents' bounds as flash-linear-attention takes them: on the host too, so that it need not wait for the
+    device. transformers leaves out what the installed release does not take."""
+    on_device, on_host = documents.long_bounds
+    return {"cu_seqlens": on_device, "cu_seqlens_cpu": on_host}
 
 
 def number_tokens(documents: Documents) -> Tensor:

@@ -1,0 +1,252 @@
+"""What a rank says of its recurrent layers: which package is missing, what torch's code costs this run, and that
+kernels of an installed package are used, except the one that cannot be cut."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.hybrids import HYBRIDS, TINY, make_hybrid
+from support.tiers import sample
+from support.training import make_recipe
+from test_recurrence_kernels import get_torch_code, run_leaking, run_packed, run_wrong
+from torch import Tensor
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.resolved import RunPlan, settle
+from ulysses_cli.train.assembly import recurrent_layers
+from ulysses_cli.train.attention.documents import make_documents, walk_bounds
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.recurrence import probes
+from ulysses_cli.train.recurrence.interface import CONVOLUTION, FUSED, SCAN, list_functions, serve_recurrent_layers
+from ulysses_cli.train.recurrence.kernels import RecurrenceChoice
+from ulysses_cli.train.recurrence.rules import apply_delta_rule
+
+CPU = torch.device("cpu")
+DELTA_RULE, KIMI_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+# function -> a family that calls it, its package, the package's name for it, what pip calls the package
+KERNELS = {
+    DELTA_RULE: ("qwen3_5_text", "fla", "chunk_gated_delta_rule", "flash-linear-attention"),
+    KIMI_RULE: ("kimi_linear", "fla", "chunk_kda", "flash-linear-attention"),
+    SCAN: ("bamba", "mamba_ssm", "mamba_chunk_scan_combined", "mamba_ssm"),
+    CONVOLUTION: ("lfm2", "causal_conv1d", "causal_conv1d_fn", "causal_conv1d"),
+}
+Package = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def wrap_with_package(torch_code: Callable[..., Any], package: str, function: Any, monkeypatch: Any) -> Any:
+    """transformers' own wrapper, made where `package` has this function, or None of that name."""
+    name = function.__name__ if callable(function) else function
+    module = None
+    if callable(function):
+        module = ModuleType(package)
+        setattr(module, name, function)
+    monkeypatch.setitem(sys.modules, package, module)
+    return use_kernel_func_from_hub_with_fallback(name, package)(torch_code)
+
+
+def make_package_function(name: str, torch_code: Callable[..., Any], run: Package) -> Any:
+    """With the parameters of fla-core 0.5.2, mamba-ssm 2.3.2 and causal-conv1d 1.6.1 that are used here."""
+
+    def chunk_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs):  # type: ignore[no-untyped-def]
+        bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        options = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **bounds}
+        return run(torch_code, (q, k, v), options)
+
+    def scan(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, seq_idx=None, dt_softplus=False):  # type: ignore[no-untyped-def]
+        bounds = {} if seq_idx is None else {"seq_idx": seq_idx}
+        options = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, **bounds}
+        return run(torch_code, (x, dt, A, B, C), options)
+
+    def convolve(x, weight, bias=None, seq_idx=None, activation=None):  # type: ignore[no-untyped-def]
+        return run(torch_code, (x, weight, bias), {"activation": activation})
+
+    function = {SCAN: scan, CONVOLUTION: convolve}.get(name, chunk_rule)
+    function.__name__ = KERNELS[name][2]
+    return function
+
+
+def make_plan(model_type: str, *overrides: str) -> RunPlan:
+    sizes = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    config = {**TINY, **HYBRIDS[model_type], **sizes, "model_type": model_type}
+    recipe = make_recipe(*overrides, config=config)
+    shape = read_model_shape(config, "test")
+    return settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+
+
+def get_function(name: str) -> Callable[..., Any]:
+    return get_torch_code(list_functions(make_hybrid(KERNELS[name][0], "eager"))[name])
+
+
+def copy_code(torch_code: Any) -> Callable[..., Any]:
+    """A package's function runs no code of transformers."""
+    code = torch_code.__code__.replace(co_name="in_package")
+    return FunctionType(code, torch_code.__globals__, "in_package", torch_code.__defaults__, torch_code.__closure__)
+
+
+def choose(name: str, run: Package | None, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RecurrenceChoice:
+    """As rank 0 does on a GPU. Without `run` the package is missing."""
+    model_type, package, function_name, _ = KERNELS[name]
+    torch_code = get_function(name)
+    function = make_package_function(name, copy_code(torch_code), run) if run else function_name
+    wrapper = wrap_with_package(torch_code, package, function, monkeypatch)
+    return recurrent_layers._choose_kernel(name, wrapper, make_plan(model_type, *overrides), CPU)
+
+
+@pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION]))
+def test_a_missing_package_is_named_with_the_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "TIMED_TOKENS", 128)
+    choice = choose(name, None, monkeypatch)
+    assert choice.kernel == "torch"
+    cost, _, why = choice.reason.partition("; pip install 'ulysses-cli[recurrent]'; ")
+    assert f"can't keep packed sequences apart without `{KERNELS[name][3]}`" in why
+    row_tokens = make_plan(KERNELS[name][0]).resolved.row_tokens
+    found = re.match(
+        r"at least ([\d,.]+) s in a step for each million tokens of a row, ([\d,.]+) s for each row of ([\d,]+) tokens",
+        cost,
+    )
+    assert found, cost
+    assert float(found[1].replace(",", "")) > 0
+    assert found[3] == f"{row_tokens:,}"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_cost_is_that_of_all_layers_for_this_runs_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution is split by tokens; the heads of a rule are split by what times it."""
+    monkeypatch.setattr(recurrent_layers, "time_rule", lambda *_: 70.0)
+    monkeypatch.setattr(recurrent_layers, "time_convolution", lambda *_: 140.0)
+    longer = ("parallel.sp_size=2", "data.max_length=100000", "data.pad_to_multiple_of=2")
+    reason = choose(name, None, monkeypatch, *longer).reason
+    layers = {DELTA_RULE: 3, KIMI_RULE: 2, SCAN: 2, CONVOLUTION: 3}[name]
+    assert reason.startswith(
+        f"at least {layers * 70}.0 s in a step for each million tokens of a row, {layers * 7:.2f} s for each row of "
+        "100,000 tokens of this run, and float32 copies of whole rows; "
+    )
+
+
+@pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION], checked=[DELTA_RULE]))
+def test_an_installed_kernel_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "by document" if name == CONVOLUTION else "packed"
+    choice = choose(name, run_packed, monkeypatch)
+    assert choice == RecurrenceChoice(expected, "equals torch's code on packed documents")
+
+
+@pytest.mark.parametrize("name", sample([DELTA_RULE, KIMI_RULE, SCAN], quick=[SCAN], checked=[]))
+def test_an_installed_kernel_that_leaks_gets_one_document_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choose(name, run_leaking, monkeypatch)
+    assert choice.kernel == "by document"
+    assert "packed differs from torch's code by" in choice.reason
+
+
+@pytest.mark.parametrize("name", sample(KERNELS, quick=[CONVOLUTION], checked=[SCAN]))
+def test_an_installed_kernel_that_is_wrong_is_left_with_the_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "TIMED_TOKENS", 128)
+    choice = choose(name, run_wrong, monkeypatch)
+    assert choice.kernel == "torch"
+    assert "s for each row of" in choice.reason
+    assert "by document differs from torch's code by" in choice.reason
+
+
+def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a delta net's run, where neither package is installed."""
+    monkeypatch.setattr(probes, "TIMED_TOKENS", 128)
+    model, plan, lines = make_hybrid("qwen3_5_text", "eager"), make_plan("qwen3_5_text", "parallel.zero_stage=1"), []
+    groups: Any = SimpleNamespace(sp_axis=SequenceAxis(None, 1, 0))
+
+    def choose_all(functions: Any, plan: RunPlan, groups: Any, device: torch.device) -> dict[str, RecurrenceChoice]:
+        wrapped = {
+            name: wrap_with_package(get_torch_code(functions[name]), *KERNELS[name][1:3], monkeypatch)
+            for name in functions
+        }
+        return {name: recurrent_layers._choose_kernel(name, wrapped[name], plan, CPU) for name in wrapped}
+
+    recurrent_layers.serve_layers(model, plan, groups, CPU, choose_all, lines.append)
+    by_name = {line.partition(":")[0]: line for line in lines}
+    assert list(by_name) == [f"{CONVOLUTION} torch", f"{DELTA_RULE} torch"]
+    for name, package in ((CONVOLUTION, "causal_conv1d"), (DELTA_RULE, "flash-linear-attention")):
+        line = by_name[f"{name} torch"]
+        assert line.startswith(f"{name} torch: at least ")
+        assert "tokens of this run, and float32 copies of whole rows; pip install" in line
+        assert f"`{KERNELS[name][2]}` can't keep packed sequences apart without `{package}`" in line
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "nemotron_h", "granitemoehybrid", "falcon_h1", "zamba2"])
+def test_a_fused_mamba_kernel_that_is_installed_is_not_called(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes convolution, scan, norm and projection of whole documents at once; a layer that trains on split rows
+    takes its other path, with the same result as documents by themselves."""
+    lengths = (14, 1, 9)
+    ids = torch.randint(3, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    expected = torch.cat(
+        [make_hybrid(model_type, "eager").eval()(part, use_cache=False).logits for part in ids.split(lengths, 1)], 1
+    )
+    model = make_hybrid(model_type, "eager").train()
+    module, calls = sys.modules[type(model).__module__], list[tuple[Any, ...]]()
+
+    def mamba_split_conv1d_scan_combined(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        raise NotImplementedError("the fused kernel")
+
+    torch_code = get_torch_code(getattr(module, FUSED))
+    fused = wrap_with_package(torch_code, "mamba_ssm", mamba_split_conv1d_scan_combined, monkeypatch)
+    monkeypatch.setattr(module, FUSED, fused)
+    with pytest.raises(NotImplementedError):  # a plain model that trains calls it
+        model(ids, use_cache=False)
+    calls.clear()
+    attend_by_document(model, monkeypatch)
+    serve_recurrent_layers(model, SequenceAxis(None, 1, 0))
+    options = {"position_ids": positions, "use_cache": False, "documents": make_documents(lengths)}
+    torch.testing.assert_close(model(ids, **options).logits, expected, rtol=1e-5, atol=1e-6)
+    assert not calls
+    with pytest.raises(NotImplementedError):  # outside our layers it is what it was
+        getattr(module, FUSED)(ids)
+
+
+def attend_by_document(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ulysses_cli.train.attention.interface import register_attention
+
+    model.set_attn_implementation(register_attention(SequenceAxis(None, 1, 0), "sdpa"))  # type: ignore[operator]
+
+
+# What flash-linear-attention's rule takes, as read from wheels: fla-core 0.4.0 and 0.4.1, then 0.4.2 to 0.5.2.
+def take_no_host_bounds(seen: list[Any], q, k, v, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs):  # type: ignore[no-untyped-def]
+    seen.append((cu_seqlens, None, kwargs))
+    return v, None
+
+
+def take_host_bounds(
+    seen: list[Any], q, k, v, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs
+):  # type: ignore[no-untyped-def]
+    seen.append((cu_seqlens, cu_seqlens_cpu, kwargs))
+    return v, None
+
+
+@pytest.mark.parametrize("take", [take_no_host_bounds, take_host_bounds])
+def test_a_delta_rule_gets_bounds_on_the_host_where_it_takes_them(take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer gets the same tensors: flash-linear-attention keeps what it derives from them by their identity."""
+    seen: list[tuple[Tensor, Tensor | None, dict[str, Any]]] = []
+    rule = partial(take, seen)
+    rule.__name__ = "chunk_gated_delta_rule"  # type: ignore[attr-defined]
+    wrapper = wrap_with_package(get_function(DELTA_RULE), "fla", rule, monkeypatch)
+    documents, lengths = make_documents((5, 7)), (5, 7)
+    q, v, g = torch.randn(1, 12, 2, 4), torch.randn(1, 12, 2, 4), torch.randn(1, 12, 2)
+    for _ in ("two", "layers"):
+        apply_delta_rule(wrapper, q, q, v, g, g, documents, SequenceAxis(None, 1, 0), {}, "packed")
+    (on_device, on_host, rest), second = seen
+    assert not rest
+    assert second[0] is on_device
+    assert second[1] is on_host
+    bounds = [0, *(end for _, end in walk_bounds(lengths))]
+    for each in [on_device] if take is take_no_host_bounds else [on_device, on_host]:
+        assert each.tolist() == bounds
+        assert each.dtype == torch.int64
+        assert each.device == CPU
+    assert (on_host is None) == (take is take_no_host_bounds)
