@@ -142,6 +142,25 @@ def test_a_leak_smaller_than_rounding_is_found(rule: str, is_backward: bool) -> 
     assert choose(rule, run_packed, torch.bfloat16).kernel == "packed"
 
 
+def refuse_key_groups(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """A delta rule of releases in which layers repeat keys to the heads of values."""
+    if key.size(2) != value.size(2):
+        raise RuntimeError(f"{key.size(2)} heads of keys do not match {value.size(2)} of values")
+    return get_torch_code(RULES["delta net"][0])(query, key, value, **options)
+
+
+def test_a_rule_that_takes_repeated_keys_gets_them() -> None:
+    """What no layer hands over would end a run at its start."""
+    mixer = RULES["delta net"][1]
+
+    @wraps(refuse_key_groups)
+    def package(*args: Any, **options: Any) -> Any:
+        return run_packed(refuse_key_groups, args, options)
+
+    assert choose_recurrence_kernel(RuleProbe(package, mixer, CPU), torch.float32).kernel == "packed"
+    assert time_rule(package, mixer, 1, CPU, torch.float32, 1) > 0
+
+
 @pytest.mark.check
 def test_torch_code_is_timed_with_the_heads_of_a_rank() -> None:
     """Twice the forwards and twice the heads take longer."""
@@ -211,8 +230,10 @@ def test_a_traced_kernel_returns_what_the_real_one_does(rule: str) -> None:
     """Results and gradients are shaped as those of transformers' own code."""
     function, mixer = RULES[rule]
     stand_in = {"delta net": recurrent_kernels.apply_delta_rule, "mamba2": recurrent_kernels.apply_scan}[rule]
-    traced = RuleProbe(stand_in, mixer, CPU).run("packed", torch.float32)
-    expected = RuleProbe(get_torch_code(function), mixer, CPU).run("torch", torch.float32)
+    torch_code = get_torch_code(function)
+    wrapper = wraps(torch_code)(lambda *args, **options: stand_in(*args, **options))
+    traced = RuleProbe(wrapper, mixer, CPU).run("packed", torch.float32)
+    expected = RuleProbe(torch_code, mixer, CPU).run("torch", torch.float32)
     assert [(part.shape, part.dtype) for part in traced] == [(part.shape, part.dtype) for part in expected]
 
 

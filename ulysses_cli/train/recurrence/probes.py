@@ -161,7 +161,9 @@ class RuleProbe(PackedProbe):
             if isinstance(mixer, KimiDeltaMixer)
             else (mixer.key_head_dim, mixer.value_head_dim)
         )
-        q, k = (inputs.draw(1, tokens, heads if has_channels else self.num_groups, key_dim) for _ in range(2))
+        takes_groups = not has_channels and takes_key_groups(pick_function(self.original, "torch"))
+        key_heads = self.num_groups if takes_groups else heads
+        q, k = (inputs.draw(1, tokens, key_heads, key_dim) for _ in range(2))
         v, strength = inputs.draw(1, tokens, heads, value_dim), inputs.draw(1, tokens, heads)
         decay = inputs.draw(1, tokens, heads, *([key_dim] if has_channels else []), dtype=torch.float32)
         place = (self.documents, self.alone)
@@ -172,6 +174,18 @@ class RuleProbe(PackedProbe):
             return apply_delta_rule(self.original, q, k, v, g, strength.sigmoid(), *place, options, kernel)
 
         return compute
+
+
+def takes_key_groups(delta_rule: Callable[..., Any]) -> bool:
+    """Whether transformers' torch code takes fewer heads of keys than of values. Releases in which it refuses them have
+    layers that repeat keys before they call it."""
+    keys, values = torch.ones(1, 1, GROUPS, 8), torch.ones(1, 1, HEADS, 8)
+    of_heads = torch.zeros(1, 1, HEADS)
+    try:
+        delta_rule(keys, keys, values, g=of_heads, beta=of_heads)
+    except Exception:  # noqa: BLE001 - torch code says so in its own way
+        return False
+    return True
 
 
 def time_convolution(
