@@ -28,7 +28,9 @@ DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 DEFAULT_STREAM = 0
 DEFAULT_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 # Rotation and gated activations are traced as transformers computes them, which takes at least as much memory.
-TRACED_WAYS: Ways = {"norm": "torch", "rotary": "transformers", "gate": "transformers"}
+TRACED_WAYS: Ways = {
+    "rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers",
+}  # fmt: skip
 _current = DEFAULT_STREAM
 _move = torch.nn.Module.to
 _multiply_groups = _meta_registrations._meta_grouped_mm_common

@@ -35,7 +35,7 @@ from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.attention.kernels.workload import ANY_MIX, LengthMix
 from ulysses_cli.train.attention.rotary import serve_rotary
 from ulysses_cli.train.elementwise.choice import describe
-from ulysses_cli.train.elementwise.interface import serve_elementwise
+from ulysses_cli.train.elementwise.interface import find_norm_kinds, serve_elementwise
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.memory.replica_copies import OrderedCopies
@@ -97,7 +97,7 @@ def build(
     serve_layers(model, plan, groups, device, parts.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
-    choice = parts.choose_ways(plan, groups, device)
+    choice = parts.choose_ways(plan, groups, device, find_norm_kinds(model))
     report(describe(choice, serve_elementwise(model, choice.ways)))
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
     module = LossModel(model, apply_levers(model, plan, head_rule, device, swap_folder))

@@ -5,7 +5,7 @@ arguments of the assembler, so that a trace can use others.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,9 +26,12 @@ from ulysses_cli.train.attention.kernels.choice import KernelChoice, KernelSearc
 from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_presence, read_presence
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice, Widths, choose_ways
+from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import enter_device
 from ulysses_cli.train.processes.groups import Groups
+
+ChooseWays = Callable[[RunPlan, Groups, torch.device, Collection[NormKind]], ElementwiseChoice]
 
 
 def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
@@ -90,13 +93,16 @@ def _measure_rows(plan: RunPlan) -> RowSizes:
     )
 
 
-def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device) -> ElementwiseChoice:
-    """Collective over all ranks: all use rank 0's choice, since times differ from rank to rank."""
+def choose_common_ways(
+    plan: RunPlan, groups: Groups, device: torch.device, norms: Collection[NormKind]
+) -> ElementwiseChoice:
+    """Collective over all ranks: all use rank 0's choice, since times differ from rank to rank. `norms`: the formulas
+    of the model's norms."""
     recipe, shape = plan.recipe, plan.shape
     if not recipe.model.fused_kernels:
         return ElementwiseChoice(NO_WAYS, "as the recipe says")
     widths = Widths(shape.hidden_size, shape.head_dim, shape.intermediate_size or shape.hidden_size)
-    return choose_on_first(groups, lambda: choose_ways(device, getattr(torch, recipe.model.dtype), widths))
+    return choose_on_first(groups, lambda: choose_ways(device, getattr(torch, recipe.model.dtype), widths, norms))
 
 
 def make_thread(device: torch.device) -> Executor:
@@ -109,7 +115,7 @@ class Parts:
     load_weights: Callable[[Recipe, PretrainedConfig, str, torch.device], Any] = load_weights
     add_adapters: Callable[[Recipe, Any], Any] = add_adapters
     choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
-    choose_ways: Callable[[RunPlan, Groups, torch.device], ElementwiseChoice] = choose_common_ways
+    choose_ways: ChooseWays = choose_common_ways
     choose_recurrences: Choose = choose_recurrences
     make_executor: Callable[[torch.device], Executor] = make_thread
 

@@ -6,27 +6,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ulysses_cli.train.elementwise import formulas
+from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
 from ulysses_cli.train.elementwise.interface import Part, Ways
 from ulysses_cli.train.elementwise.operators import Way
 
+NORM_KINDS: tuple[NormKind, ...] = get_args(NormKind)
+# torch's RMSNorm scales by the weight alone and knows no offset.
 CANDIDATES: dict[Part, tuple[Way, ...]] = {
-    "norm": ("torch", "compiled"), "rotary": ("compiled",), "gate": ("compiled",),
+    "rounded": ("torch", "compiled"), "precise": ("torch", "compiled"), "offset": ("compiled",),
+    "rotary": ("compiled",), "gate": ("compiled",),
 }  # fmt: skip
 # By torch's sources: its RMSNorm has a kernel each way on a GPU; a compiled elementwise formula is one kernel.
-GPU_WAYS: Ways = {"norm": "torch", "rotary": "compiled", "gate": "compiled"}
+GPU_WAYS: Ways = {part: candidates[0] for part, candidates in CANDIDATES.items()}
 # Measured on a CPU: a norm's backward in blocks takes 0.6 of autograd's time; rotation and gate gain nothing.
-CPU_WAYS: Ways = {"norm": "blocks", "rotary": "transformers", "gate": "transformers"}
-NO_WAYS: Ways = {"norm": "transformers", "rotary": "transformers", "gate": "transformers"}
+CPU_WAYS: Ways = {part: "blocks" if part in NORM_KINDS else "transformers" for part in CANDIDATES}
+NO_WAYS: Ways = dict.fromkeys(CANDIDATES, "transformers")
 TRIAL_TOKENS, NUM_TIMED = 4096, 10
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # of the largest value; bfloat16 keeps 8 bits
 EPS, HEADS = 1e-5, 8
@@ -50,21 +55,24 @@ class Widths:
     inner: int
 
 
-def choose_ways(device: torch.device, dtype: torch.dtype, widths: Widths) -> ElementwiseChoice:
-    """Tries all candidates where there is a GPU."""
+def choose_ways(
+    device: torch.device, dtype: torch.dtype, widths: Widths, norms: Collection[NormKind]
+) -> ElementwiseChoice:
+    """Tries all candidates where there is a GPU. `norms`: the formulas of the model's norms."""
     if device.type == "cpu":
         return ElementwiseChoice(CPU_WAYS, "norms in blocks that fit a processor's cache")
     if device.type != "cuda":
         return ElementwiseChoice(GPU_WAYS, "as on a GPU")
-    ways: dict[Part, Way] = {}
+    ways: dict[Part, Way] = dict(NO_WAYS)
     reasons = []
     for part, candidates in CANDIDATES.items():
-        ways[part], reason = _choose_part(part, candidates, _Trial(part, device, dtype, widths))
-        reasons.append(f"{part} by {ways[part]} ({reason})")
+        if part not in NORM_KINDS or part in norms:
+            ways[part], reason = _choose_part(candidates, _Trial(part, device, dtype, widths))
+            reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {ways[part]} ({reason})")
     return ElementwiseChoice(ways, ", ".join(reasons))
 
 
-def _choose_part(part: Part, candidates: Sequence[Way], trial: _Trial) -> tuple[Way, str]:
+def _choose_part(candidates: Sequence[Way], trial: _Trial) -> tuple[Way, str]:
     seconds: dict[Way, float] = {"transformers": trial.measure("transformers")}
     notes = []
     for way in candidates:
@@ -84,22 +92,23 @@ def _choose_part(part: Part, candidates: Sequence[Way], trial: _Trial) -> tuple[
 class _Trial:
     """One part on random rows of the model's widths."""
 
-    def __init__(self, part: Part, device: torch.device, dtype: torch.dtype, widths: Widths) -> None:
+    def __init__(
+        self, part: Part, device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int = TRIAL_TOKENS
+    ) -> None:
         self.part, self.device, self.dtype = part, device, dtype
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
-        tokens = TRIAL_TOKENS
-        if part == "norm":
-            self.inputs = [draw(1, tokens, widths.hidden), 1 + 0.1 * draw(widths.hidden)]
+        if part in NORM_KINDS:
+            self.inputs = [draw(1, num_tokens, widths.hidden), 1 + 0.1 * draw(widths.hidden)]
         elif part == "rotary":
-            rows = draw(1, tokens, HEADS, widths.head_dim).transpose(1, 2)
-            angles = draw(1, 1, tokens, widths.head_dim // 2).repeat(1, 1, 1, 2)
+            rows = draw(1, num_tokens, HEADS, widths.head_dim).transpose(1, 2)
+            angles = draw(1, 1, num_tokens, widths.head_dim // 2).repeat(1, 1, 1, 2)
             self.inputs = [rows, angles.cos(), angles.sin()]
         else:
-            self.inputs = [draw(1, tokens, widths.inner), draw(1, tokens, widths.inner)]
+            self.inputs = [draw(1, num_tokens, widths.inner), draw(1, num_tokens, widths.inner)]
         self.dout = draw(*self.inputs[0].shape)
 
     def run(self, way: str, inputs: Inputs, dout: Tensor) -> list[Tensor]:
@@ -129,12 +138,12 @@ class _Trial:
         return best
 
 
-def _run_norm(way: str, hidden: Tensor, weight: Tensor) -> Tensor:
+def _run_norm(kind: NormKind, way: str, hidden: Tensor, weight: Tensor) -> Tensor:
     if way == "transformers":
-        return formulas.normalize(hidden, weight, EPS, "rounded")[0]
+        return formulas.normalize(hidden, weight, EPS, kind)[0]
     norm = nn.Module()
     norm.weight = nn.Parameter(weight.detach())
-    return Normalize.apply(hidden, weight, norm, EPS, "rounded", way)
+    return Normalize.apply(hidden, weight, norm, EPS, kind, way)
 
 
 def _run_rotary(way: str, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -148,7 +157,9 @@ def _run_gate(way: str, gates: Tensor, values: Tensor) -> Tensor:
     return functional.silu(gates) * values if way == "transformers" else Gate.apply(gates, values, way)
 
 
-RUNS: Mapping[Part, Run] = {"norm": _run_norm, "rotary": _run_rotary, "gate": _run_gate}
+RUNS: Mapping[Part, Run] = {
+    **{kind: partial(_run_norm, kind) for kind in NORM_KINDS}, "rotary": _run_rotary, "gate": _run_gate,
+}  # fmt: skip
 
 
 def describe(choice: ElementwiseChoice, served: Any) -> str:

@@ -20,7 +20,7 @@ from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
 from ulysses_cli.train.elementwise.operators import Way
 
-Part = Literal["norm", "rotary", "gate"]
+Part = Literal[NormKind, "rotary", "gate"]  # norms by their formula
 Ways = Mapping[Part, Way]
 DTYPES = (torch.bfloat16, torch.float32)
 ROTARY = "apply_rotary_pos_emb"
@@ -42,8 +42,8 @@ def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
     """Replaces forwards of the model's parts in place."""
     norms = rotaries = gates = 0
     for module in list(model.modules()):
-        if ways["norm"] != "transformers" and (kind := recognise_norm(module)):
-            _FusedNorm(module, kind, ways["norm"])
+        if (kind := recognise_norm(module)) and ways[kind] != "transformers":
+            _FusedNorm(module, kind, ways[kind])
             norms += 1
         elif ways["gate"] != "transformers" and is_gated_mlp(module):
             _FusedMlp(module, ways["gate"])
@@ -52,6 +52,11 @@ def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
             module.register_forward_hook(_make_marker(ways["rotary"]))
             rotaries += 1
     return Served(norms, rotaries, gates)
+
+
+def find_norm_kinds(model: nn.Module) -> set[NormKind]:
+    """The formulas of the model's norms that can be served."""
+    return {kind for module in model.modules() if (kind := recognise_norm(module))}
 
 
 def recognise_norm(module: nn.Module) -> NormKind | None:
@@ -101,9 +106,7 @@ class _FusedNorm:
     """A norm whose forward is replaced. `is_fused` tells memory levers that it keeps no float32 rows."""
 
     def __init__(self, norm: Any, kind: NormKind, way: Way) -> None:
-        is_plain = way == "torch" and kind != "offset"
-        self.norm, self.kind, self.eps = norm, kind, _find_eps(norm)
-        self.way = way if way != "torch" or is_plain else "compiled"  # torch's kernel knows no offset
+        self.norm, self.kind, self.eps, self.way = norm, kind, _find_eps(norm), way
         self.original: Callable[[Tensor], Tensor] = norm.forward
         norm.forward, norm.is_fused = self._run, True
 

@@ -36,6 +36,7 @@ def normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -
 
 def _normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -> tuple[Tensor, Tensor]:
     if way == "torch":
+        assert kind != "offset", "torch's kernel scales by the weight alone"
         return torch.ops.aten._fused_rms_norm(hidden, weight.shape, weight, eps)
     if way == "compiled":
         return _compile(formulas.normalize, hidden.size(-1), kind)(hidden, weight, eps, kind)
