@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.levers import Case, Levers, measure_difference, run_split, run_zero3
+import torch.distributed as dist
+from support.levers import Case, Levers, measure_difference, run_alone, run_split, run_zero3
 from support.rank_pool import RankError, run_on_ranks
 from support.tiers import sample
 
@@ -82,6 +83,24 @@ def test_zero3(kind: str, sp_size: int, lora: tuple[str, ...]) -> None:
     """At sp 1 the second rank's row has 5 tokens: fewer tokens than tiles, and other counts than the first rank's."""
     case = Case(kind, ALL, dtype=torch.float32, lora=lora)
     assert max(run_on_ranks(2, compare_zero3, case, sp_size)) < TOLERANCE
+
+
+def compare_grouped(levers: Levers, sp_size: int) -> float:
+    """Experts in grouped products on sharded weights, and each expert by itself in one process."""
+    grouped = {"experts_implementation": "grouped_mm"}
+    case = Case("qwen3_moe", dtype=torch.float32)
+    expected = run_alone(case)
+    result = run_zero3(dataclasses.replace(case, levers=levers, changes=grouped), sp_size, steps=1)
+    loss = result["losses"][0].clone()
+    dist.all_reduce(loss)
+    found = {name: 50 * result[f"grad of {name}"] for name in expected if name != "loss"}  # run_zero3 divides by 50
+    return max(measure_difference({"loss": loss, **found}, expected).values())
+
+
+@pytest.mark.parametrize("levers", sample([Levers(), ALL], quick=[], checked=[ALL]), ids=["without tiles", "tiles"])
+def test_grouped_experts_on_sharded_weights_equal_single_ones_on_one_process(levers: Levers) -> None:
+    """grouped_mm is what transformers takes by default."""
+    assert max(run_on_ranks(2, compare_grouped, levers, 2)) < TOLERANCE
 
 
 @pytest.mark.full
