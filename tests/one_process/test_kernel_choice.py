@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 from support.tiers import count_examples
 
 from ulysses_cli.plan.attention import BACK_ENDS, Capability, Need, list_able
+from ulysses_cli.train.assembly import run as assembling
+from ulysses_cli.train.assembly.run import RunLength, assemble_run
 from ulysses_cli.train.attention.kernels import choice as choosing
 from ulysses_cli.train.attention.kernels import choice_cache
 from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
@@ -32,6 +35,7 @@ from ulysses_cli.train.attention.kernels.workload import (
 )
 from ulysses_cli.train.processes.consistency import DisagreementError
 
+CPU = torch.device("cpu")
 HOPPER: Capability = (9, 0)
 FLASH = {"flash_attention_2", "flash_attention_3", "flash_attention_4"}
 
@@ -272,8 +276,11 @@ class LengthRows:
         return self.rows[row]
 
 
-def measure(rows: list[tuple[int, ...]]) -> LengthMix:
-    return measure_mix(LengthRows(rows))  # type: ignore[arg-type]
+def measure(
+    rows: list[tuple[int, ...]], eval_rows: list[tuple[int, ...]] | None = None, *, generates: bool = False
+) -> LengthMix:
+    held_out: Any = None if eval_rows is None else LengthRows(eval_rows)
+    return measure_mix(LengthRows(rows), held_out, generates=generates)  # type: ignore[arg-type]
 
 
 def test_the_mix_is_measured_over_all_rows() -> None:
@@ -281,3 +288,33 @@ def test_the_mix_is_measured_over_all_rows() -> None:
     assert measure([(4096,)] * 100 + [(n,) for n in range(1, 20)]).has_few_lengths is False
     assert measure([(8,), *[(100, 28)] * 5, (128,)]).lengths == (100, 28)
     assert measure([]) == LengthMix()
+
+
+def test_what_evaluates_and_generates_has_lengths_too() -> None:
+    """cuDNN would build a plan for each of them."""
+    rows = [(4096,)] * 100
+    assert measure(rows, [(4096,), (2048, 2048)]) == LengthMix((4096,), has_few_lengths=True)
+    assert measure(rows, [(n, 4096 - n) for n in range(1, 20)]) == LengthMix((4096,), has_few_lengths=False)
+    assert measure(rows, generates=True) == LengthMix((4096,), has_few_lengths=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_eval_rows", "has_few"),
+    [({}, 3, True), ({}, 30, False), ({"sample_prompts": ("Who?",)}, 0, False), ({"eval_suite": ("ruler",)}, 0, False)],
+)
+def test_a_run_looks_at_all_lengths_that_its_kernels_get(
+    changes: dict[str, Any], num_eval_rows: int, has_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[LengthMix] = []
+
+    def build(*_: Any, mix: LengthMix, **__: Any) -> None:
+        built.append(mix)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assembling, "build", build)
+    plan, rows, stand_in = mock.Mock(), LengthRows([(4096,)] * 3), mock.Mock()
+    plan.recipe.run = mock.Mock(**{"seed": 0, "sample_prompts": (), "eval_suite": (), **changes})
+    held_out: Any = LengthRows([(64 + row,) for row in range(num_eval_rows)])
+    with pytest.raises(KeyboardInterrupt):
+        assemble_run(plan, stand_in, CPU, rows, RunLength(1, 1), eval_rows=held_out, batching=stand_in)  # type: ignore[arg-type]
+    assert built == [LengthMix((4096,), has_few)]

@@ -84,7 +84,8 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
     point, recipe = connected.resume_point, connected.plan.recipe
     run = assemble_run(
         connected.plan, connected.groups, inputs.device, inputs.rows, connected.length,
-        batching=connected.batching, stop=connected.stop, report=record.report, swap_folder=connected.swap_folder,
+        eval_rows=inputs.eval_rows, batching=connected.batching, stop=connected.stop, report=record.report,
+        swap_folder=connected.swap_folder,
     )  # fmt: skip
     run = replace(run, context=replace(run.context, disk_owners=connected.disks.owners))
     record.describe_step = partial(describe_step, run.state)

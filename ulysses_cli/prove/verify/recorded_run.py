@@ -66,8 +66,9 @@ def record_steps(
     """Collective over all ranks of the world."""
     plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
     groups = make_groups(plan.layout, GROUP_TIMEOUT)
-    run = assemble_run(plan, groups, device, open_rows(prepared, "train"), RunLength(num_steps, end))
-    built, held_out, batching = run.built, open_rows(prepared, "eval"), make_eval_batching(shape, plan.resolved)
+    rows, held_out = open_rows(prepared, "train"), open_rows(prepared, "eval")
+    run = assemble_run(plan, groups, device, rows, RunLength(num_steps, end), eval_rows=held_out)
+    built, batching = run.built, make_eval_batching(shape, plan.resolved)
     evaluated = evaluate(built.engine, groups, held_out, batching)
     probes = _probe_documents(built, groups, held_out, batching, shape.vocab_size)
     recorder = StepRecorder(built)

@@ -50,6 +50,7 @@ def assemble_run(
     rows: Rows,
     length: RunLength | int,
     *,
+    eval_rows: Rows | None = None,
     batching: Batching | None = None,
     stop: StopConditions | None = None,
     parts: Parts = REAL_PARTS,
@@ -61,10 +62,13 @@ def assemble_run(
     batching = batching or make_batching(plan.recipe, plan.shape, plan.resolved)
     if isinstance(length, int):
         length = RunLength(length, length * batching.rows_per_step)
-    seed_all(plan.recipe.run.seed)
+    settings = plan.recipe.run
+    generates = bool(settings.sample_prompts or settings.eval_suite)
+    seed_all(settings.seed)
     built = build(
         plan, groups, device, length.num_steps,
-        parts=parts, report=report, mix=measure_mix(rows), swap_folder=swap_folder,
+        parts=parts, report=report, mix=measure_mix(rows, eval_rows, generates=generates),
+        swap_folder=swap_folder,
     )  # fmt: skip
     state = TrainState(built.engine, groups, rows, batching, length.num_steps, length.end, stop or StopConditions())
     context = CheckpointContext(
@@ -75,5 +79,5 @@ def assemble_run(
         wait=lambda: dist.barrier(group=groups.host_group),
         gather=lambda value: gather_values(value, groups.host_group),
     )
-    seed_all(plan.recipe.run.seed + groups.rank)
+    seed_all(settings.seed + groups.rank)
     return AssembledRun(plan, built, state, context)

@@ -4,6 +4,7 @@ lengths of rows, never their tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ulysses_cli.data.steps import Rows
@@ -52,25 +53,26 @@ class KernelWorkload:
 ANY_WORK = KernelWorkload()
 
 
-def measure_mix(rows: Rows) -> LengthMix:
-    """Takes the row of median work among a sample that is spread over all rows."""
+def measure_mix(rows: Rows, eval_rows: Rows | None = None, *, generates: bool = False) -> LengthMix:
+    """Takes the row of median work among a sample that is spread over all rows. Kernels get the lengths of evaluation
+    too. `generates`: and those of prompts, of which there are many."""
     num_rows = len(rows)
     if not num_rows:
         return ANY_MIX
     step = -(-num_rows // NUM_SAMPLED_ROWS)
     sampled = sorted((rows.get_lengths(row) for row in range(0, num_rows, step)), key=_measure_work)
-    return LengthMix(tuple(sampled[len(sampled) // 2]), _has_few_lengths(rows))
+    all_rows = [rows] if eval_rows is None else [rows, eval_rows]
+    return LengthMix(tuple(sampled[len(sampled) // 2]), not generates and _has_few_lengths(all_rows))
 
 
 def _measure_work(lengths: tuple[int, ...]) -> int:
     return sum(length * length for length in lengths)
 
 
-def _has_few_lengths(rows: Rows) -> bool:
+def _has_few_lengths(all_rows: Iterable[Rows]) -> bool:
     """What fills up a row is a document too, of a length that follows from the row's tokens: their number counts."""
     found: set[int] = set()
-    for row in range(len(rows)):
-        lengths = rows.get_lengths(row)
+    for lengths in (rows.get_lengths(row) for rows in all_rows for row in range(len(rows))):
         found.update(lengths)
         found.add(sum(lengths))
         if len(found) > MAX_CUDNN_LENGTHS:
