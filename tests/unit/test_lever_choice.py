@@ -407,6 +407,40 @@ def test_a_disk_is_weighed_against_computing_attention_twice(disk_gb_s: float, t
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(("accumulation", "on_disk"), [(1, ("cpu", "nvme")), (16, ("nvme", "cpu"))])
+def test_states_or_saved_results_go_to_the_disk(accumulation: int, on_disk: tuple[str, str], tmp_path: Path) -> None:
+    """One host of 200 GiB holds one of the two. States pass the disk once per step, results once per row: of many rows
+    in a step, the states are the faster to put there."""
+    gpu = replace(H100, host_bytes_per_gpu=200 << 30)
+    words = ("parallel.sp_size=1", "data.max_length=256Ki", f"memory.nvme_path={tmp_path}",
+             f"train.gradient_accumulation_steps={accumulation}")  # fmt: skip
+
+    def measure(*others: str) -> tuple[tuple[str, str], float, str]:
+        recipe = load(*words, *others).recipe
+        choice = choose_levers(recipe, LLAMA_8B, gpu)
+        assert choice.fit is not None
+        levers = choice.levers
+        seconds = compute_speed(make_job(recipe, LLAMA_8B, levers), gpu).step_seconds
+        kept = (levers.offload_optimizer, levers.offloaded_to)
+        return (
+            kept,
+            seconds if choice.fit.verdict == "fits" else float("inf"),
+            choice.reasons.get("offload_optimizer", ""),
+        )
+
+    chosen, seconds, reason = measure()
+    assert chosen == on_disk
+    times = {
+        (states, saved): measure(f"memory.offload_optimizer={states}", f"memory.activation_offload_device={saved}")[1]
+        for states in ("none", "cpu", "nvme")
+        for saved in ("cpu", "nvme")
+    }
+    assert min(times, key=lambda kept: times[kept]) == on_disk
+    assert seconds == min(times.values()) < times["cpu", "cpu"], times
+    assert ("on the host a node would need " in reason) == (on_disk[0] == "nvme")
+
+
+@pytest.mark.check
 def test_one_gpu_trains_on_a_row_past_2_to_the_31_with_a_disk(tmp_path: Path) -> None:
     """1.2 Mi tokens of 8B on one H200: what no host of 240 GiB holds waits on the disk. Without one the estimate says
     how much host memory it takes, and what a disk would hold."""

@@ -20,6 +20,7 @@ from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.order import Ring
 from ulysses_cli.plan.rows.ring_share import NO_RING, measure_ring
 from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes, compute_speed
+from ulysses_cli.report.ledger import format_better_ring
 
 LLAMA = get_shape("meta-llama/Llama-3.1-8B")
 
@@ -117,6 +118,23 @@ def test_a_better_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert find_better_ring(replace(job, kernel=kernel), gpu) == found, "cuDNN serves no ring"
     monkeypatch.setattr(rings, "fits", lambda tried, _: tried.layout.ring_size == 2)
     assert find_better_ring(job, gpu) == BetterRing(2, None), "the own does not fit"
+
+
+def test_a_ring_with_too_few_heads_for_the_chunks_is_named_with_as_many_as_it_takes() -> None:
+    """32 heads on 8 ranks of one machine: without a ring 4 on each, which 8 chunks do not divide. With as many
+    key/value heads, a ring of short rows is slower."""
+    gpu, levers = load_hardware().get_gpu("h100-80gb"), Levers(head_chunks=8, tiled_mlp=True, tiled_loss=True)
+    job = Job(get_shape("allenai/Olmo-3-1025-7B"), Layout(1, 1, 8, 8), 2**14, levers)
+    tried = {
+        size: replace(job, layout=Layout(1, 1, 8, size), levers=replace(levers, head_chunks=chunks))
+        for size, chunks in ((1, 4), (2, 8), (4, 8))
+    }
+    seconds = {size: compute_speed(each, gpu).step_seconds for size, each in tried.items()}
+    assert min(seconds, key=lambda size: seconds[size]) == 1
+    gain = 1 - seconds[1] / compute_speed(job, gpu).step_seconds
+    assert find_better_ring(job, gpu) == BetterRing(1, gain, head_chunks=4)
+    text = format_better_ring(BetterRing(1, 0.05, 4))
+    assert text == "parallel.ring_size: 1 and memory.attention_head_chunks: 4 takes 5.0% less time with these levers"
 
 
 def test_an_estimate_says_what_its_ring_gains() -> None:

@@ -96,7 +96,7 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         ("longest", _format_longest(estimate)),
         *_format_speed(estimate),
         *([("ring", estimate.own_ring)] if estimate.own_ring else []),
-        *([("ring", _format_better_ring(estimate.better_ring))] if estimate.better_ring else []),
+        *([("ring", format_better_ring(estimate.better_ring))] if estimate.better_ring else []),
         *([("layout", format_inside(estimate.inside, job.layout.ring_size))] if estimate.inside else []),
     ]
     text = "\n".join(f"{label:<10} {value}" for label, value in rows)
@@ -140,9 +140,10 @@ def _format_longest(estimate: Estimate) -> str:
     return f"{these} tokens per row with these levers{limit}, {every} with every lever"
 
 
-def _format_better_ring(ring: BetterRing) -> str:
+def format_better_ring(ring: BetterRing) -> str:
     gain = "fits" if ring.gain is None else f"takes {ring.gain:.1%} less time"
-    return f"parallel.ring_size: {ring.size} {gain} with these levers"
+    fewer = f" and memory.attention_head_chunks: {ring.head_chunks}" if ring.head_chunks is not None else ""
+    return f"parallel.ring_size: {ring.size}{fewer} {gain} with these levers"
 
 
 def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:

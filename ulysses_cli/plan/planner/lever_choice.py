@@ -321,7 +321,9 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
         if name == "offloaded_to" and not job.has_disk:
             return "no disk is named (memory.nvme_path)"
         return "would not help" if fit.wall != "host" else "the host has no room for it"
-    without = replace(job, levers=replace(job.levers, **{name: off}))
+    # What is on a disk would be on the host instead.
+    instead, lesser = ("on the host", "cpu") if value == "nvme" else ("without it", off)
+    without = replace(job, levers=replace(job.levers, **{name: lesser}))
     if not is_indexable(without):
         return "without it a kernel would see 2^31 elements"
     if name in ("tiled_loss", "tiled_mlp") and not is_tried(without):
@@ -330,6 +332,6 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     if is_last_measure(name, value) and (needs := _find_host_need(without, gpu) / GIB):
         has = gpu.get_host_bytes(job.world_size) / GIB
         with_it = fit.host_peak_bytes / GIB
-        return f"without it a node would need {needs:,.0f} GiB of host memory of {has:,.0f}, with it {with_it:,.0f}"
+        return f"{instead} a node would need {needs:,.0f} GiB of host memory of {has:,.0f}, with it {with_it:,.0f}"
     gain = f"without it the peak would be {peak / GIB:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
     return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain

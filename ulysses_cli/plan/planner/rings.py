@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Candidate
@@ -116,29 +116,33 @@ def _name_ring(layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class BetterRing:
-    """Another ring for the ranks of a job, with the same levers. `gain`: the share of the time that it saves; None:
-    the job does not fit, and with this ring it does."""
+    """Another ring for the ranks of a job, with the same levers but for `head_chunks`, where its ranks have too few
+    heads for those of the job. `gain`: the share of the time that it saves; None: the job does not fit, and with this
+    ring it does."""
 
     size: int
     gain: float | None
+    head_chunks: int | None = None
 
 
 def find_better_ring(job: Job, gpu: Gpu) -> BetterRing | None:
     """The fastest other ring that fits and that the recipe's attention kernel serves, if it gains enough or the job's
     own does not fit."""
-    own, found = compute_speed(job, gpu).step_seconds, list[tuple[float, int]]()
+    own, found = compute_speed(job, gpu).step_seconds, list[tuple[float, int, int]]()
     takes_rings = job.kernel == "auto" or BACK_ENDS[job.kernel].takes_more_keys
     for size in job.shape.list_ring_sizes(job.layout.sp_size):
         layout = replace(job.layout, ring_size=size)
-        heads = job.shape.num_heads // layout.ulysses_size
-        if size > (MAX_RING if takes_rings else 1) or layout == job.layout or heads % job.levers.head_chunks:
+        if size > (MAX_RING if takes_rings else 1) or layout == job.layout:
             continue
-        tried = replace(job, layout=layout)
+        heads = job.shape.num_heads // layout.ulysses_size
+        chunks = max(each for each in list_divisors(heads) if each <= job.levers.head_chunks)
+        tried = replace(job, layout=layout, levers=replace(job.levers, head_chunks=chunks))
         if fits(tried, gpu):
-            found.append((compute_speed(tried, gpu).step_seconds, size))
+            found.append((compute_speed(tried, gpu).step_seconds, size, chunks))
     if not found:
         return None
-    seconds, size = min(found)
+    seconds, size, chunks = min(found)
+    fewer = chunks if chunks != job.levers.head_chunks else None
     if not fits(job, gpu):
-        return BetterRing(size, None)
-    return BetterRing(size, 1 - seconds / own) if seconds <= (1 - RING_GAIN) * own else None
+        return BetterRing(size, None, fewer)
+    return BetterRing(size, 1 - seconds / own, fewer) if seconds <= (1 - RING_GAIN) * own else None
