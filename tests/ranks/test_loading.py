@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import make_config
 from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
 from support.tiers import sample
 from support.training import CONFIG, MemoryRows, make_recipe
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.train.assembly.loading import gather_whole
 
 ROWS = [[(30, 0), (20, 0)]]
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -86,3 +88,35 @@ def test_missing_unexpected_and_spoilt_weights_are_refused(change: str, words: s
     )
     with pytest.raises(RankError, match=words):
         run_on_ranks(2, load_and_read, recipe)
+
+
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+
+
+def load_and_gather(recipe: Recipe) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, parameter in RunHarness(recipe, MemoryRows(ROWS), 1).built.module.model.named_parameters():
+        with gather_whole(parameter):
+            weights[name] = parameter.detach().clone()
+    return weights
+
+
+@pytest.mark.parametrize(("layout", "stage"), sample(product(("stacked", "split"), (3, 1)), [], [("stacked", 3)]))
+def test_experts_are_read_stacked_and_one_by_one(layout: str, stage: int, tmp_path: Path) -> None:
+    """They stand in the files of a multimodal model."""
+    text = make_config("qwen3_5_moe_text").to_dict()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=VISION)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(tmp_path)
+    if layout == "stacked":
+        save_file(whole.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    has_stacked = any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    assert has_stacked == (layout == "stacked")
+    recipe = make_recipe(f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2")
+    folder = {"name_or_path": str(tmp_path), "config": None}
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=folder)})
+    expected = {f"model.{name}": value for name, value in whole.model.language_model.named_parameters()}
+    for ours in run_on_ranks(2, load_and_gather, recipe):
+        assert ours.keys() == {*expected, "lm_head.weight"}
+        assert all(torch.equal(ours[name], value) for name, value in expected.items())
