@@ -14,9 +14,10 @@ from ulysses_cli.plan.ledger import mlp
 from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, make_job, read_engine
 from ulysses_cli.plan.ledger.ledger import PHASES, compute_ledger
-from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups, list_weights
+from ulysses_cli.plan.ledger.weights import Adapters, list_weights
 from ulysses_cli.plan.ledger.zero import states
 from ulysses_cli.plan.ledger.zero.gathering import compute_gathered
+from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.levers import Levers, count_most_offloaded
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import find_largest, find_max_length, judge

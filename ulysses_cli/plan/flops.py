@@ -74,12 +74,17 @@ def count_layer_weights(shape: ModelShape, layer: Layer) -> int:
     attention, mlp = layer.attention, layer.mlp
     if attention is None or mlp is None or len(layer.mixers) > 1 or not mlp.is_gated or attention.latent is not None:
         return layer.num_parameters - count_idle(shape, layer)
-    width = 2 * attention.num_heads + (2 - attention.keys_are_values) * attention.num_kv_heads
-    projections = shape.hidden_size * (attention.head_dim * width + attention.gate_width)
+    width = 2 * attention.num_heads + attention.num_made * attention.num_kv_heads
+    projections = shape.hidden_size * (attention.head_dim * width + attention.gate_width) + count_vector_weights(shape)
     if isinstance(mlp, DenseMlp):
         return projections + 3 * shape.hidden_size * mlp.inner_size
     experts = 3 * shape.hidden_size * (mlp.inner_size * mlp.num_per_token + mlp.shared_size)
     return projections + experts + shape.hidden_size * mlp.num_experts
+
+
+def count_vector_weights(shape: ModelShape) -> int:
+    """Of a layer with a vector of its own for each token: its part of what projects to them, a gate and an output."""
+    return 3 * shape.hidden_size * shape.token_vectors.size if shape.token_vectors else 0
 
 
 def count_idle(shape: ModelShape, layer: Layer, num_tokens: int = 1) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ulysses_cli.plan.flops import count_pair_flops, count_pairs
+from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_vector_weights
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger import latent
@@ -36,6 +36,7 @@ from ulysses_cli.plan.models.layers import (
     Layer,
     Mixer,
 )
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rows.ring_share import measure_ring
 from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
@@ -98,7 +99,7 @@ def compute_projection_flops(job: Job) -> float:
 
 def _count_projected(job: Job, layer: Layer) -> int:
     """Weights of its projections."""
-    return sum(_count_projected_of(job, mixer) for mixer in layer.mixers)
+    return sum(_count_projected_of(job, mixer) for mixer in layer.mixers) + count_vector_weights(job.shape)
 
 
 def _count_projected_of(job: Job, mixer: Mixer) -> int:
@@ -106,7 +107,7 @@ def _count_projected_of(job: Job, mixer: Mixer) -> int:
     if isinstance(mixer, AttentionMixer):
         if mixer.latent is not None:
             return latent.count_weights(job, mixer)
-        width = 2 * mixer.num_heads + (2 - mixer.keys_are_values) * mixer.num_kv_heads
+        width = 2 * mixer.num_heads + mixer.num_made * mixer.num_kv_heads
         return hidden * (width * mixer.head_dim + mixer.gate_width)
     if isinstance(mixer, ConvolutionMixer):
         return hidden * 4 * mixer.conv_channels
@@ -201,14 +202,19 @@ def compute_elementwise_bytes(job: Job) -> float:
     total = 0.0
     for kind, before in job.shape.kinds_before.items():
         view = job.view(kind)
-        heads = view.query_width + view.kv_width if kind.attention else 0
-        norms = job.num_norms * h + (heads if job.shape.query_key_norm else 0)
+        heads = view.query_width + view.own_kv_width if kind.attention else 0
+        norms = job.num_norms * h + count_normed(job.shape) + (heads if job.shape.query_key_norm else 0)
         gates = sum(map(count_norm_passes, kind.mixers))
         width = view.shape.intermediate_size if kind.mlp else 0
         if kind.num_experts:
             width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
         total += before[-1] * (norm * norms + rotation * heads + b * gates + 6 * b * h + activation * width)
     return total * job.local_tokens
+
+
+def count_normed(shape: ModelShape) -> int:
+    """Of a layer's own vectors: the norm of the projected ones, and that of what they make."""
+    return shape.token_vectors.size + shape.hidden_size if shape.token_vectors else 0
 
 
 def compute_sum_bytes(job: Job) -> float:

@@ -33,10 +33,10 @@ def compute_attention_result(job: Job) -> int:
 def compute_query_norms_saved(job: Job) -> int:
     """The norms of queries and keys, where the family has them. One of values has no weight and saves its float32 input
     alone, 4 k S."""
-    values = 4 * job.kv_width * job.local_tokens if job.shape.model_type in NORMS_OF_VALUES else 0
+    values = 4 * job.own_kv_width * job.local_tokens if job.shape.model_type in NORMS_OF_VALUES else 0
     if not job.shape.query_key_norm:
         return 0
-    return compute_query_norm_saved(job, job.query_width + job.kv_width) + values
+    return compute_query_norm_saved(job, job.query_width + job.own_kv_width) + values
 
 
 def saves_slices(job: Job) -> bool:
@@ -50,7 +50,7 @@ def compute_attention_rows(job: Job) -> int:
     """Saved queries, keys and values: b (q + 2 k) S as slices, b (q + 2 r) S as whole rows. Where v is saved as it was
     projected and the family projects q, k and v together, v is a view that keeps the whole projection alive."""
     is_own = saves_slices(job) or job.layout.ulysses_size == 1
-    kv = job.kv_width if is_own else job.row_kv_width
+    kv = job.own_kv_width if is_own else job.row_kv_width
     return job.dtype_bytes * (job.query_width + 2 * kv + is_own * count_fused(job)) * job.local_tokens
 
 
@@ -117,7 +117,7 @@ def compute_attention_forward(job: Job) -> int:
     """The projections' input and the rank's own q, k, v: b (h + q + 2 k) S. In addition the largest of: rotation, 3 q
     or q + 3 k; the exchange before the kernel, 2 (q + 2 r) / n, with the previous chunk's result and the output; the
     exchange after the kernel, with rows, result, a send buffer and a receive buffer."""
-    h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
+    h, q, k, r, n = job.shape.hidden_size, job.query_width, job.own_kv_width, job.chunk_kv_width, job.levers.head_chunks
     own = h * has_norm_before(job.shape) + q + 2 * k + 2 * count_gate(job)
     if job.layout.ulysses_size == 1:
         widest = (q if n == 1 else q + q // n) + _count_copied_rows(job)
@@ -155,7 +155,7 @@ def _count_rounds_forward(job: Job, q: int, kv: int) -> int:
 
 def count_rotating(job: Job) -> int:
     """Elements per token while queries and keys are rotated; twice as many where rotation is in float32."""
-    q, k = job.query_width, job.kv_width
+    q, k = job.query_width, job.own_kv_width
     if job.shape.model_type in COPIES_TO_ROTATE and job.dtype_bytes < 4:
         return 2 * max(4 * q + k, 2 * q + 4 * k)
     is_precise = job.shape.model_type in PRECISE_ROTARY and job.dtype_bytes < 4
@@ -165,7 +165,7 @@ def count_rotating(job: Job) -> int:
 def compute_attention_again(job: Job) -> int:
     """While a layer's attention is recomputed: as in the forward, and what its norms save. Where its result is saved,
     recomputation ends after the rotation."""
-    h, q, k = job.shape.hidden_size, job.query_width, job.kv_width
+    h, q, k = job.shape.hidden_size, job.query_width, job.own_kv_width
     saved = compute_query_norms_saved(job)
     if has_norm_before(job.shape):
         saved += compute_input_norm_saved(job)
@@ -180,7 +180,7 @@ def compute_attention_exchange(job: Job) -> int:
     sending and receiving: 2 q for that gradient, or 2 (3 q + 2 r) / n where slices were saved and travel too. With one
     chunk a slice is freed once it is copied, and the result and its gradient travel after the others. With several
     chunks there is also room for all gradients."""
-    q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    q, k, r, b, n = job.query_width, job.own_kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
     gate = b * count_gate(job)  # its gradient waits for that of the queries
     if job.layout.ulysses_size == 1:
         return (gate + b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
@@ -196,7 +196,7 @@ def list_kernel_runs(job: Job) -> Iterator[tuple[int, int]]:
     rank's slice of the output's gradient, b q S; where rows had to be exchanged, whole rows of that gradient, q, k, v
     and the result; and the gradients of q, k and v. Saved slices are freed by then, unless further chunks of heads need
     them. Sinks get their gradient after the kernel, on a ring when all keys are done."""
-    q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    q, k, r, b, n = job.query_width, job.own_kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
     is_split = job.layout.ulysses_size > 1
     if n > 1:
         copied = _count_copied_rows(job) + 2 * count_copy(job, q // n, q)

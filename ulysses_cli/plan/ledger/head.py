@@ -10,9 +10,8 @@ from ulysses_cli.plan.ledger.layer import (
     PRECISE_NORMS,
     PROOF_TOKENS,
     compute_norm_backward,
+    compute_norm_forward,
     compute_norm_saved,
-    count_mlp_tile_tokens,
-    is_one_kernel,
     saves_norm_input,
 )
 from ulysses_cli.plan.rows.indexing import EMBEDDING, LINEAR, runs_in_pieces
@@ -38,20 +37,7 @@ def compute_final_norm_saved(job: Job) -> int:
 
 
 def compute_final_norm_forward(job: Job) -> int:
-    """While it is computed: its input, the input in float32, normalized, cast to the model's dtype, and scaled: (8 + 3
-    b) h S. Where it is scaled in float32 too: (12 + 2 b) h S; where it is centered, (16 + 2 b) h S; without weights,
-    (8 + 2 b) h S. Fused: input and output. In tiles: input, output and all of one tile."""
-    b, hidden = job.dtype_bytes, job.shape.hidden_size
-    precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
-    if job.family.norm_parts == 0:
-        precise = 0
-    elif job.shape.centers_norms:
-        precise = 8
-    whole = 8 + 2 * b + precise
-    if saves_norm_input(job):
-        tile = 0 if is_one_kernel(job) else whole * hidden * count_mlp_tile_tokens(job)
-        return 2 * b * hidden * job.local_tokens + tile
-    return whole * hidden * job.local_tokens
+    return compute_norm_forward(job, job.shape.hidden_size)
 
 
 def compute_final_norm_backward(job: Job) -> int:

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.saved_results import compute_offloaded
-from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
+from ulysses_cli.plan.ledger.weights import Weights, count_shard
 from ulysses_cli.plan.ledger.zero import states
+from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.levers import swaps_activations
 from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
 

@@ -94,6 +94,7 @@ class Job:
     has_disk: bool = False  # a folder on a local disk is named
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
     model: ModelShape | None = None  # the whole model's, in a view of one kind of layer
+    borrows_kv: bool = False  # in a view: an earlier layer's keys and values are used
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up caches by job."""
@@ -130,9 +131,10 @@ class Job:
         if attention is not None:
             heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
             sizes |= {**heads, "head_dim": attention.head_dim, "model_type": find_alike(shape, kind)}
-        if all(getattr(shape, name) == size for name, size in sizes.items()):
+        borrows = attention is not None and attention.borrows_kv
+        if all(getattr(shape, name) == size for name, size in sizes.items()) and not borrows:
             return self
-        return replace(self, shape=replace(shape, **sizes), model=self.model or shape)
+        return replace(self, shape=replace(shape, **sizes), model=self.model or shape, borrows_kv=borrows)
 
     @cached_property
     def world_size(self) -> int:
@@ -150,6 +152,11 @@ class Job:
     @property
     def kv_width(self) -> int:
         return self.shape.num_kv_heads * self.shape.head_dim
+
+    @property
+    def own_kv_width(self) -> int:
+        """Of the keys that a layer makes itself."""
+        return 0 if self.borrows_kv else self.kv_width
 
     @cached_property
     def row_kv_width(self) -> int:
@@ -244,14 +251,12 @@ def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
         return True
     gate_is_known = bool(mixer.gate_width) == bool(family.attention_gate)
     is_usual = mixer.latent is not None or mixer.head_dim == mixer.value_head_dim
-    return gate_is_known and is_usual and not mixer.borrows_kv
+    return gate_is_known and is_usual
 
 
 def _explain_unknown(shape: ModelShape) -> str:
     if shape.inexact:
         return "" if "not on the list" in shape.inexact else shape.inexact
-    if any(layer.attention and layer.attention.borrows_kv for layer in shape.layer_kinds):
-        return "some of its layers use keys and values of an earlier one"
     has_more = shape.model_type in COMPARED and shape.num_parameters is not None and _has_more(shape)
     return "it has weights beside those of usual layers, such as embeddings of single layers" if has_more else ""
 

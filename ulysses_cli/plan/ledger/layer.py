@@ -91,6 +91,23 @@ def compute_query_norm_backward(job: Job, width: int) -> int:
     return compute_norm_backward(job, width)
 
 
+def compute_norm_forward(job: Job, width: int) -> int:
+    """While it is computed: its input, the input in float32, normalized, cast to the model's dtype, and scaled: (8 + 3
+    b) S width. Where it is scaled in float32 too: (12 + 2 b) S width; where it is centered, (16 + 2 b) S width; without
+    weights, (8 + 2 b) S width. Fused: input and output. In tiles: input, output and all of one tile."""
+    b = job.dtype_bytes
+    precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
+    if job.family.norm_parts == 0:
+        precise = 0
+    elif job.shape.centers_norms:
+        precise = 8
+    whole = 8 + 2 * b + precise
+    if saves_norm_input(job):
+        tile = 0 if is_one_kernel(job) else whole * width * count_mlp_tile_tokens(job)
+        return 2 * b * width * job.local_tokens + tile
+    return whole * width * job.local_tokens
+
+
 def compute_norm_backward(job: Job, width: int) -> int:
     """At most four float32 tensors in addition to what was saved: 16 S width, and one more instead of the scaled result
     where that was not saved. Fused: the gradient alone. In tiles: that gradient, and all of this for one tile."""

@@ -11,17 +11,26 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.recurrence import convolution, kimi
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
-from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
+from ulysses_cli.plan.ledger.token_vectors import vectors
+from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_GATE, VECTOR_NORM, VECTOR_OUTPUT
+from ulysses_cli.plan.ledger.weights import (
+    INPUT_NORM,
+    NORM_BEHIND,
+    has_norm_before,
+    has_norm_behind,
+)
 from ulysses_cli.plan.models.layers import DenseMlp, Layer
 
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
+    VECTOR_NORM: -3, VECTOR_OUTPUT: -2, VECTOR_GATE: -1,
     NORM_BEHIND: 0, "down_proj": 1, "up_proj": 2, "gate_up_proj": 2, "gate_proj": 3, "router": 3, "o_proj": 5,
     "out_proj": 5, "q_proj": 6, INPUT_NORM: 7,
 }  # fmt: skip
 SNAPSHOT_PLACES = {
-    "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
+    "recomputation": -3, "norm of token vectors": -3,
+    "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
     "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6, "latents": 6, "forget gate": 6,
-    "query norm": 6, "input norm": 7,
+    "query norm": 6, "input norm": 7, "gradient of token vectors": 8,
 }  # fmt: skip
 
 
@@ -76,6 +85,9 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
                     mlp=max(mlp.compute_end_again(job), mlp.compute_activation_again(job)),
                 ),
             )
+    if job.shape.token_vectors:
+        yield VECTOR_NORM, take("norm of token vectors", whole_mixer, mlp_saved, norm_backward=norm_work)
+        mlp_saved = mlp.compute_own_saved(job, kind) + vectors.compute_waiting(job)
     if has_norm_behind(job.shape):
         with_scaled = norm_work + mlp.compute_scaled(job)
         yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=with_scaled)
@@ -152,7 +164,7 @@ def _walk_attention(
 def count_mlp_left(job: Job, kind: Layer) -> int:
     """What is still saved when the MLP's backward begins: a norm behind it has freed its own part, and so has one
     behind experts beside it, whose results have a gradient of their own."""
-    saved = mlp.compute_mlp_saved(job, kind)
+    saved = mlp.compute_own_saved(job, kind) + vectors.compute_waiting(job)
     if mlp.is_beside(job, kind):
         saved += layer.compute_layer_input(job) - layer.compute_norm_saved(job, job.shape.hidden_size)
     if not has_norm_behind(job.shape):

@@ -123,6 +123,6 @@ def compute_left_for_projections(job: Job, kind: Layer, weight: str) -> int:
     if kind.attention is None:
         return convolution.compute_left_for_projection(job)
     gone = attention.compute_attention_rows(job) + attention.compute_output_input(job)
-    width = job.query_width + attention.count_gate(job) + 2 * job.kv_width
+    width = job.query_width + attention.count_gate(job) + 2 * job.own_kv_width
     gradients = job.dtype_bytes * width * job.local_tokens
     return attention.compute_attention_saved(job) - gone + gradients + compute_beside(job, kind)

@@ -22,6 +22,7 @@ from ulysses_cli.plan.ledger.layer import (
     saves_norm_input,
     saves_result,
 )
+from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.weights import BESIDE_MLP, PARALLEL, has_norm_before, has_norm_behind, is_fused_mlp
 from ulysses_cli.plan.models.family import HYBRID
 from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
@@ -70,6 +71,10 @@ def compute_mlp_saved(job: Job, layer: Layer) -> int:
     """What its norms save, its input, and what its inside saves; in tiles, nothing of the inside."""
     if layer.mlp is None:
         return 0
+    return compute_own_saved(job, layer) + vectors.compute_layer_saved(job)
+
+
+def compute_own_saved(job: Job, layer: Layer) -> int:
     is_behind = has_norm_behind(job.shape)
     num_norms = job.num_norms - has_norm_before(job.shape) - is_behind
     needs = is_tiled(job) or saves_input(job, "gate_proj", "up_proj", "gate_up_proj")

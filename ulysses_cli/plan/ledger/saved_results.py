@@ -8,6 +8,7 @@ from ulysses_cli.plan.ledger import layer, mixers, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.recurrence import convolution
+from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, has_norm_before
 from ulysses_cli.plan.models.layers import Layer
 
@@ -19,7 +20,8 @@ NORMED_EMBEDDINGS = {"nanochat"}  # modeling_nanochat.py: NanoChatModel.forward
 
 def list_saved(job: Job) -> Lines:
     """What all layers have saved for the backward, as far as it is on the GPU when the last layer has run."""
-    num_layers, before = job.shape.num_layers, {"saved_embedding_norm": _compute_embedding_norm(job)}
+    num_layers = job.shape.num_layers
+    before = {"saved_embedding_norm": _compute_embedding_norm(job), **vectors.list_saved(job)}
     if job.levers.gradient_checkpointing is False:
         return {"saved_layers": _sum_saved_inside(job, num_layers), **before}
     return before | _sum_saved(job, num_layers - count_on_device(job, num_layers), num_layers)
@@ -57,12 +59,13 @@ def _sum_saved(job: Job, start: int, stop: int) -> Lines:
     kinds_before, first = job.shape.kinds_before, job.weights.first_trained
     start, stop = max(start, first), max(stop, first)
     results = outputs = 0
+    own = vectors.compute_own(job) * (job.levers.offloaded_layers > 0)  # else it is a view
     for kind, (result, output) in _list_kept(job).items():
         num = kinds_before[kind][stop] - kinds_before[kind][start]
         results += num * result
         outputs += num * output
     return {
-        "saved_layer_inputs": (stop - start) * layer.compute_layer_input(job),
+        "saved_layer_inputs": (stop - start) * (layer.compute_layer_input(job) + own),
         "saved_attention_results": results,
         "saved_mlp_outputs": outputs,
     }
@@ -132,8 +135,15 @@ def count_embedded(job: Job) -> int:
 
 
 def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
-    """`lines` when only the first `num_left` layers are left: without what the layers above had saved. An input that
-    came back from the host is freed by the layer's forward, unless a norm has saved it unchanged."""
+    """`lines` when only the first `num_left` layers are left: without what the layers above had saved, and in a
+    backward with the gradients that they left for others."""
+    if "residual_gradient" in lines:
+        lines = {**lines, **vectors.list_gradients(job, num_left)}
+    return _drop_saved(job, lines, num_left)
+
+
+def _drop_saved(job: Job, lines: Lines, num_left: int) -> Lines:
+    """An input that came back from the host is freed by the layer's forward, unless a norm has saved it unchanged."""
     num_layers = job.shape.num_layers
     if job.levers.gradient_checkpointing is False:
         gone = _sum_saved_inside(job, num_layers) - _sum_saved_inside(job, num_left) if num_left < num_layers else 0

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from ulysses_cli.plan.ledger import attention, device, head, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
+from ulysses_cli.plan.ledger.layer_backward import get_snapshot_place, make_inside, walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
+from ulysses_cli.plan.ledger.token_vectors import lent_keys, vectors
+from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_EMBEDDING, VECTOR_GATE, VECTOR_OUTPUT
+from ulysses_cli.plan.ledger.weights import INPUT_NORM
 from ulysses_cli.plan.ledger.zero import lower_stages, states, swapping
-from ulysses_cli.plan.ledger.zero.flushes import list_last_filled
+from ulysses_cli.plan.ledger.zero.flushes import find_filled, list_last_filled
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, compute_gathered
 from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
 from ulysses_cli.plan.models.layers import Layer
@@ -84,14 +87,19 @@ def _list_before_gradients(job: Job) -> tuple[str, ...]:
         return BEFORE_GRADIENTS
     if job.trains("norm"):
         return (*BEFORE_GRADIENTS, LEAVES)
+    before = (*BEFORE_GRADIENTS, LEAVES, "final norm", "recomputation", "norm of token vectors")
+    if job.shape.token_vectors and job.adapters.adapts(VECTOR_OUTPUT, VECTOR_GATE):
+        return before
     in_mlp = () if job.adapters.adapts(*job.family.mlp_modules) else BEFORE_ATTENTION
-    return (*BEFORE_GRADIENTS, LEAVES, "final norm", "recomputation", "norm behind the MLP", *in_mlp)
+    return (*before, "norm behind the MLP", *in_mlp)
 
 
 def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     gathered = compute_gathered(job)
     yield from _walk_load(job, gathered)
     held, saved_results = _list_held(job, gathered), list_saved(job)
+    if job.shape.token_vectors:
+        yield from _walk_vectors(job, held, gathered, "forward")
     inside = {**saved_results, "embedded": count_embedded(job)}
     recomputes = job.levers.gradient_checkpointing is not False
     for kind in job.shape.layer_kinds:
@@ -128,7 +136,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     for kind in job.shape.layer_kinds:
         if job.shape.last_of_kind[kind] < job.weights.first_trained:
             continue
-        for place, snapshot in walk_layer_backward(job, kind, base):
+        for place, snapshot in _walk_layer(job, kind, base):
             yield from _gather(job, kind, snapshot, gathered, place)
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
@@ -148,6 +156,26 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
                 yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", {**lines, **large})
         yield from walk_flushes(job, kind, base, gathered)
     yield from _walk_ends(job, held, gathered)
+
+
+def _walk_layer(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, MemorySnapshot]]:
+    """A layer's backward, and its end, where its vectors' gradient is filled up with zeros to that of all layers."""
+    yield from walk_layer_backward(job, kind, base)
+    if job.shape.token_vectors and vectors.have_gradient(job):
+        name, filled = "gradient of token vectors", {"token_vectors_filled": vectors.compute_vectors(job)}
+        place = get_snapshot_place(job, kind, name)
+        yield INPUT_NORM, make_inside(job.view(kind), kind, base, name, place, 0, 0, filled)
+
+
+def _walk_vectors(job: Job, held: Lines, gathered: Gathered, phase: str) -> Iterator[MemorySnapshot]:
+    """Before the first layer."""
+    embedded, b = {"embedded": layer.compute_layer_input(job)}, job.dtype_bytes
+    for name, num_gathered, work in (
+        ("vectors are looked up", gathered.start, vectors.compute_embedding_forward(job)),
+        ("vectors are normed", gathered.vectors, vectors.compute_forward(job)),
+    ):
+        lines = {"parameters_gathered": b * num_gathered, "token_vectors": work}
+        yield MemorySnapshot(phase, name, {**held, **embedded, **lines})
 
 
 def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
@@ -178,7 +206,10 @@ def _gather(
     numbers, first = job.shape.numbers_of_kind[kind], job.weights.first_trained
     if snapshot.phase == "backward" and first:
         numbers = frozenset(number for number in numbers if number >= first)
-    maxima = gathered.list_maxima(snapshot.phase, place, numbers)
+    if snapshot.phase == "backward" and (job.shape.token_vectors or lent_keys.is_lending(job)):
+        maxima = gathered.list_backward(place, numbers)  # what waits for lower layers grows
+    else:
+        maxima = gathered.list_maxima(snapshot.phase, place, numbers)
     for number, num_elements in maxima or ((job.shape.last_of_kind[kind], 0),):
         lines = drop_layers(job, snapshot.lines, number + 1)
         yield MemorySnapshot(
@@ -222,6 +253,8 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     end = {**held, "parameters_gathered": b * gathered.embedding}
     end["retained_gradients"] = lower_stages.compute_retained_gradients(job, job.weights.num_trained)
     residual = layer.compute_layer_input(job)
+    if job.shape.token_vectors and vectors.have_gradient(job):
+        yield from _walk_vectors_backward(job, end)
     came = {"residual_gradient": residual, "embedding_gradient": embedding}
     came["embedding_sum"] = head.compute_pieces_sum(job, "embed_tokens", residual)
     # a tied weight's two gradients are added to a third
@@ -252,6 +285,21 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     yield MemorySnapshot("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})
 
 
+def _walk_vectors_backward(job: Job, end: Lines) -> Iterator[MemorySnapshot]:
+    """After all layers: the norm of all vectors, then their embedding."""
+    residual = {"residual_gradient": layer.compute_layer_input(job)}
+    tied = {"tied_gradient": head.compute_head_gradient(job) if job.shape.tie_word_embeddings else 0}
+    norm = {"token_vectors": vectors.compute_backward(job)}
+    yield MemorySnapshot("backward", "vectors are normed", {**end, **residual, **tied, **norm})
+    if size := vectors.compute_embedding_gradient(job):
+        filled = find_filled(job.weights, job.engine.reduce_bucket, VECTOR_EMBEDDING)
+        lines = {"token_vectors": 2 * vectors.compute_vectors(job), "embedding_gradient": size}
+        yield MemorySnapshot("backward", EMBEDDED, {**end, **residual, **tied, **lines})
+        lines["token_vectors"] //= 2
+        lines["reduce_flush"] = states.compute_flush(job, *filled)
+        yield MemorySnapshot("backward", EMBEDDED, {**end, **residual, **tied, **lines})
+
+
 def compute_prefill(job: Job) -> int:
     """What generation holds besides weights and cache while it reads a prompt: the rotation's cosines and sines, the
     residual, and the tensors in use at the fullest place of a layer. An MLP's count the residual. Where rows are
@@ -271,7 +319,9 @@ def _compute_beside_mixer(job: Job) -> int:
 
 def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """A forward that saves only the embedding's output and a layer's input."""
-    residual = {"residual": 2 * layer.compute_layer_input(job)}
+    residual = {"residual": 2 * layer.compute_layer_input(job), **vectors.list_used(job)}
+    if job.shape.token_vectors:
+        yield from _walk_vectors(job, held, gathered, "evaluation")
     works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind))
     for kind, place, work in works:
         maxima = gathered.list_maxima("forward", place, job.shape.numbers_of_kind[kind])
@@ -323,7 +373,8 @@ def _list_loaded(job: Job, gathered: Gathered) -> Lines:
 def _list_held(job: Job, gathered: Gathered) -> Lines:
     """What stays between snapshots after the first step."""
     is_precise = job.shape.model_type in attention.PRECISE_ROTARY
-    rotary = 2 * (4 if is_precise else job.dtype_bytes) * job.shape.head_dim
+    widths = {mixer.head_dim for mixer in job.shape.attentions} if job.family.has_global_heads else {job.shape.head_dim}
+    rotary = 2 * (4 if is_precise else job.dtype_bytes) * sum(widths)
     return {
         **_list_loaded(job, gathered),
         "optimizer_adam": states.compute_adam(job),

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
-from ulysses_cli.plan.ledger.recurrence.modules import walk_convolution, walk_delta_net, walk_kimi_delta, walk_scan
+from ulysses_cli.plan.ledger.recurrence.modules import (
+    walk_convolution,
+    walk_delta_net,
+    walk_kimi_delta,
+    walk_latent_attention,
+    walk_scan,
+)
+from ulysses_cli.plan.ledger.token_vectors.modules import walk_all_vectors, walk_own_vector
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
 from ulysses_cli.plan.models.layers import (
@@ -15,7 +22,6 @@ from ulysses_cli.plan.models.layers import (
     DeltaNetMixer,
     ExpertsMlp,
     KimiDeltaMixer,
-    Latent,
     Layer,
     Mamba2Mixer,
 )
@@ -166,12 +172,46 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
     yield Module("", -1, 0, "with_loss")
     yield Module("", -1, 1, "model")
     yield Module(EMBEDDING, -1, 2, "embed_tokens", (("embedding", embedding),), trains(adapters, "embed_tokens"))
+    if vectors := shape.token_vectors:
+        make = partial(_make_beside, adapters)
+        yield from walk_all_vectors(shape.hidden_size, vectors, make, _make_linear(make, adapters))
     yield Module("", -1, 2, "rotary_emb")
     for index, layer in enumerate(shape.layers):
         yield from _walk_layer(shape, adapters, index, layer)
     yield Module(HEAD, -1, 2, "norm", tuple(list_norm("norm", shape)), trains(adapters, "norm"))
     name = "embedding" if shape.tie_word_embeddings else "head"
     yield Module(HEAD, -1, 1, "lm_head", ((name, embedding),), trains(adapters, "lm_head"))
+
+
+def _make_beside(
+    adapters: Adapters | None,
+    depth: int,
+    name: str,
+    *weights: tuple[str, int],
+    is_trained: bool | None = None,
+    in_mlp: bool = False,
+) -> Module:
+    """A module beside the embedding, before all layers."""
+    whole = adapters is None or ("norm" in name and trains(adapters, "norm"))
+    return Module(EMBEDDING, -1, depth, name, weights, whole if is_trained is None else is_trained, in_mlp)
+
+
+def _make_linear(make: Callable[..., Module], adapters: Adapters | None) -> Callable[..., Iterator[Module]]:
+    def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False, depth: int = 4) -> Iterator[Module]:
+        if adapters is None or (adapters.targets and name not in adapters.targets):
+            yield make(depth, name, (name, num_in * num_out), in_mlp=in_mlp)
+            return
+        # peft reads the first adapter's dtype in the outer module, for which DeepSpeed then fetches that adapter
+        yield make(depth, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
+        depth += 1
+        yield make(depth, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
+        yield make(depth, f"{name}.dropout", in_mlp=in_mlp)
+        yield make(depth, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
+        yield make(depth, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, is_trained=True)
+        if adapters.has_lengths:
+            yield make(depth, f"{name}.lengths", (f"{name}.lengths", num_out), in_mlp=in_mlp, is_trained=True)
+
+    return linear
 
 
 def list_norm(name: str, shape: ModelShape) -> Iterator[tuple[str, int]]:
@@ -198,18 +238,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         is_beside = in_mlp and shape.model_type in PARALLEL
         return Module(LAYERS, index, depth, name, own, whole if is_trained is None else is_trained, in_mlp, is_beside)
 
-    def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False) -> Iterator[Module]:
-        if adapters is None or (adapters.targets and name not in adapters.targets):
-            yield make(4, name, (name, num_in * num_out), in_mlp=in_mlp)
-            return
-        # peft reads the first adapter's dtype in the outer module, for which DeepSpeed then fetches that adapter
-        yield make(4, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
-        yield make(5, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
-        yield make(5, f"{name}.dropout", in_mlp=in_mlp)
-        yield make(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
-        yield make(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, is_trained=True)
-        if adapters.has_lengths:
-            yield make(5, f"{name}.lengths", (f"{name}.lengths", num_out), in_mlp=in_mlp, is_trained=True)
+    linear = _make_linear(make, adapters)
 
     def norm(name: str) -> Module:
         return make(3, name, *list_norm(name, shape))
@@ -252,6 +281,8 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         yield from linear("down_proj", inner, hidden, in_mlp=True)
     if behind:
         yield norm(NORM_BEHIND)
+    if vectors := shape.token_vectors:
+        yield from walk_own_vector(hidden, vectors, make, linear)
 
 
 def _walk_experts(
@@ -311,7 +342,7 @@ def _walk_attention(
     linear: Callable[[str, int, int], Iterator[Module]],
 ) -> Iterator[Module]:
     if attention.latent is not None:
-        yield from _walk_latent_attention(shape.hidden_size, attention, attention.latent, make, linear)
+        yield from walk_latent_attention(shape.hidden_size, attention, attention.latent, make, linear)
         return
     family, head_dim = FAMILIES[shape.model_type], attention.head_dim
     hidden, query, kv = shape.hidden_size, attention.num_heads * head_dim, attention.num_kv_heads * head_dim
@@ -327,6 +358,9 @@ def _walk_attention(
         yield from linear("q_proj", hidden, query + attention.gate_width)  # gates are a part of its result
         if shape.query_key_norm and not together:
             yield q_norm
+        if attention.borrows_kv:
+            yield from linear("o_proj", query, hidden)
+            return
         yield from linear("k_proj", hidden, kv)
         if shape.query_key_norm and not (together or shape.model_type in NORMS_OF_VALUES):
             yield k_norm
@@ -346,28 +380,6 @@ def find_alike(shape: ModelShape, layer: Layer) -> str:
     return ATTENTION_LIKE.get(shape.model_type, shape.model_type) if layer.attention else shape.model_type
 
 
-def _walk_latent_attention(
-    hidden: int,
-    attention: AttentionMixer,
-    latent: Latent,
-    make: Callable[..., Module],
-    linear: Callable[[str, int, int], Iterator[Module]],
-) -> Iterator[Module]:
-    """transformers: modeling_deepseek_v3.py, DeepseekV3Attention."""
-    query, values = attention.num_heads * attention.head_dim, attention.num_heads * attention.value_head_dim
-    yield make(3, "attention")
-    if latent.query_rank is None:
-        yield from linear("q_proj", hidden, query)
-    else:
-        yield from linear("q_a_proj", hidden, latent.query_rank)
-        yield make(4, "q_a_norm", ("q_a_norm", latent.query_rank))
-        yield from linear("q_b_proj", latent.query_rank, query)
-    yield from linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim)
-    yield make(4, "kv_a_norm", ("kv_a_norm", latent.kv_rank))
-    yield from linear("kv_b_proj", latent.kv_rank, query - attention.num_heads * latent.rope_dim + values)
-    yield from linear("o_proj", values, hidden)
-
-
 def has_norm_before(shape: ModelShape) -> bool:
     """Whether attention projects the output of a norm; otherwise it projects the layer's input."""
     return shape.model_type not in WITHOUT_INPUT_NORM
@@ -381,20 +393,3 @@ def has_norm_behind(shape: ModelShape) -> bool:
 def count_shard(num_elements: int, num_ranks: int) -> int:
     """Elements of a shard, rounded up as each weight is."""
     return -(-num_elements // num_ranks)
-
-
-@lru_cache(maxsize=64)
-def list_sub_groups(weights: Weights, num_ranks: int, size: int) -> tuple[int, ...]:
-    """Elements of this rank's shards that the optimizer steps together. Weights are added until there are `size` or
-    more, so a group may be larger by up to one weight's shard (stage3.py: _create_fp16_sub_groups)."""
-    whole = count_shard(weights.num_trained, num_ranks)
-    if size >= whole:
-        return (whole,)
-    numels = {name: numel for module in weights.modules if module.is_trained for name, numel in module.weights}
-    groups, filled = [], 0
-    for numel in numels.values():
-        filled += count_shard(numel, num_ranks)
-        if filled >= size:
-            groups.append(filled)
-            filled = 0
-    return (*groups, filled) if filled else tuple(groups)

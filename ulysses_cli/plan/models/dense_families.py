@@ -129,6 +129,7 @@ DENSE: dict[str, Family] = {
         dense_size=find_wide_size,
         layer_extras=count_per_layer_inputs,
         model_extras=count_per_layer_embeddings,
+        has_token_vectors=True,
         enables_experts="enable_moe_block",
         shared_size=lambda facts: facts.get_count("intermediate_size"),
         router_extras=1,

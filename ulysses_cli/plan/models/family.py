@@ -84,6 +84,7 @@ class Family:
     has_post_norms: Flag = False
     latent: bool = False
     has_global_heads: bool = False
+    has_token_vectors: bool = False
     recurrence: Literal["", "delta_net", "kimi_delta", "mamba2"] = ""
     has_narrow_gates: bool = True  # Kimi's gates are made through a narrow vector
     recurrence_bias: Flag = False

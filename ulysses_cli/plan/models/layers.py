@@ -38,6 +38,11 @@ class AttentionMixer:
     gate_width: int = 0
     latent: Latent | None = None
 
+    @property
+    def num_made(self) -> int:
+        """Projections that make its keys and values."""
+        return 0 if self.borrows_kv else 2 - self.keys_are_values
+
 
 @dataclass(frozen=True)
 class DeltaNetMixer:
@@ -93,6 +98,21 @@ class ConvolutionMixer:
 
     conv_channels: int
     conv_tokens: int
+
+
+@dataclass(frozen=True)
+class TokenVectors:
+    """A vector of `size` numbers that each layer has for each token, from an embedding of its own and from the model's,
+    which is projected to all of them at once."""
+
+    size: int
+    num_layers: int
+    vocab_size: int
+
+    @property
+    def width(self) -> int:
+        """Numbers per token for all layers."""
+        return self.num_layers * self.size
 
 
 Mixer = AttentionMixer | DeltaNetMixer | KimiDeltaMixer | Mamba2Mixer | ConvolutionMixer

@@ -27,6 +27,7 @@ from ulysses_cli.plan.models.layers import (
     Layer,
     Mamba2Mixer,
     Mixer,
+    TokenVectors,
 )
 from ulysses_cli.plan.models.parameter_counts import count_model
 from ulysses_cli.plan.models.refusals import CROSSING, find_inexact
@@ -86,6 +87,7 @@ class ModelShape:
     centers_norms: bool = False  # they subtract the mean in float32
     has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
+    token_vectors: TokenVectors | None = None
 
     @property
     def crosses_documents(self) -> bool:
@@ -250,7 +252,13 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         centers_norms=family is not None and family.centers_norms(facts),
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
+        token_vectors=_read_token_vectors(facts, family, num_layers),
     )
+
+
+def _read_token_vectors(facts: ConfigFacts, family: Family | None, num_layers: int) -> TokenVectors | None:
+    own = facts.find_count("hidden_size_per_layer_input") if family and family.has_token_vectors else None
+    return TokenVectors(own, num_layers, facts.get_count("vocab_size_per_layer_input")) if own else None
 
 
 def _find_scaling(facts: ConfigFacts) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import list_sub_groups
+from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.fit import Fit, try_levers

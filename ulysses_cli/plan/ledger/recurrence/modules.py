@@ -1,4 +1,4 @@
-"""The modules of convolutions and recurrences with the sizes of their weights, in the order of a forward.
+"""The modules of convolutions, recurrences and latent attention with the sizes of their weights, in forward order.
 `make` makes one module, `linear` a linear layer with its adapter (plan/ledger/weights.py)."""
 
 from __future__ import annotations
@@ -8,7 +8,14 @@ from typing import TypeVar
 
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
-from ulysses_cli.plan.models.layers import ConvolutionMixer, DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
+from ulysses_cli.plan.models.layers import (
+    AttentionMixer,
+    ConvolutionMixer,
+    DeltaNetMixer,
+    KimiDeltaMixer,
+    Latent,
+    Mamba2Mixer,
+)
 from ulysses_cli.plan.models.shape import ModelShape
 
 M = TypeVar("M")
@@ -101,3 +108,25 @@ def walk_kimi_delta(
     yield from gate("g")
     yield make(4, "gated_norm", ("gated_norm", mixer.head_dim))
     yield from linear("o_proj", width, hidden)
+
+
+def walk_latent_attention(
+    hidden: int,
+    attention: AttentionMixer,
+    latent: Latent,
+    make: Callable[..., M],
+    linear: Callable[[str, int, int], Iterator[M]],
+) -> Iterator[M]:
+    """transformers: modeling_deepseek_v3.py, DeepseekV3Attention."""
+    query, values = attention.num_heads * attention.head_dim, attention.num_heads * attention.value_head_dim
+    yield make(3, "attention")
+    if latent.query_rank is None:
+        yield from linear("q_proj", hidden, query)
+    else:
+        yield from linear("q_a_proj", hidden, latent.query_rank)
+        yield make(4, "q_a_norm", ("q_a_norm", latent.query_rank))
+        yield from linear("q_b_proj", latent.query_rank, query)
+    yield from linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim)
+    yield make(4, "kv_a_norm", ("kv_a_norm", latent.kv_rank))
+    yield from linear("kv_b_proj", latent.kv_rank, query - attention.num_heads * latent.rope_dim + values)
+    yield from linear("o_proj", values, hidden)

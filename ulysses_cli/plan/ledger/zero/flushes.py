@@ -87,3 +87,19 @@ def list_last_filled(weights: Weights, bucket: int) -> tuple[FilledBucket, Fille
     if filled and embedding and filled + embedding > bucket:
         return FilledBucket(filled, largest, sent), FilledBucket(embedding, embedding, sent + filled)
     return FilledBucket(0, 0, sent), FilledBucket(filled + embedding, max(largest, embedding), sent)
+
+
+@lru_cache(maxsize=64)
+def find_filled(weights: Weights, bucket: int, name: str) -> FilledBucket:
+    """What is sent when the gradient of the weight `name` is made; nothing where it fits into the bucket."""
+    sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
+    sizes.pop("embedding", 0)
+    filled = largest = sent = 0
+    for each, size in reversed(sizes.items()):
+        is_sent = filled and filled + size > bucket
+        if each == name:
+            return FilledBucket(filled, largest, sent) if is_sent else FilledBucket(0, 0, sent)
+        if is_sent:
+            sent, filled, largest = sent + filled, 0, 0
+        filled, largest = filled + size, max(largest, size)
+    return FilledBucket(0, 0, sent)

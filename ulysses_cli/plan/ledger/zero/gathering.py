@@ -8,7 +8,7 @@ gather of several weights holds its flat buffer, in addition to the copies out o
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -44,6 +44,7 @@ class Gathered:
     weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final`: in the final norm's
     forward; `head`: while the head is fetched; `loss`: until its backward; `norm`: in the final norm's backward;
     `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all gathers in flight.
+    `start`: while embeddings are fetched; `vectors`: while layers' own vectors are normed.
     `at_gradients`: by weight, when its gradient is made, just before its module is left.
     """
 
@@ -56,6 +57,8 @@ class Gathered:
     norm: int = 0
     embedding: int = 0
     end: int = 0
+    start: int = 0
+    vectors: int = 0
     persistent: int = 0
     at_gradients: Mapping[str, int] = field(default_factory=dict)
 
@@ -64,6 +67,11 @@ class Gathered:
         above."""
         by_layer = (self.forward if phase == "forward" else self.backward).get(place, ())
         return tuple(_list_maxima(each for each in by_layer if each[0] in layers))
+
+    def list_backward(self, place: str, layers: Collection[int]) -> ByLayer:
+        """(Layer, elements) of all of these layers in a backward, from the last one down."""
+        found = dict(self.backward.get(place, ()))
+        return tuple((number, found.get(number, 0)) for number in sorted(layers, reverse=True))
 
     def get_most(self, phase: str) -> int:
         places = self.forward if phase == "forward" else self.backward
@@ -106,7 +114,7 @@ def _replay(
     coordinator = Coordinator(modules, events, engine, joins_mlps=bool(leaves), splits=splits, saved=saved)
     in_layers: dict[tuple[str, str], dict[int, int]] = {}  # (phase, place) -> layer -> elements
     at_gradients: dict[str, int] = {}
-    most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0}
+    most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0, "start": 0, "vectors": 0}
     for event in events:
         module, before = modules[event.module], coordinator.held
         peak = coordinator.follow(event)
@@ -132,6 +140,9 @@ def _replay(
                 most[name] = max(most[name], coordinator.held)
             elif module.name == "norm":
                 most["final"] = coordinator.held
+        elif module.part == EMBEDDING and event.enters and not event.is_backward:
+            most["start"] = max(most["start"], peak)
+            most["vectors"] = coordinator.held
         elif event.is_backward and (module.part == EMBEDDING or not (event.enters or module.part == HEAD)):
             most["embedding"] = max(most["embedding"], coordinator.held)
     persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, Module, find_first_trained
+from ulysses_cli.plan.ledger.weights import EMBEDDING, FIRST_PROJECTIONS, Module, find_first_trained
 
 LAYER_DEPTH = 2
 
@@ -37,7 +37,8 @@ class ModuleOrder:
             path.append(number)
         self.first_trained = find_first_trained(modules)
         before = itertools.takewhile(lambda module: _get_first_name(module) not in FIRST_PROJECTIONS, modules)
-        self.begins_frozen = not any(module.is_trained and module.weights for module in before)
+        own = [module for module in before if module.part != EMBEDDING or module.name == "embed_tokens"]
+        self.begins_frozen = not any(module.is_trained and module.weights for module in own)
         beside = [n for n, module in enumerate(modules) if module.is_beside and module.layer == self.first_trained]
         has_trained = any(modules[n].is_trained and modules[n].weights for n in beside)
         # a frozen MLP beside attention reads frozen results: it has no backward, and no recomputation needs it
@@ -98,7 +99,7 @@ class ModuleOrder:
         if 0 <= module.layer < self.first_trained:
             return True
         projects = module.layer == self.first_trained and _get_first_name(module) in FIRST_PROJECTIONS
-        is_first = module.name == "embed_tokens" or (projects and self.begins_frozen)
+        is_first = module.part == EMBEDDING or (projects and self.begins_frozen)
         return is_first and not module.is_trained
 
 

@@ -15,7 +15,14 @@ from ulysses_cli.plan.ledger.layer_backward import (
 )
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import drop_layers
-from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, INPUT_NORM, NORM_BEHIND, Weights
+from ulysses_cli.plan.ledger.token_vectors import vectors
+from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_GATE, VECTOR_NORM, VECTOR_OUTPUT
+from ulysses_cli.plan.ledger.weights import (
+    FIRST_PROJECTIONS,
+    INPUT_NORM,
+    NORM_BEHIND,
+    Weights,
+)
 from ulysses_cli.plan.ledger.zero import lower_stages, states
 from ulysses_cli.plan.ledger.zero.flushes import NO_LEAVES, Flush, list_flushes
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, find_leaves
@@ -80,8 +87,10 @@ def _count_left(job: Job, kind: Layer, flush: Flush, *, is_leaf: bool) -> tuple[
         inside = 0 if layer.is_tiled(job) else mlp.compute_inside_saved(job, kind, job.local_tokens)
         gone = inside if is_leaf else mlp.compute_inside_gone(job, kind, flush.weight)
         return whole, count_mlp_left(job, kind) - gone
-    if flush.weight == NORM_BEHIND:
+    if flush.weight.partition(".")[0] in (VECTOR_NORM, VECTOR_OUTPUT, VECTOR_GATE):
         return whole, mlp.compute_mlp_saved(job, kind)
+    if flush.weight == NORM_BEHIND:
+        return whole, mlp.compute_own_saved(job, kind) + vectors.compute_waiting(job)
     if flush.weight.startswith("norm"):
         return whole, norm_saved
     if flush.weight == INPUT_NORM:

@@ -10,8 +10,9 @@ from itertools import accumulate
 
 from ulysses_cli.plan.ledger.adapters.quantized import compute_spared
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import count_shard, list_sub_groups
+from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero import lower_stages
+from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.ledger.zero.swapping import (
     compute_locked_state_bytes,
     compute_locked_weight_bytes,

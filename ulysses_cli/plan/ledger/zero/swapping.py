@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
 from ulysses_cli.plan.ledger.saved_results import compute_offloaded
-from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
+from ulysses_cli.plan.ledger.weights import Weights, count_shard
+from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
