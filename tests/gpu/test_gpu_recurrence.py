@@ -12,8 +12,14 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
-from ulysses_cli.train.recurrence.kernels import choose_recurrence_kernel, find_missing, measure_error
+from ulysses_cli.train.recurrence.kernels import (
+    choose_recurrence_kernel,
+    find_missing,
+    find_obstacle,
+    measure_error,
+)
 from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe
+from ulysses_cli.train.recurrence.trial_process import find_obstacle_in_process
 
 pytestmark = pytest.mark.gpu
 # With the widths of Qwen3-Next, Kimi-Linear and Nemotron-3.
@@ -37,7 +43,10 @@ def test_an_installed_kernel_takes_whole_rows(rule: str) -> None:
     missing = find_missing(original)
     if missing:
         pytest.skip(missing)
-    choice = choose_recurrence_kernel(RuleProbe(original, mixer, torch.device("cuda")), torch.bfloat16)
+    device = torch.device("cuda")
+    choice = choose_recurrence_kernel(
+        lambda kernel: find_obstacle_in_process(name, original, mixer, kernel, device, torch.bfloat16)
+    )
     assert choice.kernel == "packed", choice.reason
 
 
@@ -55,5 +64,4 @@ def test_an_installed_convolution_is_used() -> None:
     if missing:
         pytest.skip(missing)
     probe = ConvolutionProbe(original, 4, "silu", torch.device("cuda"))
-    choice = choose_recurrence_kernel(probe, torch.bfloat16, ["by document"])
-    assert choice.kernel == "by document", choice.reason
+    assert find_obstacle(probe, "by document", torch.bfloat16) == ""

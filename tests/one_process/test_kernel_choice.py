@@ -23,7 +23,7 @@ from ulysses_cli.train.assembly import run as assembling
 from ulysses_cli.train.assembly.run import RunLength, assemble_run
 from ulysses_cli.train.attention.kernels import choice as choosing
 from ulysses_cli.train.attention.kernels import choice_cache
-from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.presence import CommonPresence, Presence, join_presence
 from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult
 from ulysses_cli.train.attention.kernels.trial_process import try_in_process
@@ -75,6 +75,9 @@ ENDS = {
              r"ended its process with exit code 1: CUDA error: launch failed"),
     "abort": ("import os; os.abort()", r"ended its process by signal SIGABRT"),
     "silence": ("pass", r"ended its process with exit code 0"),
+    "half an answer": ("print('{\"obstacle\": \"\"')", r"""answered '{"obstacle": ""'"""),
+    "another answer": ("print('[]')", r"answered '[]'"),
+    "a part of an answer": ("print('{\"obstacle\": \"\"}')", r"""answered '{"obstacle": ""}'"""),
     "raise": ("raise ImportError('undefined symbol')", r"exit code 1: ImportError: undefined symbol"),
 }  # fmt: skip
 
@@ -101,6 +104,32 @@ def test_a_trial_in_a_process_gives_the_result_of_one_here() -> None:
     timed = try_in_process(TrialRequest("sdpa", Need(64, dtype="float32"), "cpu", None, (40, 24)))
     assert timed.obstacle == ""
     assert timed.seconds > 0
+
+
+def test_a_kernel_that_breaks_the_context_of_this_process_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later call would fail, and blame another kernel."""
+    tried: list[str] = []
+
+    def run(request: TrialRequest) -> TrialResult:
+        tried.append(request.name)
+        return TrialResult("failed its probe: CUDA error: an illegal memory access")
+
+    def synchronize(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(choosing, "try_kernel", run)
+    monkeypatch.setattr(choosing, "try_in_process", lambda request: TrialResult("ended its process"))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(
+        BrokenDeviceError, match=r"torch_varlen broke this process's GPU context \(failed its probe: CUDA"
+    ):
+        choose_kernel("auto", make_search())
+    assert tried == ["torch_varlen"], "nothing is tried after it"
+    with pytest.raises(BrokenDeviceError, match=r"name another kernel with model\.attn_implementation"):
+        choose_kernel("sdpa", make_search())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    with pytest.raises(ValueError, match="no attention kernel is exact here"):
+        choose_kernel("auto", make_search())
 
 
 def make_search(capability: Capability = HOPPER, need: Need | None = None, **work: Any) -> KernelSearch:

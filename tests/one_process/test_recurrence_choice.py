@@ -27,7 +27,8 @@ from ulysses_cli.train.attention.documents import make_documents, walk_bounds
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence import probes
 from ulysses_cli.train.recurrence.interface import CONVOLUTION, FUSED, SCAN, list_functions, serve_recurrent_layers
-from ulysses_cli.train.recurrence.kernels import RecurrenceChoice
+from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, find_missing, find_obstacle
+from ulysses_cli.train.recurrence.probes import make_probe
 from ulysses_cli.train.recurrence.rules import apply_delta_rule
 
 CPU = torch.device("cpu")
@@ -98,7 +99,17 @@ def choose(name: str, run: Package | None, monkeypatch: pytest.MonkeyPatch, *ove
     torch_code = get_function(name)
     function = make_package_function(name, copy_code(torch_code), run) if run else function_name
     wrapper = wrap_with_package(torch_code, package, function, monkeypatch)
-    return recurrent_layers._choose_kernel(name, wrapper, make_plan(model_type, *overrides), CPU)
+    try_here(monkeypatch)
+    return recurrent_layers._choose_kernel(name, wrapper, make_plan(model_type, *overrides), CPU, find_missing(wrapper))
+
+
+def try_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has the package."""
+
+    def find(name: str, function: Any, mixer: Any, kernel: Any, device: torch.device, dtype: torch.dtype) -> str:
+        return find_obstacle(make_probe(name, function, mixer, device), kernel, dtype)
+
+    monkeypatch.setattr(recurrent_layers, "find_obstacle_in_process", find)
 
 
 @pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION]))
@@ -166,7 +177,10 @@ def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatc
             name: wrap_with_package(get_torch_code(functions[name]), *KERNELS[name][1:3], monkeypatch)
             for name in functions
         }
-        return {name: recurrent_layers._choose_kernel(name, wrapped[name], plan, CPU) for name in wrapped}
+        return {
+            name: recurrent_layers._choose_kernel(name, function, plan, CPU, find_missing(function))
+            for name, function in wrapped.items()
+        }
 
     recurrent_layers.serve_layers(model, plan, groups, CPU, choose_all, lines.append)
     by_name = {line.partition(":")[0]: line for line in lines}

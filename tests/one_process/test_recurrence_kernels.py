@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +24,17 @@ from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory.saved_results import DeviceStorage, SavedResults
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.interface import CONVOLUTION
-from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, choose_recurrence_kernel, describe_cost, find_missing
+from ulysses_cli.train.recurrence.kernels import (
+    RecurrenceChoice,
+    choose_recurrence_kernel,
+    describe_cost,
+    find_missing,
+    find_obstacle,
+)
+from ulysses_cli.train.recurrence.presence import PACKAGES, RecurrencePresence, find_differences
 from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe, time_convolution, time_rule
 from ulysses_cli.train.recurrence.rules import apply_delta_rule
+from ulysses_cli.train.recurrence.trial_process import find_obstacle_in_process
 
 CPU = torch.device("cpu")
 RULES: dict[str, Any] = {
@@ -52,9 +60,8 @@ def choose(rule: str, package: Callable[..., Any], dtype: torch.dtype = torch.fl
     def wrapper(*args: Any, **options: Any) -> Any:
         return package(torch_code, args, options)
 
-    return choose_recurrence_kernel(
-        RuleProbe(wrapper, mixer, CPU), dtype, explain_cost=lambda: describe_cost(12.34, 262_144)
-    )
+    try_kernel = partial(find_obstacle, RuleProbe(wrapper, mixer, CPU), dtype=dtype)
+    return choose_recurrence_kernel(try_kernel, explain_cost=lambda: describe_cost(12.34, 262_144))
 
 
 def find_bounds(options: dict[str, Any]) -> list[int]:
@@ -157,7 +164,7 @@ def test_a_rule_that_takes_repeated_keys_gets_them() -> None:
     def package(*args: Any, **options: Any) -> Any:
         return run_packed(refuse_key_groups, args, options)
 
-    assert choose_recurrence_kernel(RuleProbe(package, mixer, CPU), torch.float32).kernel == "packed"
+    assert find_obstacle(RuleProbe(package, mixer, CPU), "packed", torch.float32) == ""
     assert time_rule(package, mixer, 1, CPU, torch.float32, 1) > 0
 
 
@@ -185,6 +192,44 @@ def test_wrong_and_failing_kernels_leave_torch_with_its_cost() -> None:
     assert "at least 12.3 s in a step for each million tokens of a row" in failing.reason
     assert "3.23 s for each row of 262,144 tokens of this run" in failing.reason
     assert "pip install 'ulysses-cli[recurrent]'" in failing.reason
+
+
+def make_presence(machine: str, missing: str = "", **versions: str) -> RecurrencePresence:
+    known = dict.fromkeys(PACKAGES, "1.0") | {name.replace("_", "-"): version for name, version in versions.items()}
+    return RecurrencePresence(machine, known, {"rule": missing, "scan": ""})
+
+
+def test_a_kernel_that_ranks_do_not_have_alike_is_passed_over() -> None:
+    """A rank without the package would run torch's code, which drops documents' bounds, where others run a kernel."""
+    assert find_differences([make_presence("a"), make_presence("b")]) == {}
+    assert find_differences([make_presence("a"), make_presence("b"), make_presence("c", "fla is not installed")]) == {
+        "rule": "fla is not installed on c (rank 2)"
+    }
+    alone = find_differences([make_presence("a", "fla is not installed"), make_presence("b")])
+    assert alone == {"rule": "fla is not installed on a (rank 0)"}
+    assert find_differences([make_presence("a", "no package")] * 2) == {"rule": "no package"}
+    differing = find_differences([make_presence("a"), make_presence("b", triton="3.4")])
+    assert differing == dict.fromkeys(("rule", "scan"), "triton has several versions: 3.4 on b (rank 1) and 1.0 on a")
+
+
+def test_a_package_that_ends_its_process_ends_no_run() -> None:
+    function, mixer = RULES["delta net"]
+    ends = [sys.executable, "-c", "import sys; sys.stderr.write('CUDA error: an illegal access'); sys.exit(3)"]
+    name = "torch_chunk_gated_delta_rule"
+    obstacle = find_obstacle_in_process(name, function, mixer, "packed", CPU, torch.float32, ends)
+    assert obstacle == "ended its process with exit code 3: CUDA error: an illegal access"
+
+
+@pytest.mark.full
+def test_a_child_tries_the_kernel_that_this_process_asks_for() -> None:
+    """Without a package transformers' function is torch's code: exact by document, and without bounds of documents."""
+    function, mixer = RULES["delta net"]
+    name = "torch_chunk_gated_delta_rule"
+    assert find_obstacle_in_process(name, function, mixer, "by document", CPU, torch.float32) == ""
+    packed = find_obstacle_in_process(name, function, mixer, "packed", CPU, torch.float32)
+    assert "failed its probe" in packed
+    convolution = modeling_bamba.causal_conv1d_fn
+    assert find_obstacle_in_process(CONVOLUTION, convolution, mixer, "by document", CPU, torch.float32) == ""
 
 
 def test_a_missing_package_is_named() -> None:
@@ -221,8 +266,8 @@ def test_a_convolution_that_shifts_tokens_is_passed_over(shift: int) -> None:
     def package(hidden: Tensor, *args: Any, **options: Any) -> Any:
         return torch_code(hidden.roll(shift, 2), *args, **options)
 
-    choice = choose_recurrence_kernel(ConvolutionProbe(package, 4, "silu", CPU), torch.float32, ["by document"])
-    assert choice.kernel == ("torch" if shift else "by document")
+    obstacle = find_obstacle(ConvolutionProbe(package, 4, "silu", CPU), "by document", torch.float32)
+    assert obstacle.startswith("differs from torch's code by") == bool(shift)
 
 
 @pytest.mark.parametrize("rule", ["delta net", "mamba2"])

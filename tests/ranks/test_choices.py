@@ -1,19 +1,34 @@
-"""Tests that what rank 0 alone tries ends on all ranks alike, also when it fails."""
+"""Tests that what rank 0 alone tries ends on all ranks alike, also when it fails, and that ranks tell each other which
+kernels they have."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support.rank_pool import run_on_ranks
+from support.training import make_recipe
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.train.assembly import recurrent_layers
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.resolved import settle
+from ulysses_cli.train.assembly import parts, recurrent_layers
 from ulysses_cli.train.assembly.loading import BuildError
+from ulysses_cli.train.assembly.model_config import load_model_config
+from ulysses_cli.train.attention.kernels import choice as choosing
+from ulysses_cli.train.attention.kernels.presence import Presence
+from ulysses_cli.train.attention.kernels.trial import TrialResult
+from ulysses_cli.train.attention.kernels.workload import ANY_MIX
 from ulysses_cli.train.processes.groups import make_groups
+
+GPU = torch.device("cuda")
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def choose_in_vain(error: Exception) -> str:
@@ -21,7 +36,7 @@ def choose_in_vain(error: Exception) -> str:
     functions: dict[str, Any] = {"causal_conv1d_fn": len}
     with mock.patch.object(recurrent_layers, "_choose_kernel", side_effect=error) as chosen:
         try:
-            recurrent_layers.choose_recurrences(functions, plan, groups, torch.device("cuda"))
+            recurrent_layers.choose_recurrences(functions, plan, groups, GPU)
         except Exception as caught:  # noqa: BLE001 - its kind is what is tested
             assert chosen.called == (dist.get_rank() == 0)
             return f"{type(caught).__name__}: {caught}"
@@ -35,3 +50,70 @@ def test_a_recurrence_that_rank_0_cannot_choose_ends_all_ranks() -> None:
         "OSError: a broken driver",
         "RuntimeError: rank 0: a broken driver",
     ]
+
+
+def make_function(has_package: bool) -> Callable[..., Any]:
+    """As transformers wraps its torch code, with a package's kernel or without."""
+
+    def compute(hidden: Any, **options: Any) -> Any:
+        return hidden.size()
+
+    @wraps(compute)
+    def run(hidden: Any, **options: Any) -> Any:
+        return hidden.size() if has_package else compute(hidden, **options)
+
+    return run
+
+
+def choose_recurrences(lacking_rank: int | None) -> list[str]:
+    """Returns the obstacle that rank 0 is told for each function."""
+    groups = make_groups(Layout(sp_size=2), timedelta(seconds=60))
+    functions = {"rule": make_function(dist.get_rank() != lacking_rank), "scan": make_function(has_package=True)}
+    with mock.patch.object(recurrent_layers, "_choose_kernel", side_effect=lambda *args: args[-1]):
+        choices: Any = recurrent_layers.choose_recurrences(functions, mock.Mock(), groups, GPU)
+    return [choices["rule"], choices["scan"]]
+
+
+def test_a_recurrence_runs_by_a_package_that_all_ranks_have() -> None:
+    assert run_on_ranks(2, choose_recurrences, None, time_limit=60) == [["", ""]] * 2
+    for told in run_on_ranks(2, choose_recurrences, 1, time_limit=60):
+        assert told[0].startswith("transformers found no package for it on ")
+        assert told[0].endswith(" (rank 1)")
+        assert told[1] == ""
+
+
+def choose_attention(lacking_rank: int | None) -> tuple[str, str, list[str]]:
+    """Returns the choice of two ranks on a GPU for which FlashAttention 3 was made, and what rank 0 tried."""
+    recipe = make_recipe("parallel.sp_size=2", "model.dtype=bfloat16")
+    shape = read_model_shape(load_model_config(recipe).to_dict(), "test")
+    plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+    groups = make_groups(plan.layout, timedelta(seconds=60))
+    tried: list[str] = []
+
+    def read(_: torch.device) -> Presence:
+        lacks = dist.get_rank() == lacking_rank
+        missing = dict.fromkeys(FLASH, "") | {"flash_attention_3": "is not installed" if lacks else ""}
+        return Presence(f"m{dist.get_rank()}", "H100", (9, 0), {"torch": "2"}, dict.fromkeys(FLASH, "1.0"), missing)
+
+    def run(name: str, *_: Any, **__: Any) -> TrialResult:
+        tried.append(name)
+        return TrialResult("", 1.0)
+
+    with (
+        mock.patch.object(parts, "read_presence", read),
+        mock.patch.object(choosing, "_try", run),
+        mock.patch.object(choosing.ChoiceCache, "read", return_value=None),
+        mock.patch.object(choosing.ChoiceCache, "write"),
+    ):
+        choice = parts.choose_common_kernel(plan, groups, GPU, ANY_MIX)
+    return choice.name, choice.reason, tried
+
+
+def test_a_kernel_that_one_rank_lacks_is_not_tried() -> None:
+    name, _, tried = run_on_ranks(2, choose_attention, None, time_limit=60)[1]
+    assert (name, tried) == ("flash_attention_3", [])
+    first, second = run_on_ranks(2, choose_attention, 1, time_limit=60)
+    assert first[:2] == second[:2]
+    assert "flash_attention_3" not in [first[0], *first[2]]
+    assert "flash_attention_3 is not installed on m1 (rank 1)" in first[1]
+    assert second[2] == []

@@ -12,6 +12,7 @@ from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.first_rank import choose_on_first
 from ulysses_cli.train.assembly.loading import BuildError
+from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.recurrence.interface import (
     CONVOLUTION,
@@ -21,13 +22,16 @@ from ulysses_cli.train.recurrence.interface import (
     serve_recurrent_layers,
 )
 from ulysses_cli.train.recurrence.kernels import (
+    FAST,
+    Kernel,
     RecurrenceChoice,
     choose_recurrence_kernel,
     describe_cost,
-    find_missing,
     pick_function,
 )
-from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe, time_convolution, time_rule
+from ulysses_cli.train.recurrence.presence import find_differences, read_recurrence_presence
+from ulysses_cli.train.recurrence.probes import time_convolution, time_rule
+from ulysses_cli.train.recurrence.trial_process import find_obstacle_in_process
 
 Functions = Mapping[str, Callable[..., Any]]
 Choose = Callable[[Functions, RunPlan, Groups, torch.device], dict[str, RecurrenceChoice]]
@@ -56,15 +60,25 @@ def serve_layers(
 def choose_recurrences(
     functions: Functions, plan: RunPlan, groups: Groups, device: torch.device
 ) -> dict[str, RecurrenceChoice]:
-    """Collective over all ranks. Rank 0 tries the kernels, and all use its choice."""
+    """Collective over all ranks. Ranks compare what they have. Rank 0 tries the kernels that all have alike, and all
+    use its choice."""
     if device.type != "cuda":
         return dict.fromkeys(functions, RecurrenceChoice("torch", "the only one that runs on a CPU"))
-    return choose_on_first(
-        groups, lambda: {name: _choose_kernel(name, function, plan, device) for name, function in functions.items()}
-    )
+    missing = find_differences(gather_values(read_recurrence_presence(functions), groups.host_group))
+
+    def choose() -> dict[str, RecurrenceChoice]:
+        return {
+            name: _choose_kernel(name, function, plan, device, missing.get(name, ""))
+            for name, function in functions.items()
+        }
+
+    return choose_on_first(groups, choose)
 
 
-def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device) -> RecurrenceChoice:
+def _choose_kernel(
+    name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device, missing: str
+) -> RecurrenceChoice:
+    """`missing`: why not all ranks have a kernel."""
     dtype = getattr(torch, plan.recipe.model.dtype)
     mixers = [mixer for layer in plan.shape.layers for mixer in layer.mixers if not isinstance(mixer, AttentionMixer)]
     recurrent, num_forwards = mixers[0], 1 + (plan.levers.gradient_checkpointing is not False)
@@ -81,13 +95,13 @@ def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, devic
 
     if isinstance(recurrent, ConvolutionMixer) and not of_convolution:
         return RecurrenceChoice("torch", "no layer calls it")
-    if missing := find_missing(function):
+    if missing:
         return RecurrenceChoice("torch", f"{explain_cost()}; {missing}")
-    if of_convolution or isinstance(recurrent, ConvolutionMixer):
-        activation = None if isinstance(recurrent, ConvolutionMixer) else "silu"
-        convolution = ConvolutionProbe(function, recurrent.conv_tokens, activation, device)
-        return choose_recurrence_kernel(convolution, dtype, ["by document"], explain_cost)
-    return choose_recurrence_kernel(RuleProbe(function, recurrent, device), dtype, explain_cost=explain_cost)
+
+    def try_kernel(kernel: Kernel) -> str:
+        return find_obstacle_in_process(name, function, recurrent, kernel, device, dtype)
+
+    return choose_recurrence_kernel(try_kernel, ["by document"] if of_convolution else FAST, explain_cost)
 
 
 def _gather_convolutions(model: nn.Module) -> None:

@@ -67,37 +67,41 @@ def find_missing(original: Callable[..., Any]) -> str:
 def describe_cost(seconds: float, row_tokens: int) -> str:
     """`seconds`: of one rank, per million tokens of a row. `row_tokens`: of a full row of this run."""
     return (
-        f"at least {seconds:,.1f} s in a step for each million tokens of a row, {seconds * row_tokens / MILLION:,.2f} s "
-        f"for each row of {row_tokens:,} tokens of this run, and float32 copies of whole rows; "
+        f"at least {seconds:,.1f} s in a step for each million tokens of a row, {seconds * row_tokens / MILLION:,.2f} "
+        f"s for each row of {row_tokens:,} tokens of this run, and float32 copies of whole rows; "
         "pip install 'ulysses-cli[recurrent]'"
     )
 
 
 def choose_recurrence_kernel(
-    probe: KernelProbe, dtype: torch.dtype, kernels: Sequence[Kernel] = FAST, explain_cost: Callable[[], str] = str
+    try_kernel: Callable[[Kernel], str], kernels: Sequence[Kernel] = FAST, explain_cost: Callable[[], str] = str
 ) -> RecurrenceChoice:
-    """Returns the first of `kernels`, those of a package, whose results equal torch's in float32, else torch. A kernel
-    that takes packed documents must also keep each document's bits whatever the others hold. `explain_cost` says
-    what torch's code costs."""
-    expected = probe.run("torch", torch.float32)
-    notes = []
+    """Returns the first of `kernels`, those of a package, that has no obstacle, else torch. `explain_cost` says what
+    torch's code costs."""
+    notes = list[str]()
     for kernel in kernels:
-        try:
-            results = probe.run(kernel, dtype)
-            leak = probe.find_leak(kernel, dtype) if kernel == "packed" else ""
-        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            notes.append(f"{kernel} failed its probe: {lines[0][:160]}")
-            continue
-        errors = [measure_error(result, right) for result, right in zip(results, expected, strict=True)]
-        worst = max(math.inf if math.isnan(error) else error for error in errors)
-        if worst > PROBE_TOLERANCE[dtype]:
-            notes.append(f"{kernel} differs from torch's code by {worst:.2g} on packed documents")
-        elif leak:
-            notes.append(f"{kernel} leaks: {leak}")
-        else:
+        obstacle = try_kernel(kernel)
+        if not obstacle:
             return RecurrenceChoice(kernel, "; ".join(["equals torch's code on packed documents", *notes]))
+        notes.append(f"{kernel} {obstacle}")
     return RecurrenceChoice("torch", "; ".join(filter(None, [explain_cost(), *notes])))
+
+
+def find_obstacle(probe: KernelProbe, kernel: Kernel, dtype: torch.dtype) -> str:
+    """Why a package's kernel cannot be used, or '': its results must equal those of torch's code in float32. A kernel
+    that takes packed documents must also keep each document's bits whatever the others hold."""
+    expected = probe.run("torch", torch.float32)
+    try:
+        results = probe.run(kernel, dtype)
+        leak = probe.find_leak(kernel, dtype) if kernel == "packed" else ""
+    except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"failed its probe: {lines[0][:160]}"
+    errors = [measure_error(result, right) for result, right in zip(results, expected, strict=True)]
+    worst = max(math.inf if math.isnan(error) else error for error in errors)
+    if worst > PROBE_TOLERANCE[dtype]:
+        return f"differs from torch's code by {worst:.2g} on packed documents"
+    return f"leaks: {leak}" if leak else ""
 
 
 def measure_error(result: Tensor, expected: Tensor) -> float:

@@ -16,6 +16,7 @@ from ulysses_cli.plan.models.layers import ConvolutionMixer, DeltaNetMixer, Kimi
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
+from ulysses_cli.train.recurrence.interface import CONVOLUTION
 from ulysses_cli.train.recurrence.kernels import MILLION, PROBE_LENGTHS, Kernel, pick_function
 from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
 
@@ -174,6 +175,16 @@ class RuleProbe(PackedProbe):
             return apply_delta_rule(self.original, q, k, v, g, strength.sigmoid(), *place, options, kernel)
 
         return compute
+
+
+def make_probe(
+    name: str, function: Callable[..., Any], mixer: RecurrentMixer | ConvolutionMixer, device: torch.device
+) -> PackedProbe:
+    """Of transformers' function `name`, with the sizes of the layers that call it."""
+    if name != CONVOLUTION and not isinstance(mixer, ConvolutionMixer):
+        return RuleProbe(function, mixer, device)
+    activation = None if isinstance(mixer, ConvolutionMixer) else "silu"
+    return ConvolutionProbe(function, mixer.conv_tokens, activation, device)
 
 
 def takes_key_groups(delta_rule: Callable[..., Any]) -> bool:

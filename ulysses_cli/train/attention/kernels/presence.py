@@ -55,7 +55,7 @@ def read_presence(device: torch.device) -> Presence:
         gpu=torch.cuda.get_device_name(device) if is_gpu else "CPU",
         capability=capability,
         libraries=_list_libraries() if is_gpu else {"torch": torch.__version__},
-        kernels={name: _find_version(names) for name, names in PACKAGES.items()},
+        kernels={name: find_version(names) for name, names in PACKAGES.items()},
         missing={name: kernel.find_missing() for name, kernel in KERNELS.items()},
     )
 
@@ -93,7 +93,8 @@ def _list_libraries() -> dict[str, str]:
     }
 
 
-def _find_version(names: Sequence[str]) -> str:
+def find_version(names: Sequence[str]) -> str:
+    """Of the first of these distributions that is installed."""
     for name in names:
         try:
             return metadata.version(name)
