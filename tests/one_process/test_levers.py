@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import json
 import mmap
 import os
 import threading
@@ -18,7 +19,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.families import ATTENTION_ONLY, make_config
+from support.families import make_config
+from support.hybrids import HYBRIDS, make_hybrid_config
 from support.levers import (
     LENGTHS,
     SHAPES,
@@ -33,6 +35,8 @@ from support.levers import (
 from support.tiers import count_examples, sample, sample_every
 from torch import Tensor, nn
 
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
 from ulysses_cli.train.assembly.levers import open_disk
 from ulysses_cli.train.assembly.loading import BuildError
@@ -176,16 +180,23 @@ def test_work_is_done_once(kind: str, mode: str, tiles: int | None, attention: i
     assert counted.tokens == [mlps * sum(LENGTHS)] * num_layers
 
 
-@pytest.mark.parametrize("kind", sample_every(8, ATTENTION_ONLY))
-def test_every_family_has_an_mlp_in_each_layer(kind: str) -> None:
+@pytest.mark.parametrize("kind", sample_every(8, list(FAMILIES)))
+def test_every_mlp_of_every_family_is_tiled(kind: str) -> None:
+    """Layers that have one have a block, and no experts are outside of all blocks."""
     from transformers import AutoModelForCausalLM
 
+    config = make_hybrid_config(kind) if kind in HYBRIDS else make_config(kind, num_hidden_layers=3)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(kind, num_hidden_layers=3))
+        model = AutoModelForCausalLM.from_config(config)
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
     whole: list[nn.Module] = []
     assert tile_mlps(model, lambda _: 2, whole.append) == len(set(whole))
-    for layer in list_layers(model):
-        assert set(layer.children()) & set(whole)
+    for layer, facts in zip(list_layers(model), shape.layers, strict=True):
+        assert bool(set(layer.children()) & set(whole)) == (facts.mlp is not None)
+    inside = {weight for block in whole for weight in block.parameters()}
+    experts = {weight for weight in model.parameters() if weight.dim() == 3 and weight.size(0) == shape.num_experts}
+    assert bool(experts) == (shape.num_experts > 0)
+    assert experts <= inside
 
 
 class Noisy(nn.Module):

@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.plan.flops import compute_layers_flops, compute_model_flops, compute_pair_flops, count_pairs
+from ulysses_cli.plan.flops import (
+    compute_layers_flops,
+    compute_model_flops,
+    compute_pair_flops,
+    count_layer_weights,
+    count_pairs,
+)
 from ulysses_cli.plan.models.shape import read_model_shape
 
 CONFIG = {
@@ -39,3 +45,18 @@ def test_only_experts_that_a_token_reaches_count() -> None:
     dense = read_model_shape(CONFIG, "test")
     more = 3 * 2 * 2 * (3 * 64 * 96 + 64 * 8)  # forward and backward, two layers, one more expert and the router
     assert compute_model_flops(shape, [1]) - compute_model_flops(dense, [1]) == more
+
+
+def test_vectors_of_layers_and_keys_that_a_layer_makes_count() -> None:
+    """Gemma 4: all matrices of its modules but the embeddings, which no token is multiplied with."""
+    config = {
+        **{"model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+        **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
+    }
+    shape = read_model_shape(config, "test")
+    makes = 2 * (2 * 64 * 64 + 2 * 64 * 128) + 2 * 64 * 32 + 2 * 64 * 64  # q and out of all, k and v of the first two
+    mlps = 2 * 3 * 64 * (96 + 192)
+    vectors = 64 * 4 * 8 + 4 * 2 * 64 * 8  # their projection; a gate and an output in each layer
+    assert sum(count_layer_weights(shape, layer) for layer in shape.layers) == makes + mlps + vectors

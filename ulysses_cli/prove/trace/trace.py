@@ -16,7 +16,7 @@ from typing import Any
 from ulysses_cli.plan.ds_config import make_ds_config
 from ulysses_cli.plan.ledger.job import make_engine
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.shape import find_text_part, read_model_shape
+from ulysses_cli.plan.models.shape import ModelShape, find_text_part, read_model_shape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 
@@ -52,6 +52,8 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
     if in_groups >= num_layers * layer_elements:  # one group holds all weights
         in_groups = 0
     few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // layer_elements))
+    if borrows(shape):
+        few = num_layers
     num_offloaded = min(num_layers, int(request["levers"]["offloaded_layers"]))
     whole = num_offloaded, num_layers - num_offloaded
     peaks: dict[Layers, TracedPeaks] = {}
@@ -62,6 +64,11 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
     for by_phase in (reached.device, reached.host):
         by_phase.pop(HELD)
     return {"num_layers": num_layers, "traced_layers": [sum(layers) for layers in peaks], **vars(reached)}
+
+
+def borrows(shape: ModelShape) -> bool:
+    """Whether the last layers use keys of earlier ones: with fewer layers these would be others."""
+    return any(layer.attention and layer.attention.borrows_kv for layer in shape.layers)
 
 
 def find_period(config: Mapping[str, Any]) -> int:
