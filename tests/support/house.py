@@ -116,7 +116,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "prove": ["ranks", "results", "rows", "doctor", "bench", "trace", "verify", "quality", "__main__"],
     "report": [
-        *("printing", "quantities", "settings", "live", "ledger", "planner", "traced", "placement"),
+        *("printing", "quantities", "settings", "live", "placement", "ledger", "planner", "traced"),
         *("resolved_plan", "run_end"),
         *("data_report", "run_files", "run_summary", "page", "proofs", "quality", "sweep", "models"),
     ],

@@ -322,8 +322,8 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
             return "no disk is named (memory.nvme_path)"
         return "would not help" if fit.wall != "host" else "the host has no room for it"
     # What is on a disk would be on the host instead.
-    instead, lesser = ("on the host", "cpu") if value == "nvme" else ("without it", off)
-    without = replace(job, levers=replace(job.levers, **{name: lesser}))
+    instead, lesser = ("on the host", {name: "cpu"}) if value == "nvme" else ("without it", {name: off})
+    without = replace(job, levers=replace(job.levers, **lesser))
     if not is_indexable(without):
         return "without it a kernel would see 2^31 elements"
     if name in ("tiled_loss", "tiled_mlp") and not is_tried(without):
