@@ -27,6 +27,9 @@ KINDS = {
     "window": Problem(8, 2, 64, (700, 1, 130, 193), window=100, dtype=torch.bfloat16, scale=0.125),
     "softcap": Problem(8, 4, 64, (500, 524), softcap=3.0, dtype=torch.bfloat16, scale=0.125),
     "sinks": Problem(8, 4, 64, (500, 524), has_sinks=True, window=64, dtype=torch.bfloat16, scale=0.125),
+    "heads of 256": Problem(4, 2, 256, (700, 1, 130, 193), window=100, dtype=torch.bfloat16, scale=0.0625),
+    "heads of 512": Problem(4, 1, 512, (700, 1, 130, 193), dtype=torch.bfloat16, scale=0.04),
+    "latent": Problem(8, 8, 192, (700, 1, 130, 193), value_dim=128, dtype=torch.bfloat16, scale=0.07),
 }
 TOLERANCE = 0.03  # of the largest value; bfloat16 has 8 bits
 
@@ -67,6 +70,21 @@ def test_a_kernel_is_exact(kernel: str, kind: str) -> None:
     for name, value in expected.items():
         error = (result[name].double() - value).abs().max() / value.abs().max()
         assert error < TOLERANCE, name
+
+
+@pytest.mark.parametrize("kernel", BACK_ENDS)
+def test_values_may_be_the_keys(kernel: str) -> None:
+    """As in the full layers of Gemma 4: one tensor, whose gradient is the sum of both."""
+    problem = KINDS["heads of 512"]
+    skip_unless_served(kernel, problem)
+    tensors = make_tensors(problem)
+    expected = compute_reference(problem, {**tensors, "v": tensors["k"]})
+    q, k = (tensors[name].cuda().requires_grad_() for name in "qk")
+    documents, rule = make_documents(problem.lengths, "cuda"), Rule(problem.scale)
+    out = ulysses_attention(q, k, k, documents, rule, axis=make_sequence_axis(None), kernel=kernel)
+    results = [out, *torch.autograd.grad(out, (q, k), tensors["dout"].cuda())]
+    for result, value in zip(results, (expected["out"], expected["dq"], expected["dk"] + expected["dv"]), strict=True):
+        assert (result.cpu().double() - value).abs().max() / value.abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kernel", BACK_ENDS)

@@ -3,32 +3,73 @@ kernels they have."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.rank_pool import run_on_ranks
-from support.training import make_recipe
+from support.training import MemoryRows, make_recipe
 
+from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
-from ulysses_cli.plan.resolved import settle
+from ulysses_cli.plan.resolved import RunPlan, settle
 from ulysses_cli.train.assembly import parts, recurrent_layers
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.assembly.model_config import load_model_config
+from ulysses_cli.train.assembly.run import assemble_run
 from ulysses_cli.train.attention.kernels import choice as choosing
 from ulysses_cli.train.attention.kernels.presence import Presence
 from ulysses_cli.train.attention.kernels.trial import TrialResult
 from ulysses_cli.train.attention.kernels.workload import ANY_MIX
+from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice
 from ulysses_cli.train.processes.groups import make_groups
 
 GPU = torch.device("cuda")
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def make_plan(*words: str) -> RunPlan:
+    recipe = make_recipe(*words)
+    shape = read_model_shape(load_model_config(recipe).to_dict(), "test")
+    return settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+
+
+def test_norms_that_the_plan_did_not_count_cost_bytes() -> None:
+    words, slower = ("data.max_length=64Ki", "model.dtype=bfloat16"), ElementwiseChoice(NO_WAYS, "measured")
+    plan, plain = make_plan(*words), make_plan(*words, "model.fused_kernels=false")
+    jobs = [make_job(each.recipe, each.shape, each.levers) for each in (plan, plain)]
+    counted, needed = (compute_ledger(job).gpu_peak_bytes / GIB for job in jobs)
+    assert needed > counted + 0.01
+    told = parts.describe_plain_norms(plan, slower, ["rounded"])
+    assert f"takes {needed - counted:.2f} GiB more at the peak than the plan counts: {needed:.2f} GiB in all" in told
+    assert parts.describe_plain_norms(plain, slower, ["rounded"]) == ""
+    served = ElementwiseChoice({**NO_WAYS, "rounded": "torch"}, "measured")
+    assert parts.describe_plain_norms(plan, served, ["rounded"]) == ""
+    assert parts.describe_plain_norms(plan, served, ["rounded", "offset"])
+
+
+def report_norms() -> list[str]:
+    """Returns what a run says whose norms are measured as slower than transformers' own."""
+    groups, lines = make_groups(Layout(), timedelta(seconds=60)), list[str]()
+    slower = dataclasses.replace(parts.REAL_PARTS, choose_ways=lambda *_: ElementwiseChoice(NO_WAYS, "measured"))
+    rows = MemoryRows([[(20, 1), (30, 1)]] * 4)
+    assemble_run(make_plan(), groups, torch.device("cpu"), rows, 1, parts=slower, report=lines.append)
+    return [line for line in lines if line.startswith("norms run by transformers' own code")]
+
+
+@pytest.mark.full
+def test_a_run_says_at_its_start_that_norms_cost_more() -> None:
+    assert len(run_on_ranks(1, report_norms)[0]) == 1
 
 
 def choose_in_vain(error: Exception) -> str:
@@ -84,9 +125,7 @@ def test_a_recurrence_runs_by_a_package_that_all_ranks_have() -> None:
 
 def choose_attention(lacking_rank: int | None) -> tuple[str, str, list[str]]:
     """Returns the choice of two ranks on a GPU for which FlashAttention 3 was made, and what rank 0 tried."""
-    recipe = make_recipe("parallel.sp_size=2", "model.dtype=bfloat16")
-    shape = read_model_shape(load_model_config(recipe).to_dict(), "test")
-    plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+    plan = make_plan("parallel.sp_size=2", "model.dtype=bfloat16")
     groups = make_groups(plan.layout, timedelta(seconds=60))
     tried: list[str] = []
 

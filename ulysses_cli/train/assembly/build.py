@@ -26,7 +26,7 @@ from ulysses_cli.train.assembly.loading import BuildError, grow_embeddings, shar
 from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.assembly.model_config import load_model_config, stretch_positions
 from ulysses_cli.train.assembly.optimizer import make_optimizer, make_schedule
-from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
+from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts, describe_plain_norms
 from ulysses_cli.train.assembly.quantized_base import find_nonfinite_scale
 from ulysses_cli.train.assembly.recurrent_layers import serve_layers
 from ulysses_cli.train.assembly.token_loss import load_token_loss
@@ -97,8 +97,11 @@ def build(
     serve_layers(model, plan, groups, device, parts.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
-    choice = parts.choose_ways(plan, groups, device, find_norm_kinds(model))
+    norms = find_norm_kinds(model)
+    choice = parts.choose_ways(plan, groups, device, norms)
     report(describe(choice, serve_elementwise(model, choice.ways)))
+    if cost := describe_plain_norms(plan, choice, norms):
+        report(cost)
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
     module = LossModel(model, apply_levers(model, plan, head_rule, device, swap_folder))
     module.train()

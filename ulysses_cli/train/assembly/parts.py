@@ -14,6 +14,9 @@ import torch
 from transformers import PretrainedConfig
 
 from ulysses_cli.plan.attention import list_needs
+from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.plan.rows.indexing import RowSizes
@@ -103,6 +106,18 @@ def choose_common_ways(
         return ElementwiseChoice(NO_WAYS, "as the recipe says")
     widths = Widths(shape.hidden_size, shape.head_dim, shape.intermediate_size or shape.hidden_size)
     return choose_on_first(groups, lambda: choose_ways(device, getattr(torch, recipe.model.dtype), widths, norms))
+
+
+def describe_plain_norms(plan: RunPlan, choice: ElementwiseChoice, norms: Collection[NormKind]) -> str:
+    """What it costs that norms run by transformers' own code where the ledger counted on fused ones, or ''."""
+    if not plan.recipe.model.fused_kernels or all(choice.ways[kind] != "transformers" for kind in norms):
+        return ""
+    job = make_job(plan.recipe, plan.shape, plan.levers)
+    planned, needed = (compute_ledger(replace(job, fused_norms=fused)).gpu_peak_bytes for fused in (True, False))
+    return (
+        f"norms run by transformers' own code, which takes {(needed - planned) / GIB:.2f} GiB more at the peak than "
+        f"the plan counts: {needed / GIB:.2f} GiB in all; model.fused_kernels=false plans with it"
+    )
 
 
 def make_thread(device: torch.device) -> Executor:

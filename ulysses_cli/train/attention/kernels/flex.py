@@ -15,10 +15,9 @@ FLEX_BLOCK = 128
 MAX_USUAL_DIM = 256
 # Blocks of torch's own choice for wider heads exceed a GPU's shared memory: a block of 32 tokens of 512 bfloat16 is
 # 32 KB, and a kernel holds three of them forward, six backward.
-WIDE_OPTIONS = {
-    "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32,
-    "num_stages": 1, "num_warps": 8,
-}  # fmt: skip
+NUM_BLOCKS_HELD = 6
+WIDE_BLOCKS = (32, 16)  # tokens; a tensor core takes no fewer than 16
+BLOCK_NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
 
 
 def forward_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -55,9 +54,19 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
     out, aux = compiled(
         *heads, score_mod=apply_softcap if softcap else None, block_mask=mask, scale=rule.scale,
         enable_gqa=q.size(1) != k.size(1), return_aux=AuxRequest(lse=True),
-        kernel_options=WIDE_OPTIONS if q.size(2) > MAX_USUAL_DIM else None,
+        kernel_options=pick_options(q.size(2), q.element_size(), q.device),
     )  # fmt: skip
     return out[0].transpose(0, 1), aux.lse[0]
+
+
+def pick_options(head_dim: int, element_size: int, device: torch.device) -> dict[str, int] | None:
+    """For wide heads, the largest blocks of which a kernel's fit into the GPU's shared memory. None: torch's choice."""
+    if head_dim <= MAX_USUAL_DIM or device.type != "cuda":
+        return None
+    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    able = [tokens for tokens in WIDE_BLOCKS if NUM_BLOCKS_HELD * tokens * head_dim * element_size <= room]
+    tokens = max(able, default=min(WIDE_BLOCKS))
+    return {**dict.fromkeys(BLOCK_NAMES, tokens), "num_stages": 1, "num_warps": tokens // 4}
 
 
 @lru_cache(maxsize=1)
