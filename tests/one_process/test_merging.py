@@ -19,14 +19,15 @@ from support.paths import ROOT
 from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.families import FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.export import weights as export
 from ulysses_cli.train.export.base_files import find_base_files
 from ulysses_cli.train.export.check import check_adapter
 from ulysses_cli.train.export.merging import Merging, add_adapters
 
-SETTINGS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+NAMED = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # where peft refuses all-linear
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -73,6 +74,8 @@ TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projec
     "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
 )
 def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if model_type in REFUSED_BY_PEFT:
+        monkeypatch.setitem(SETTINGS, "target_modules", NAMED)
     config, adapted, checkpoint = adapt(tmp_path, model_type)
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
@@ -86,7 +89,7 @@ def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, m
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
     changed = {name for name in ours if not torch.equal(ours[name], before[name])}
     assert changed == {name for name in reference if not torch.equal(reference[name], before[name])}
-    assert len(changed) >= 2 * 4
+    assert len(changed) >= (2 * 4 if SETTINGS["target_modules"] == "all-linear" else 1)
 
 
 DORA = {"use_dora": True}
