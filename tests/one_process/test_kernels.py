@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,31 @@ def test_flex_masks_by_documents_and_windows(window: int | None) -> None:
     out, _ = flex.forward_flex(*(tensors[name][0] for name in "qkv"), documents, rule)
     expected = compute_reference(problem, tensors)["out"][0]
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "room", "tokens"),
+    [
+        (512, 232_448, 32),
+        (512, 166_912, 16),
+        (320, 166_912, 32),
+        (512, 101_376, 16),
+        (512, None, 16),
+        (256, 101_376, 0),
+    ],
+)
+def test_flex_takes_blocks_that_fit_into_shared_memory(
+    head_dim: int, room: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rooms are of H100, A100 and GPUs for graphics; some releases of torch do not tell it."""
+    facts = SimpleNamespace() if room is None else SimpleNamespace(shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    options = flex.pick_options(head_dim, 2, torch.device("cuda"))
+    assert (options is None) == (tokens == 0)
+    if options is not None:
+        assert {options[name] for name in flex.BLOCK_NAMES} == {tokens}
+        assert room is None or 6 * tokens * head_dim * 2 <= room, "six blocks of the backward"
+    assert flex.pick_options(head_dim, 2, torch.device("cpu")) is None
 
 
 def call(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
