@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.families import TELLING, has_experts, make_config
 from support.family_defaults import FILE, format_defaults
 from support.hybrids import HYBRIDS, make_hybrid_config
+from support.recipes import load
 from support.tiers import mark_by, sample_every
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,9 +20,11 @@ from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.prove.verify.shrink import shrink_config
 from ulysses_cli.prove.verify.small_layers import name_kind
 from ulysses_cli.train.assembly.loading import find_unused_weights
+from ulysses_cli.train.assembly.model_config import stretch_positions
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
 
@@ -124,6 +127,19 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     }
     experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
     assert set(shape.linear_modules) == linear - experts - {"router", REFUSED_BY_PEFT.get(model_type)}
+
+
+@pytest.mark.parametrize(("model_type", "positions"), [("kimi_linear", 8192), ("nemotron_h", 8192), ("lfm2", 64)])
+def test_a_model_without_rotary_positions_is_exported_with_the_length_of_its_rows(
+    model_type: str, positions: int
+) -> None:
+    """Nothing in it ends at that number, by which servers bound a prompt. One with rotary positions keeps its own."""
+    config = make_hybrid_config(model_type)
+    config.max_position_embeddings = 64
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    recipe = load("data.max_length=8Ki").recipe
+    stretch_positions(config, recipe, resolve(recipe, shape))
+    assert config.max_position_embeddings == positions
 
 
 SPARSE = {"enable_moe_block": True, "first_k_dense_replace": 0, "num_dense_layers": 0, "hidden_size_per_layer_input": 0}

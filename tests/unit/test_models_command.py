@@ -7,6 +7,7 @@ import pytest
 from support.commands import run
 from support.model_shapes import get_shape
 from support.paths import ROOT
+from support.recipes import VALID
 
 from ulysses_cli.plan.models.families import FAMILIES, find_text_types
 from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
@@ -85,6 +86,15 @@ def test_what_a_row_past_the_positions_asks_for() -> None:
     assert positions["microsoft/Phi-4-mini-instruct"] == own
     none = "262,144: a longer row needs no stretch, since there are no rotary positions"
     assert read_line("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "positions") == none
+
+
+def test_a_plan_says_that_rows_are_longer_than_what_needs_no_stretch_was_made_for(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(VALID.replace("owner/model", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
+    line = "rows are longer than the 262,144 tokens that the model was made for; it has no rotary positions to stretch"
+    long, short = (run("validate-config", str(recipe), f"data.max_length={n}").stdout for n in ("1Mi", "256Ki"))
+    assert f"positions   {line}" in long
+    assert "positions  " not in short
 
 
 def test_a_refused_model_says_why(tmp_path: Path) -> None:
