@@ -21,6 +21,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401 - makes tests/support importable
 import torch
 from ring_links import measure_links
 from ring_peer import compare_with_peer

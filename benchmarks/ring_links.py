@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import paths  # noqa: F401 - makes tests/support importable
 import torch
 import torch.distributed as dist
 from support import networks
