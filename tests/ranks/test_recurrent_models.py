@@ -4,31 +4,33 @@ and the gradient of every parameter. A token of one document changes no bit of a
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.families import make_model
 from support.hybrids import HYBRIDS, make_hybrid
 from support.rank_pool import run_on_ranks
 from support.tiers import mark_by, sample
 from torch import Tensor
 
-from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.documents import make_documents, walk_bounds
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
 from ulysses_cli.train.recurrence.interface import UnknownLayersError, serve_recurrent_layers
 
 LENGTHS = (14, 1, 2, 14, 21, 12)  # one token, shorter than a convolution; a bound just before the edge of a slice
-BOUNDS = [sum(LENGTHS[:index]) for index in range(len(LENGTHS) + 1)]
+ONE_TOKEN_NEIGHBOURS = (13, 1, 1, 1, 16, 23, 1, 8)  # the last bounds are edges of slices
 
 
-def make_row() -> tuple[Tensor, Tensor]:
+def make_row(lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, Tensor]:
     """Token ids and their positions, which start anew in each document."""
-    ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-    return ids, torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    ids = torch.randint(3, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    return ids, torch.cat([torch.arange(length) for length in lengths])[None]
 
 
 def compute_loss(logits: Tensor, ids: Tensor) -> Tensor:
@@ -159,34 +161,67 @@ def test_a_recomputation_gets_the_saved_result() -> None:
     assert [count_rules("save_attention"), count_rules("full")] == [2, 2]
 
 
-def compute_own(model_type: str, changed_token: int | None, changes: dict[str, Any]) -> list[Tensor]:
-    """This rank's logits, and the gradient of its tokens' embeddings where the changed document also has other targets:
-    neither of another document's tokens may notice."""
-    axis = make_sequence_axis(dist.group.WORLD)
-    model = make_split_model(model_type, axis, **changes)
-    row, positions = make_row()
+def make_isolated(model_type: str, axis: SequenceAxis, mode: Mode | None, changes: dict[str, Any]) -> torch.nn.Module:
+    if model_type in HYBRIDS:
+        model = make_split_model(model_type, axis, **changes)
+    else:
+        model = make_model(model_type, register_attention(axis, "sdpa"), **changes)
+    if mode:
+        checkpoint_layers(model.train(), mode)
+    return model
+
+
+def compute_own(
+    model: torch.nn.Module, axis: SequenceAxis, lengths: Sequence[int], changed: int | None
+) -> tuple[Tensor, Tensor]:
+    """This rank's logits, and the gradient of its tokens' embeddings. A changed document has another first token, and
+    other targets: neither may another document's tokens notice."""
+    row, positions = make_row(lengths)
     factors = torch.linspace(-1, 1, row.size(1), dtype=torch.float64)
-    if changed_token is not None:
-        row[0, changed_token] = (row[0, changed_token] + 11) % 64
-        begin = max(bound for bound in BOUNDS if bound <= changed_token)
-        factors[begin : BOUNDS[BOUNDS.index(begin) + 1]] *= 3
+    if changed is not None:
+        begin, end = list(walk_bounds(lengths))[changed]
+        row[0, begin] = (row[0, begin] + 11) % 64
+        factors[begin:end] *= 3
     ids, positions = (whole.chunk(axis.size, 1)[axis.rank] for whole in (row, positions))
     hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
-    options = {"position_ids": positions, "use_cache": False, "documents": make_documents(LENGTHS)}
+    options = {"position_ids": positions, "use_cache": False, "documents": make_documents(lengths)}
     logits: Tensor = model(inputs_embeds=hidden, **options).logits
     (logits.logsumexp(-1)[0] * factors.chunk(axis.size)[axis.rank]).sum().backward()
     assert hidden.grad is not None
-    return [logits.detach()[0], hidden.grad[0]]
+    return logits.detach()[0], hidden.grad[0]
 
 
-def list_changed_tokens(model_type: str, changed_token: int, changes: dict[str, Any]) -> list[list[int]]:
-    """This rank's tokens whose logits differ in any bit, then those whose gradients do."""
-    before, after = (compute_own(model_type, token, changes) for token in (None, changed_token))
-    first = dist.get_rank() * before[0].size(0)
+def list_changed_tokens(
+    model_type: str, lengths: Sequence[int], changed: Sequence[int], mode: Mode | None, changes: dict[str, Any]
+) -> list[list[int]]:
+    """For each changed document, this rank's tokens whose logits differ in any bit, then those whose gradients do."""
+    axis = make_sequence_axis(dist.group.WORLD)
+    model = make_isolated(model_type, axis, mode, changes)
+    before = compute_own(model, axis, lengths, None)
+    first = axis.rank * before[0].size(0)
     return [
         [first + int(token) for token in (own != other).any(-1).nonzero().flatten()]
-        for own, other in zip(before, after, strict=True)
+        for document in changed
+        for own, other in zip(before, compute_own(model, axis, lengths, document), strict=True)
     ]
+
+
+def check_isolation(
+    num_ranks: int,
+    model_type: str,
+    changed: Sequence[int],
+    mode: Mode | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    changes: dict[str, Any] | None = None,
+) -> None:
+    """The first token of a document, from which the recurrence carries on to the last; and its gradients, which the
+    backward carries from the last to the first."""
+    by_rank = run_on_ranks(
+        num_ranks, list_changed_tokens, model_type, lengths, changed, mode, {**DENSE[model_type], **(changes or {})}
+    )
+    bounds = list(walk_bounds(lengths))
+    expected = [list(range(*bounds[document])) for document in changed for _ in ("logits", "gradients")]
+    assert [list(chain.from_iterable(of_ranks)) for of_ranks in zip(*by_rank, strict=True)] == expected
 
 
 # No experts: where tokens go decides how many are computed together, and so how a sum is rounded.
@@ -195,31 +230,50 @@ DENSE: dict[str, dict[str, Any]] = {
     "kimi_linear": {"mlp_layer_types": ["dense"] * 3},
     "bamba": {},
     "lfm3": {},
+    "falcon_h1": {},
+    "olmo_hybrid": {},
+    "lfm2": {},
+    "nemotron_h": {"layer_types": ["mamba", "mlp", "mamba", "attention"]},
+    "granitemoehybrid": {"num_local_experts": 0},
+    "gemma4_text": {"num_hidden_layers": 6, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
 }
-CHANGED = [
-    pytest.param(
-        model_type,
-        document,
-        num_ranks,
-        marks=mark_by(
-            (document, num_ranks) == (4, 2) and model_type in ("qwen3_5_text", "lfm3"),
-            num_ranks == 2 or (document == 3 and model_type in ("qwen3_5_text", "lfm3")),
-        ),
-    )
-    for model_type in DENSE
-    for document in (3, 4)
-    for num_ranks in (2, 4)
+TWO = ("qwen3_5_text", "lfm3")
+EVERY = tuple(range(len(LENGTHS)))
+ISOLATED = [
+    *(pytest.param(name, (4,), 2) for name in TWO),
+    *(
+        pytest.param(
+            name, EVERY, num_ranks, marks=mark_by(False, num_ranks == 2 and name in (*TWO, "bamba", "gemma4_text"))
+        )
+        for name in DENSE
+        for num_ranks in (2, 4)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "document", "num_ranks"), CHANGED)
-def test_a_token_changes_its_own_document_alone(model_type: str, document: int, num_ranks: int) -> None:
-    """The first token of a document, from which the recurrence carries on to the last; and its gradients, which the
-    backward carries from the last to the first."""
-    begin, end = BOUNDS[document], BOUNDS[document + 1]
-    by_rank = run_on_ranks(num_ranks, list_changed_tokens, model_type, begin, DENSE[model_type])
-    for of_ranks in zip(*by_rank, strict=True):
-        assert list(chain.from_iterable(of_ranks)) == list(range(begin, end))
+@pytest.mark.parametrize(("model_type", "changed", "num_ranks"), ISOLATED)
+def test_a_token_changes_its_own_document_alone(model_type: str, changed: tuple[int, ...], num_ranks: int) -> None:
+    check_isolation(num_ranks, model_type, changed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", DENSE)
+def test_a_token_changes_its_own_document_alone_with_checkpointing(model_type: str) -> None:
+    """The recomputation gets the saved result of a recurrence, of all documents."""
+    check_isolation(2, model_type, EVERY, "save_attention")
+
+
+@pytest.mark.parametrize("model_type", sample(DENSE, quick=(), checked=["falcon_h1"]))
+def test_neighbours_of_one_token_do_not_notice_each_other(model_type: str) -> None:
+    check_isolation(2, model_type, range(len(ONE_TOKEN_NEIGHBOURS)), lengths=ONE_TOKEN_NEIGHBOURS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [None, "save_attention"])
+@pytest.mark.parametrize("model_type", EIGHT_HEADS)
+def test_a_token_changes_its_own_document_alone_on_eight_ranks(model_type: str, mode: Mode | None) -> None:
+    """Slices are 8 tokens long: most documents lie on several ranks, and a rank holds up to 3 of them."""
+    check_isolation(8, model_type, EVERY, mode, changes=EIGHT_HEADS[model_type])
 
 
 def refuse_renamed(model_type: str, function: str) -> str:
