@@ -12,17 +12,7 @@ from test_exact_training import LEVERS, check_training
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
-    model_type: {**TINY, **HYBRIDS[model_type], **SIZES, "model_type": model_type}
-    for model_type in (
-        "qwen3_5_text",
-        "qwen3_next",
-        "bamba",
-        "nemotron_h",
-        "lfm2",
-        "kimi_linear",
-        "zamba2",
-        "granitemoehybrid",
-    )
+    model_type: {**TINY, **HYBRIDS[model_type], **SIZES, "model_type": model_type} for model_type in HYBRIDS
 }
 # A rank of eight has one head of each kind.
 EIGHT_HEADS: dict[str, dict[str, Any]] = {
@@ -31,11 +21,9 @@ EIGHT_HEADS: dict[str, dict[str, Any]] = {
     "lfm2": {"num_attention_heads": 8},
 }
 # transformers' rules compute in float32. Gradients of A_log and dt_bias are sums of terms that nearly cancel: on one
-# rank too they differ by 2e-4 between a packed row and its documents.
-TOLERANCE = 5e-4
-# With more heads these gradients are smaller: that of a dt_bias, 7e-7 long, differs by 2e-4 on one rank, 6e-4 on two,
-# 7e-4 on eight. All others are within 5e-4.
-TOLERANCE_OF_EIGHT_HEADS = 2e-3
+# rank too they differ by 2e-4 between a packed row and its documents. Some are 1e-8 to 1e-6 long, and up to 4e-9 of
+# them is rounding, on one rank as on two.
+TOLERANCE, FLOOR = 5e-4, 2e-5
 
 # family, layout, ZeRO stage, LoRA, levers
 CASES = [
@@ -58,8 +46,27 @@ CASES = [
     ("bamba", "4x1", 3, False, "full"),
     ("kimi_linear", "4x1", 1, False, "default"),
     ("lfm2", "4x1", 3, False, "default"),
+    ("falcon_h1", "2x1", 3, False, "default"),
+    ("falcon_h1", "2x1", 1, False, "none"),
+    ("olmo_hybrid", "2x1", 3, False, "full"),
+    ("olmo_hybrid", "2x2", 1, False, "default"),
+    ("bailing_hybrid", "2x1", 3, False, "default"),
+    ("bailing_hybrid", "2x1", 1, False, "none"),
+    ("lfm2_moe", "2x1", 3, False, "all"),
+    ("lfm2_moe", "2x1", 1, False, "default"),
+    ("lfm3", "2x1", 3, False, "default"),
+    ("lfm3", "4x1", 1, False, "none"),
+    ("qwen3_5_moe_text", "2x1", 3, False, "default"),
+    ("qwen3_5_moe_text", "2x1", 1, False, "full"),
+    ("nemotron_h", "2x1", 3, False, "default"),
+    ("nemotron_h", "2x1", 3, False, "all"),
+    ("qwen3_next", "2x1", 3, False, "default"),
+    ("zamba2", "2x1", 1, False, "none"),
+    ("granitemoehybrid", "2x1", 1, False, "default"),
+    *((name, "2x1", 3, False, "host") for name in ("qwen3_5_text", "nemotron_h", "lfm2")),
+    ("qwen3_5_text", "2x2", 3, True, "host"),
 ]
-CHECKED = (CASES[0],)
+CHECKED = (CASES[0], ("nemotron_h", "2x1", 3, False, "default"))
 
 
 @pytest.mark.parametrize(
@@ -68,11 +75,11 @@ CHECKED = (CASES[0],)
 )
 def test_training_equals_plain_torch(model_type: str, layout: str, stage: int, lora: bool, levers: str) -> None:
     more = LEVERS.get(levers, ())
-    check_training(layout, 1, stage, lora, *more, config=CONFIGS[model_type], tolerance=TOLERANCE)
+    check_training(layout, 1, stage, lora, *more, config=CONFIGS[model_type], tolerance=TOLERANCE, floor=FLOOR)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("model_type", "stage"), [("qwen3_5_text", 3), ("nemotron_h", 1), ("lfm2", 3)])
 def test_eight_ranks_of_a_row(model_type: str, stage: int) -> None:
     config = {**CONFIGS[model_type], **EIGHT_HEADS[model_type]}
-    check_training("8x1", 1, stage, False, config=config, tolerance=TOLERANCE_OF_EIGHT_HEADS)
+    check_training("8x1", 1, stage, False, config=config, tolerance=TOLERANCE, floor=FLOOR)
