@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
+from ulysses_cli.plan.ledger.weights import EMBEDDING, LAYERS, Weights, count_shard
 
 FREED_GRADIENTS = "freed_gradients"  # a line that is subtracted from the gradients
 NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
@@ -45,9 +45,10 @@ def compute_own_gradients(job: Job) -> int:
 @lru_cache(maxsize=64)
 def _list_touched(weights: Weights, num_ranks: int) -> tuple[tuple[int, int], ...]:
     """(Elements of a weight, elements of its part) for all weights of which the last rank has a part
-    (params_in_partition). The last rank's share is made first."""
+    (params_in_partition). The last rank's share is made first, but for late weights."""
     left = count_shard(weights.num_trained, num_ranks)
-    sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
+    late, whole = find_late(weights), _list_sizes(weights)
+    sizes = {name: whole[name] for name in sorted(whole, key=lambda name: 2 * (name == "head") + (name in late))}
     touched: list[tuple[int, int]] = []
     for size in reversed(sizes.values()):
         if left <= 0:
@@ -55,6 +56,31 @@ def _list_touched(weights: Weights, num_ranks: int) -> tuple[tuple[int, int], ..
         touched.append((size, min(size, left)))
         left -= size
     return tuple(touched)
+
+
+def _list_sizes(weights: Weights) -> dict[str, int]:
+    return {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
+
+
+@lru_cache(maxsize=64)
+def find_late(weights: Weights) -> frozenset[str]:
+    """What makes vectors of single layers is registered after all layers and runs before them (modeling_gemma4.py:
+    Gemma4TextModel.__init__): its place is in the last rank's share, and its gradients come late."""
+    beside = (module for module in weights.modules if module.part == EMBEDDING)
+    return frozenset(name for module in beside for name, _ in module.weights if name != "embedding")
+
+
+@lru_cache(maxsize=1024)
+def count_behind(weights: Weights, num_before: int) -> int:
+    """Elements behind a weight in the order of the ranks' shares. `num_before`: whose gradients are made before its
+    own."""
+    sizes, late = _list_sizes(weights), find_late(weights)
+    num_late = sum(size for name, size in sizes.items() if name in late)
+    num_head = sizes.get("head", 0)
+    num_usual = sum(sizes.values()) - num_late - sizes.get("embedding", 0)
+    if num_before < num_usual:
+        return num_before + num_late * (num_before >= num_head)
+    return num_before - num_usual + num_head if num_before < num_usual + num_late else num_before
 
 
 @dataclass(frozen=True)
@@ -175,7 +201,7 @@ def list_large(weights: Weights, bucket: int, num_ranks: int) -> tuple[LargeWeig
                 continue
             seen.add(name)
             if size > bucket:
-                large.append(LargeWeight(sent, size, module.layer, is_own=sent < share))
+                large.append(LargeWeight(sent, size, module.layer, is_own=count_behind(weights, sent) < share))
             sent += size
     return tuple(large)
 

@@ -103,13 +103,15 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not concatenated
         sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
         cast = compute_oversize_gradient(job, num_elements)
-        if job.engine.communication_bytes != job.engine.gradient_bytes:  # this rank's shares are cast back
+        casts_back = job.engine.communication_bytes != job.engine.gradient_bytes
+        if casts_back:  # this rank's shares are copies
             sent += job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
         share = count_shard(largest, job.world_size)
         norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
-        if is_alone:  # nothing was concatenated: the shares lie in the cast itself
+        if is_alone and not casts_back:  # nothing was concatenated: the shares lie in the cast itself
             return own + sent + cast + takes_norm * norm
         return own + sent + max(cast, takes_norm * norm)
+    num_before = lower_stages.count_behind(job.weights, num_before)
     own_share = min(largest, max(0, shard - num_before))  # the last rank's share is sent first
     norm = takes_norm * lower_stages.NORM_BYTES * own_share
     return own + max(_compute_lower_sent(job, num_elements, largest, num_before), norm)
