@@ -301,14 +301,19 @@ def _walk_vectors_backward(job: Job, end: Lines) -> Iterator[MemorySnapshot]:
 
 
 def compute_prefill(job: Job) -> int:
-    """What generation holds besides weights and cache while it reads a prompt: the rotation's cosines and sines, the
-    residual, and the tensors in use at the fullest place of a layer. An MLP's count the residual. Where rows are
-    exchanged, the result of attention has its memory before the exchange (train/generation/cache.py)."""
+    """What generation holds besides weights and cache while it reads a prompt: the rotation's cosines and sines,
+    vectors of layers and lent keys, the residual, and the tensors in use at the fullest place of a layer. An MLP's
+    count the residual. Where rows are exchanged, the result of attention has its memory before the exchange
+    (train/generation/cache.py)."""
     rotation = 2 * job.dtype_bytes * job.shape.head_dim * job.local_tokens
-    return rotation + max(
-        sum(work.values()) + (0 if "mlp" in work else _compute_beside_mixer(job.view(kind)))
-        for kind in job.shape.layer_kinds
-        for _, work in _list_forward_work(job, kind)
+    return (
+        rotation
+        + sum(vectors.list_used(job).values())
+        + max(
+            sum(work.values()) + (0 if "mlp" in work else _compute_beside_mixer(job.view(kind)))
+            for kind in job.shape.layer_kinds
+            for _, work in _list_forward_work(job, kind)
+        )
     )
 
 
