@@ -86,10 +86,11 @@ def train_plainly(
     """Trains the plain model, one document at a time, with the whole step as one mean over its targets."""
     train = recipe.train
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = {name for name, p in trained.items() if p.dim() >= 2 and not name.endswith("bias")}  # experts' have two
+    # Experts' biases are vectors, one for each expert.
+    matrices = {name for name, p in trained.items() if p.dim() >= 2 and not name.endswith("bias")}
     groups = [
-        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": train.weight_decay},
-        {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if name in matrices], "weight_decay": train.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in matrices], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon)
     losses, grads, norms = [], [], []
@@ -110,8 +111,9 @@ def train_plainly(
     return Trajectory(losses, grads, norms, {name: p.detach().clone() for name, p in trained.items()})
 
 
-def measure_difference(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Returns the worst tensor's relative error: length of the difference over length of the right one."""
+def measure_difference(ours: dict[str, Tensor], right: dict[str, Tensor], floor: float = 1e-12) -> float:
+    """Returns the worst tensor's relative error: length of the difference over length of the right one, or over `floor`
+    where that is shorter."""
     assert ours.keys() == right.keys(), ours.keys() ^ right.keys()
     pairs = [(ours[name].double(), right[name].double()) for name in right]
-    return max(((a - b).norm() / b.norm().clamp_min(1e-12)).item() for a, b in pairs)
+    return max(((a - b).norm() / b.norm().clamp_min(floor)).item() for a, b in pairs)
