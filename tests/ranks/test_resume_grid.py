@@ -27,6 +27,9 @@ from ulysses_cli.train.loop import train
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
+# With the usual weights, losses hardly show what convolutions and recurrences do. Delta rules compute in float32: wider
+# weights would show that.
+RANGES = {"qwen3_5_text": 0.05, "nemotron_h": 0.2, "lfm2": 0.2}
 HYBRID_STEPS = 8  # of models whose steps take long: past the ends of several epochs too
 History = tuple[list[tuple[int, ...]], list[float]]
 # (ranks, sp_size), and which of them `make test` and `make check` include
@@ -87,7 +90,8 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(storage: Path, writer: str, num_ranks: int, *overrides: str, model_type: str = "") -> None:
-    config, key = describe_hybrid(model_type) if model_type else None, f"{writer} {model_type}"
+    config = describe_hybrid(model_type, initializer_range=RANGES[model_type]) if model_type else None
+    key = f"{writer} {model_type}"
     num_steps = HYBRID_STEPS if model_type else NUM_STEPS
     if key not in written:
         folder = str(storage / key)
@@ -134,7 +138,6 @@ def test_a_ring_resumes_what_another_order_wrote(storage: Path, writer: str, rea
     check(storage, writer, 2, *WRITERS[reader])
 
 
-HYBRIDS = ("qwen3_5_text", "nemotron_h", "lfm2")  # a delta net; Mamba2 with experts; short convolutions
 READERS = {
     "sp 4, stage 3": (4, (SP_4, "parallel.zero_stage=3")),
     "sp 1, stage 1": (1, ("parallel.zero_stage=1",)),
@@ -147,7 +150,7 @@ READERS = {
     ("model_type", "reader"),
     [
         pytest.param(name, reader, marks=mark_by(False, (name, reader) == ("lfm2", "sp 1, stage 1")))
-        for name in HYBRIDS
+        for name in RANGES  # a delta net; Mamba2 with experts; short convolutions
         for reader in READERS
     ],
 )
