@@ -30,7 +30,7 @@ ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
 # With the usual weights, losses hardly show what convolutions and recurrences do. Delta rules compute in float32: wider
 # weights would show that.
 RANGES = {"qwen3_5_text": 0.05, "nemotron_h": 0.2, "lfm2": 0.2}
-HYBRID_STEPS = 8  # of models whose steps take long: past the ends of several epochs too
+HYBRID_STEPS = 6  # of models whose steps take long: past the ends of several epochs too
 History = tuple[list[tuple[int, ...]], list[float]]
 # (ranks, sp_size), and which of them `make test` and `make check` include
 MESHES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
@@ -159,7 +159,7 @@ def test_a_hybrid_resumes_on_another_layout(storage: Path, model_type: str, read
     check(storage, "sp 2, stage 3", num_ranks, *words, model_type=model_type)
 
 
-RING_CHANGES = (3, 6, 8)  # the last steps of the parts of a run
+RING_CHANGES = (1, 3, 4)  # the last steps of the parts of a run
 
 
 def train_part(recipe: Recipe, folder: str, end: int) -> tuple[History, dict[str, Tensor]]:
@@ -185,7 +185,7 @@ def test_a_run_that_changes_its_ring_twice_is_the_uninterrupted_one(tmp_path: Pa
         (part, last), *_ = run_on_ranks(num_ranks, train_part, recipe, str(tmp_path / "chain"), end)
         parts.append(part)
     assert [row for part in parts for row in part[0]] == rows
-    assert [len(part[1]) for part in parts] == [3, 3, 2]
+    assert [len(part[1]) for part in parts] == [1, 2, 1]
     assert [loss for part in parts for loss in part[1]] == pytest.approx(losses, rel=1e-5)
-    assert parts[0][1] == losses[:3]
+    assert parts[0][1] == losses[:1]
     assert measure_difference(last, weights) < 1e-5
