@@ -7,7 +7,7 @@ import errno
 import random
 import signal
 import socket
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,10 @@ def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
     """Begins a save of step 2 on a slow disk, takes one more step and ends. Returns whether the save was still running
     then, and which checkpoints are complete."""
     harness, real = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=ASYNC), background.write_share
+    may_write = threading.Event()
 
     def write(*args: Any) -> Any:
-        time.sleep(2)
+        may_write.wait(60)
         return real(*args)
 
     harness.train_state.num_steps = 2
@@ -84,6 +85,7 @@ def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
         harness.train_state.num_steps = 3
         train(harness.train_state)
         is_on_its_way = harness.saves.pending is not None and not harness.saves.pending.is_done
+        may_write.set()
         harness.saves.save_last(harness.train_state)
     finally:
         background.write_share = real
