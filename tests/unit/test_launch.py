@@ -377,9 +377,11 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
     assert "--resume auto" in format_interruption({}, match)
     record = {"is_interruption": True, "phase": "loading the model"}
     assert format_interruption(record, None) == (
-        "interrupted while loading the model, before a checkpoint was written: "
+        "interrupted during loading the model, before a checkpoint was written: "
         "the same command starts from the beginning"
     )
+    record["phase"] = "a step at 1,024 tokens per row, step 1, micro-step 1 of 1"
+    assert format_interruption(record, None).startswith("interrupted during a step at 1,024 tokens per row, step 1, ")
 
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:

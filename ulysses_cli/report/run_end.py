@@ -40,7 +40,7 @@ def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -
 
 def format_interruption(failure: Mapping[str, Any], checkpoint: Path | None) -> str:
     """What the run was doing when it was interrupted, and how to continue it."""
-    head = f"interrupted while {failure['phase']}" if failure.get("is_interruption") else "interrupted"
+    head = f"interrupted during {failure['phase']}" if failure.get("is_interruption") else "interrupted"
     if checkpoint is None:
         return f"{head}, before a checkpoint was written: the same command starts from the beginning"
     return f"{head}; {explain_resume(checkpoint)}"
