@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_checkpoint
 
-from ulysses_cli.plan.models.model_choice import choose_best
+from ulysses_cli.plan.models.model_choice import SCORE, choose_best, describe_stall
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_summary import list_figures, summarize_run
 from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, prune_checkpoints
@@ -124,3 +124,9 @@ def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path)
     figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
     assert figures["best model"] == ("step 4", "evaluation loss 1; it is exported")
     assert figures["stopped early"] == ("step 8", "evaluation loss had not improved for 2 evaluations")
+
+
+def test_an_end_without_enough_progress_names_the_threshold() -> None:
+    losses = {2: 3.5, 4: 3.2}
+    assert describe_stall(None, losses, 5.0) == "evaluation loss has not improved by more than 5 for 1 evaluation"
+    assert describe_stall(SCORE, {2: 0.5, 4: 0.5}, 0.0) == "the score of eval_suite has not improved for 1 evaluation"

@@ -11,11 +11,10 @@ from ulysses_cli.plan.hardware import compute_price
 from ulysses_cli.plan.models.model_choice import (
     SCORE,
     choose_best,
-    count_without_progress,
     describe_measure,
+    describe_stall,
     has_stalled,
     invert_score,
-    name_measure,
 )
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.step_parts import PARTS
@@ -109,8 +108,7 @@ def _summarize_choice(run: RecordedRun) -> dict[str, Any]:
     patience, threshold = settings.get("early_stopping_patience"), settings.get("early_stopping_threshold")
     early_stop = ""
     if isinstance(patience, int) and is_number(threshold) and has_stalled(losses, patience, threshold):
-        count = format_count(count_without_progress(losses, threshold), "evaluation")
-        early_stop = f"{name_measure(measure)} had not improved for {count}"
+        early_stop = describe_stall(measure, losses, threshold, "had")
     return {
         "best_step": best,
         "best_measure": describe_measure(measure, losses[best]) if best is not None else None,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+from ulysses_cli.plan.nouns import format_count
+
 SCORE = "eval_suite"
 
 
@@ -24,6 +26,13 @@ def name_measure(measure: str | None) -> str:
 def describe_measure(measure: str | None, loss: float) -> str:
     """`evaluation loss 1.5` or `eval_suite score 0.75`."""
     return f"eval_suite score {invert_score(loss):.4g}" if measure == SCORE else f"evaluation loss {loss:.4g}"
+
+
+def describe_stall(measure: str | None, losses: Mapping[int, float], threshold: float, verb: str = "has") -> str:
+    """`evaluation loss has not improved by more than 0.1 for 2 evaluations`."""
+    margin = f" by more than {threshold:g}" if threshold else ""
+    count = format_count(count_without_progress(losses, threshold), "evaluation")
+    return f"{name_measure(measure)} {verb} not improved{margin} for {count}"
 
 
 def choose_best(losses: Mapping[int, float], steps: Collection[int]) -> int | None:

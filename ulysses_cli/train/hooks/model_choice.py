@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from ulysses_cli.plan.models.model_choice import (
     choose_best,
-    count_without_progress,
     describe_measure,
+    describe_stall,
     has_stalled,
-    name_measure,
 )
-from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.train_state import TrainState
+
+TRAIN_ON = "to train on, use --resume auto and a larger run.early_stopping_patience"
 
 
 class ModelChoice:
@@ -36,8 +36,10 @@ class ModelChoice:
             self.save(state)
         if state.step < state.num_steps and has_stalled(losses, self.patience, self.threshold):
             state.num_steps = state.step
-            shown = "" if best is None else describe_measure(state.measure, losses[best])
-            highest = f"; the best was {shown}, at step {best}" if shown else ""
-            count = format_count(count_without_progress(losses, self.threshold), "evaluation")
-            what = f"{name_measure(state.measure)} has not improved for {count}"
-            self.report(f"early stop after step {state.step}: {what}{highest}")
+            stall = describe_stall(state.measure, losses, self.threshold)
+            highest = (
+                ""
+                if best is None
+                else f"; the best was {describe_measure(state.measure, losses[best])}, at step {best}"
+            )
+            self.report(f"early stop after step {state.step}: {stall}{highest}; {TRAIN_ON}")
