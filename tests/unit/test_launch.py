@@ -205,6 +205,21 @@ def test_a_killed_rank_has_no_record(tmp_path: Path) -> None:
     assert "the run ended with exit code 1" in format_failure(find_first_failure(MachineLogs(tmp_path), 1), tmp_path)
 
 
+def test_a_rank_that_ends_without_a_record_is_explained_by_its_log(tmp_path: Path) -> None:
+    """As one whose imports fail."""
+    (tmp_path / "failure.json").write_text(json.dumps([{"rank": 0, "exit_code": 1, "time": 5}]))
+    log = tmp_path / "rank-0.log"
+    log.write_text("Traceback (most recent call last):\n  import x\nImportError: cannot import name 'x'\n\n")
+    logs, now = MachineLogs(tmp_path), log.stat().st_mtime
+    assert format_failure(find_first_failure(logs, 1, now), tmp_path) == (
+        f"rank 0 failed: ImportError: cannot import name 'x'\n\nthe whole trace: {tmp_path}/rank-0.log"
+    )
+    without = f"rank 0 ended with exit code 1\n\nthe whole trace: {tmp_path}/agent.log"
+    assert format_failure(find_first_failure(logs, 1, now + 1), tmp_path) == without, "the log of an earlier run"
+    log.unlink()
+    assert format_failure(find_first_failure(logs, 1), tmp_path) == without
+
+
 def test_a_killed_agent_is_named(tmp_path: Path) -> None:
     """The records of its ranks only say that they were interrupted."""
     record = {"rank": 1, "phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}

@@ -12,6 +12,7 @@ from typing import Any
 from ulysses_cli.run_folder.failure_record import choose_first, read_json
 
 STAGGER_SECONDS = 60.0  # one machine may fail before another one starts
+TAIL_BYTES, MAX_LINE_LETTERS = 1 << 14, 400
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,19 @@ class MachineLogs:
         ]
         return [record for file in files if (record := read_json(file))]
 
+    def read_last_line(self, rank: int | None, began: float) -> str:
+        """Returns what a rank's log ends with: a rank that fails while it imports its code leaves no record. '' where
+        the log is on another machine or of an earlier run."""
+        file = self.folder / f"rank-{rank}.log"
+        try:
+            with open(file, "rb") as log:
+                facts = os.fstat(log.fileno())
+                log.seek(max(0, facts.st_size - TAIL_BYTES))
+                lines = log.read().decode(errors="replace").split("\n") if facts.st_mtime >= began else []
+        except OSError:
+            return ""
+        return next((line.strip()[:MAX_LINE_LETTERS] for line in reversed(lines) if line.strip()), "")
+
 
 def find_first_failure(logs: MachineLogs, agent_code: int, began: float = 0.0) -> dict[str, Any]:
     """The record of the first rank that failed; or, when that rank was killed and wrote none, the agent's record of
@@ -75,6 +89,7 @@ def find_first_failure(logs: MachineLogs, agent_code: int, began: float = 0.0) -
         return {"process": "the agent of the ranks", "exit_code": agent_code, "log": logs.agent_log.name}
     if failures or interruptions:
         return choose_first(causes or failures or interruptions)
-    return dict(min(seen, key=lambda record: record.get("time", 0), default={"exit_code": agent_code})) | {
-        "log": logs.agent_log.name
-    }
+    first = dict(min(seen, key=lambda record: record.get("time", 0), default={"exit_code": agent_code}))
+    if (first.get("exit_code") or 0) > 0 and (line := logs.read_last_line(first.get("rank"), began)):
+        return first | {"message": line}
+    return first | {"log": logs.agent_log.name}
