@@ -13,7 +13,9 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,8 +40,9 @@ from ulysses_cli.run_folder.run_lock import RunLock
 from ulysses_cli.train import connection
 from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
+from ulysses_cli.train.completion import finish
 from ulysses_cli.train.evaluation import list_bounds, summarize
-from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.guard.stop_conditions import LIMITS, StopConditions
 from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
 from ulysses_cli.train.processes.cpu_affinity import (
     bind_to_device,
@@ -70,6 +73,15 @@ def test_max_hours_and_max_cost_stop_a_run() -> None:
     stop.is_asked = lambda: True
     assert stop.name(stop.read_flags()) == "a signal"
     assert StopConditions().read_flags() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("reason", LIMITS)
+def test_a_limit_that_is_reached_before_the_first_step_saves_nothing(reason: str) -> None:
+    run: Any = SimpleNamespace(state=SimpleNamespace(step=0), plan=SimpleNamespace(recipe=None))
+    saves, nothing = Mock(), Mock()
+    with pytest.raises(RecipeError, match=f"{reason}: was reached before the first step"):
+        finish(nothing, nothing, run, saves, nothing, nothing, nothing, nothing, reason)
+    assert not saves.mock_calls
 
 
 def test_buckets_cover_every_position_once() -> None:

@@ -24,7 +24,7 @@ from ulysses_cli.launch.rendezvous import LOST_SECONDS
 from ulysses_cli.plan.files.locks import WITHOUT_LOCKS
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.printing import print_problems
-from ulysses_cli.report.run_end import format_failure, format_interruption, format_missing_lock
+from ulysses_cli.report.run_end import explain_resume, format_failure, format_interruption, format_missing_lock
 from ulysses_cli.run_folder import run_key
 from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
 from ulysses_cli.run_folder.seal import KEY, Seal
@@ -395,6 +395,8 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
         "interrupted during loading the model, before a checkpoint was written: "
         "the same command starts from the beginning"
     )
+    assert explain_resume(match, "a signal").endswith(": continue from it with the same command and --resume auto")
+    assert explain_resume(match, "run.max_cost").endswith("the same command, --resume auto and a larger run.max_cost")
     record["phase"] = "a step at 1,024 tokens per row, step 1, micro-step 1 of 1"
     assert format_interruption(record, None).startswith("interrupted during a step at 1,024 tokens per row, step 1, ")
 

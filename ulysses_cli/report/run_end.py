@@ -50,8 +50,12 @@ def explain_interrupted_data() -> str:
     return "interrupted while data was prepared: sources that were done are kept; the same command prepares the rest"
 
 
-def explain_resume(checkpoint: Path) -> str:
-    return f"the newest checkpoint is {checkpoint}: continue from it with the same command and --resume auto"
+def explain_resume(checkpoint: Path, stopped_by: str = "") -> str:
+    """`stopped_by` names the setting whose limit ended the run: with the same one it would stop again at once."""
+    words = "the same command and --resume auto"
+    if stopped_by.startswith("run."):
+        words = f"the same command, --resume auto and a larger {stopped_by}"
+    return f"the newest checkpoint is {checkpoint}: continue from it with {words}"
 
 
 SIGNALS = {

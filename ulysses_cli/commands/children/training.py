@@ -315,5 +315,5 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_r
         if outcome.exit_code == FAILED and checkpoint is not None:
             printing.print_message(run_end.explain_resume(checkpoint))
     elif outcome.stopped_by and checkpoint is not None:
-        printing.print_message(run_end.explain_resume(checkpoint))
+        printing.print_message(run_end.explain_resume(checkpoint, outcome.stopped_by))
     return run_dir / "model" if is_complete else None

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from ulysses_cli.train.processes.consistency import compare_facts
 
-REASONS = ("a signal", "run.max_hours", "run.max_cost")
+LIMITS = ("run.max_hours", "run.max_cost")
+REASONS = ("a signal", *LIMITS)
 
 
 class StopConditions:
