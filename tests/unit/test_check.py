@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support.recipes import VALID, check, load, make_shape
 
+from ulysses_cli.plan.files.locks import take_lock
 from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.problem import RecipeError
@@ -823,11 +824,27 @@ def test_check_output_dir(tmp_path: Path) -> None:
     ours = compute_recipe_hash(load(here).recipe)
     (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": ours}))
     assert check(here) == []
-    (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": "another"}))
-    assert only(here) == (
-        f"command line: run.output_dir: {tmp_path} holds the run of another recipe (hash another, this one is {ours})"
-        "\n\nhint: choose another run.output_dir; --resume auto goes on with its run and names settings that must stay"
+    other = json.dumps(
+        {"recipe_hash": "another", "recipe": load(here, "train.max_steps=7").recipe.model_dump(mode="json")}
     )
+    (tmp_path / "run.json").write_text(other)
+    differs = "this recipe differs from its recipe in:\n  train.max_steps: was 7, is 30"
+    changed = (here, "train.max_steps=30")
+    assert only(*changed) == (
+        f"command line: run.output_dir: {tmp_path} holds the run of another recipe, which has ended; {differs}"
+        "\n\nhint: --resume auto continues it and names settings that must stay; --overwrite replaces it; or choose "
+        "another run.output_dir"
+    )
+    with open(tmp_path / "lock-0", "w") as lock:
+        take_lock(lock.fileno(), shares=True)
+        assert only(*changed) == (
+            f"command line: run.output_dir: {tmp_path} holds the run of another recipe, and that run is still going on"
+            f"; {differs}\n\nhint: choose another run.output_dir, or wait for that run to end: then --resume auto "
+            "continues it and --overwrite replaces it"
+        )
+    assert "which has ended" in only(*changed)
+    (tmp_path / "lock-1").mkdir()  # cannot be opened, as another user's file
+    assert "of another recipe; this" in only(*changed)
     assert check(here, "run.resume_from_checkpoint=auto") == []
     (tmp_path / "run.json").write_text("{")
     assert "cannot be read" in only(here)

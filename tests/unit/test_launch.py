@@ -281,8 +281,10 @@ def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> 
 
 
 def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"resume_from_checkpoint": "auto"}
     first = {"model": {"hub_token": "hf_abcdefghijkl"}, "train": {"max_steps": 6, "learning_rate": 1e-4}}
     second = {"model": {"hub_token": "hf_mnopqrstuvwx"}, "train": {"max_steps": 9, "learning_rate": 1e-4}}
+    first["run"], second["run"] = dict.fromkeys(start), start
     lock = start_lock.lock_run(tmp_path, 0, first)
     with pytest.raises(RecipeError) as result:
         start_lock.lock_run(tmp_path, 0, second)

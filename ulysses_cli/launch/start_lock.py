@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
-from ulysses_cli.plan.files.locks import take_lock
+from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, take_lock
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe.changes import list_differences
+from ulysses_cli.plan.recipe.changes import list_differences, shorten_list
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.run_folder.failure_record import read_json
-
-MAX_DIFFERENCES = 12
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,14 @@ def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = N
 def _describe_live_run(run_dir: Path, facts: Any, recipe: Mapping[str, Any] | None) -> Problem:
     """Who holds the folder, and where the new recipe differs from that run's recipe."""
     message = f"{run_dir} is in use by a run that is still going on"
-    hint = "wait for that run to end, or choose another run.output_dir"
+    hint = HINT_WHILE_LIVE
     if not isinstance(facts, dict) or not isinstance(facts.get("started"), float):
         return Problem("run.output_dir", message, hint)
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
     message += f" (process {facts.get('process')} on {facts.get('host')}, since {since})"
-    details: list[str] = []
+    details: tuple[str, ...] = ()
     if isinstance(facts.get("recipe"), dict) and recipe is not None:
         differs = list_differences(facts["recipe"], mask_secrets(recipe, known=collect_secrets(recipe, os.environ)))
         message += "; this recipe differs from its recipe in:" if differs else "; its recipe is the same"
-        details = differs[:MAX_DIFFERENCES]
-        if len(differs) > MAX_DIFFERENCES:
-            details.append(f"and {len(differs) - MAX_DIFFERENCES} more")
-    return Problem("run.output_dir", message, hint, details=tuple(details))
+        details = shorten_list(differs)
+    return Problem("run.output_dir", message, hint, details=details)

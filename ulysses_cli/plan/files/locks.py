@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+from pathlib import Path
 
+HINT_WHILE_LIVE = (
+    "choose another run.output_dir, or wait for that run to end: then --resume auto continues it and --overwrite "
+    "replaces it"
+)
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -19,3 +25,19 @@ def take_lock(handle: int, *, shares: bool = False, waits: bool = False) -> bool
             raise
         return False
     return True
+
+
+def find_holder(file: Path) -> bool | None:
+    """Whether a process holds the file; None where that cannot be known. Takes the lock for a moment."""
+    try:
+        handle = os.open(file, os.O_RDWR)  # over NFS an exclusive lock needs a file that is open for writing
+    except OSError:
+        return None
+    try:
+        return False if take_lock(handle) else None
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(handle)

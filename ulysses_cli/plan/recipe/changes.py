@@ -6,7 +6,7 @@ are compared elsewhere, as a product.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.secrets import MASK
@@ -21,6 +21,8 @@ FREE = {
     "train.gradient_accumulation_steps",
     "train.per_device_train_batch_size",
 }
+STARTS = {"run.resume_from_checkpoint"}
+MAX_DIFFERENCES = 12
 PLACES = {"run.output_dir", "data.store_dir", "data.num_workers", "memory.nvme_path"}
 LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may become longer, or shorter by steps not yet done
 
@@ -39,10 +41,15 @@ def list_length_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`key: was X, is Y` for every setting of two recipes that differs."""
-    return [
-        change for name in sorted(old.keys() | new.keys()) for change in _compare(old.get(name), new.get(name), name)
-    ]
+    """`key: was X, is Y` for every setting of two recipes that differs. How a run starts is left out."""
+    names = sorted(old.keys() | new.keys())
+    return [change for name in names for change in _compare(old.get(name), new.get(name), name, free=STARTS)]
+
+
+def shorten_list(lines: Sequence[str]) -> tuple[str, ...]:
+    """Returns the first lines, and how many more there are."""
+    more = len(lines) - MAX_DIFFERENCES
+    return (*lines[:MAX_DIFFERENCES], f"and {more} more") if more > 0 else tuple(lines)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ulysses_cli.plan.files.addresses import find_address, find_address_problem
+from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, find_holder
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe.changes import list_differences, shorten_list
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
-from ulysses_cli.plan.secrets import mask_text
+from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 DATA_SUFFIXES = (
@@ -26,6 +28,10 @@ MAX_NEARBY = 5
 CHECKPOINT_MANIFEST = "manifest.json"  # written last
 FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$", re.ASCII)
 CHAT_TYPES = ("chat", "conversations")
+HINT_AFTER_END = (
+    "--resume auto continues it and names settings that must stay; --overwrite replaces it; or choose another "
+    "run.output_dir"
+)
 Problems = Iterator[Problem]
 
 
@@ -65,14 +71,20 @@ def check_output_dir(recipe: Recipe) -> Problems:
     except (OSError, ValueError, RecursionError) as error:
         yield Problem("run.output_dir", f"{run_file} cannot be read: {error}", "choose another run.output_dir")
         return
-    run_hash = run.get("recipe_hash") if isinstance(run, dict) else None
-    recipe_hash = compute_recipe_hash(recipe)
-    if run_hash != recipe_hash:
-        yield Problem(
-            "run.output_dir",
-            f"{recipe.run.output_dir} holds the run of another recipe (hash {run_hash}, this one is {recipe_hash})",
-            "choose another run.output_dir; --resume auto goes on with its run and names settings that must stay",
-        )
+    facts = run if isinstance(run, dict) else {}
+    if facts.get("recipe_hash") == compute_recipe_hash(recipe):
+        return
+    holders = {find_holder(file) for file in folder.glob("lock-*")}
+    is_live = True in holders
+    message = f"{recipe.run.output_dir} holds the run of another recipe"
+    message += ", and that run is still going on" if is_live else "" if None in holders else ", which has ended"
+    plain, details = recipe.model_dump(mode="json"), tuple[str, ...]()
+    if isinstance(facts.get("recipe"), dict):
+        masked = mask_secrets(plain, known=collect_secrets(plain, {}))
+        details = shorten_list(list_differences(facts["recipe"], masked))
+        message += "; this recipe differs from its recipe in:" if details else ""
+    hint = HINT_WHILE_LIVE if is_live else HINT_AFTER_END
+    yield Problem("run.output_dir", message, hint, details=details)
 
 
 def check_resume(recipe: Recipe) -> Problems:
