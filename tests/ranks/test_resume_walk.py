@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 
 import pytest
 import yaml
-from support.faults import Runs, list_processes, wait_for_end
+from support.faults import Runs, damage_newest, list_processes, wait_for_end
 from support.forked import Command
 from support.kill_points import list_phases, read_collectives
 from support.small_run import make_settings
@@ -144,6 +145,29 @@ def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) 
     assert runs.read_model("killed") == runs.read_model("whole")
     code, output = runs.train("killed", "--resume", "auto", *words)
     assert (code, "already finished" in output) == (0, True), output
+
+
+def test_a_run_goes_on_after_a_signal_a_killed_launcher_and_a_damaged_checkpoint(runs: Runs) -> None:
+    """One fault of each kind that the others of these tests meet in every phase."""
+    words = ("run.rehearsal=false",)
+    command, processes, _ = kill_at(runs, "three", "mid-step", "command", signal.SIGTERM, *words)
+    _, output = command.communicate(timeout=STOP_SECONDS)
+    assert command.returncode == 0, output
+    assert "three/checkpoints/step-2: continue from it with the same command and --resume auto" in output
+    wait_for_end(processes, 5)
+    words = ("--resume", "auto", *words)
+    command, processes, _ = kill_at(runs, "three", "last evaluation", "command", signal.SIGKILL, *words)
+    assert len(processes) == 3
+    wait_for_end(processes, END_SECONDS)
+    command.communicate(timeout=20)
+    assert runs.list_checkpoints("three") == ["step-2", "step-4"]
+    damage_newest(runs.folder / "three", "flipped byte", random.Random(1))
+    code, output = runs.train("three", *words)
+    assert code == 0, output
+    assert "three/checkpoints/step-4 is skipped: " in output
+    assert "resumed from three/checkpoints/step-2 after step 2" in output
+    assert runs.read_losses("three") == runs.read_losses("whole")
+    assert runs.read_model("three") == runs.read_model("whole")
 
 
 @pytest.mark.check
