@@ -43,7 +43,7 @@ LEGEND_LEFT = 588
 CHART_WIDTH, CHART_TOP = 590, 52
 NOTES = (
     "sp: GPUs that share each row. dp: groups of such GPUs, each with rows of its own. Every lever: all settings that",
-    "save memory are on. A curve falls where tiling comes on, without which a tensor would have too many elements.",
+    "save memory are on. A curve falls where a run of that length would turn such a setting on.",
 )
 TITLE = re.compile(r'<text[^>]*class="title"[^>]*>[^<]*</text>')
 
@@ -100,10 +100,10 @@ def draw_memory_against_length(theme: Theme) -> str:
     sweep = json.loads(_run_estimate("--sweep", "--format", "json"))["sweeps"][0]
     page = _make_sweep_page()
     chart = page[page.index("<svg ") : page.index("</svg>") + len("</svg>")]
-    lengths, room = sweep["lengths"], sweep["gpu_capacity_bytes"]
+    lengths = sweep["lengths"]
     longest = {
-        name: max(length for length, peak in zip(lengths, peaks, strict=True) if peak and peak <= room)
-        for name, peaks in sweep["gpu_peak_bytes"].items()
+        name: max(length for length, is_fit in zip(lengths, fits, strict=True) if is_fit)
+        for name, fits in sweep["fits"].items()
     }
     heading = "Memory against length"
     below = _describe_source(json.loads(_run_estimate("--format", "json"))["results"][0])

@@ -36,6 +36,23 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
 
 
 @pytest.mark.check
+def test_a_cell_is_the_estimate_of_its_length() -> None:
+    """Past the estimate's own length, a run opens chunks of heads and drops kept attention results."""
+    split = ("parallel.sp_size=8", "parallel.dp_shard_size=1")
+    ((estimate, curves),) = sweep("qwen3-8b-64k-sp4-dp2", *split)
+    curve = next(curve for curve in curves.curves if curve.name == "sp 8 x dp 1")
+    assert "with the levers that a run of each length would choose" in format_sweep(estimate, curves)
+    for length in (16_384, 4_194_304):
+        words = (*split, f"data.max_length={length}", "memory.large_tiles=false")
+        recipe = load_recipe(RECIPES / "qwen3-8b-64k-sp4-dp2.yaml", words).recipe
+        alone = compute_estimate(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu("h100-80gb"))
+        at = curves.lengths.index(length)
+        assert alone.fit.verdict == "fits"
+        assert (curve.peaks[at], curve.fits[at]) == (alone.fit.gpu_peak_bytes, True)
+    assert not curve.fits[curves.lengths.index(8_388_608)]
+
+
+@pytest.mark.check
 @pytest.mark.parametrize("device", ["optimizer", "param"])
 def test_what_is_given_to_a_disk_stays_there(device: str, tmp_path: Path) -> None:
     words = (f"memory.offload_{device}=nvme", f"memory.nvme_path={tmp_path}")

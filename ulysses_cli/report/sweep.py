@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ulysses_cli.plan.planner.estimate import Estimate
-from ulysses_cli.plan.planner.sweep import LengthSweep, compute_sweep
+from ulysses_cli.plan.planner.sweep import Curve, LengthSweep, compute_sweep
 from ulysses_cli.report.page.charts import Mark, Series, draw_lines
 from ulysses_cli.report.page.page import Chart, Note, PageSection, Table, make_page
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib
 
-LEVERS = (
-    "with the levers of the estimate; tiling that the recipe leaves open turns on where kernels need it, and its tiles "
-    "stay small"
-)
+LEVERS = "with the levers that a run of each length would choose where the recipe leaves them open"
 
 
 def describe_sweep(estimate: Estimate, sweep: LengthSweep) -> dict[str, Any]:
@@ -24,6 +21,7 @@ def describe_sweep(estimate: Estimate, sweep: LengthSweep) -> dict[str, Any]:
         "gpu_capacity_bytes": estimate.fit.gpu_capacity_bytes,
         "lengths": list(sweep.lengths),
         "gpu_peak_bytes": {curve.name: list(curve.peaks) for curve in sweep.curves},
+        "fits": {curve.name: list(curve.fits) for curve in sweep.curves},
     }
 
 
@@ -31,26 +29,28 @@ def format_sweep(estimate: Estimate, sweep: LengthSweep) -> str:
     """A table of GiB per GPU. An x marks what does not fit."""
     capacity = estimate.fit.gpu_capacity_bytes
 
-    def cell(peak: int | None) -> str:
-        return "-" if peak is None else f"{format_gib(peak)}{'' if peak <= capacity else ' x'}"
+    def cell(curve: Curve, index: int) -> str:
+        peak = curve.peaks[index]
+        return "-" if peak is None else f"{format_gib(peak)}{'' if curve.fits[index] else ' x'}"
 
     rows = [
-        (f"{length:,}", *(cell(curve.peaks[index]) for curve in sweep.curves))
-        for index, length in enumerate(sweep.lengths)
+        (f"{length:,}", *(cell(curve, index) for curve in sweep.curves)) for index, length in enumerate(sweep.lengths)
     ]
     gpus = f"{estimate.job.world_size} x {estimate.gpu.key}"
     head = f"{estimate.job.shape.name} on {gpus}: GiB per GPU, of {format_gib(capacity)}"
     table = format_table(("tokens per row", *(curve.name for curve in sweep.curves)), rows)
-    return f"{head}\n\n{table}\n{_explain_marks(capacity, sweep)}"
+    return f"{head}\n\n{table}\n\n{_explain_marks(sweep)}"
 
 
-def _explain_marks(capacity: int, sweep: LengthSweep) -> str:
-    peaks = [peak for curve in sweep.curves for peak in curve.peaks]
-    lines = ["x: does not fit"] if any(peak is not None and peak > capacity for peak in peaks) else []
-    if None in peaks:
+def _explain_marks(sweep: LengthSweep) -> str:
+    cells = [cell for curve in sweep.curves for cell in zip(curve.peaks, curve.fits, strict=True)]
+    lines = [f"{LEVERS}; large tiles stay off"]
+    if any(peak is not None and not fits for peak, fits in cells):
+        lines.append("x: does not fit the GPU or the host with any of them")
+    if any(peak is None for peak, _ in cells):
         condition = "".join(f" while memory.{name} is false" for name in sweep.closed[:1])
         lines.append(f"-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index{condition}")
-    return "\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def make_sweep_page(sweeps: Sequence[tuple[Estimate, LengthSweep]]) -> str:
@@ -77,4 +77,4 @@ def make_sweep_page(sweeps: Sequence[tuple[Estimate, LengthSweep]]) -> str:
 
 
 def compute_sweeps(estimates: Sequence[Estimate]) -> list[tuple[Estimate, LengthSweep]]:
-    return [(estimate, compute_sweep(estimate.job, estimate.choice.reasons)) for estimate in estimates]
+    return [(estimate, compute_sweep(estimate.job, estimate.gpu, estimate.choice.reasons)) for estimate in estimates]
