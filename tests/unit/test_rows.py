@@ -192,10 +192,12 @@ def test_without_a_row_left_the_counts_are_reported(tmp_path: Path) -> None:
     documents = [[list(range(10)), list(range(20)), [1, 2]]]
     flags = [[[1] * 10, [1] * 20, [0, 0]]]
     messages = (
-        "no row is left to train on: 3 documents, 2 dropped, longer than data.max_length, 1 pieces without a superv"
+        "no row is left to train on: 3 documents, 2 dropped, longer than data.max_length, 1 piece without a superv"
     )
     with pytest.raises(DataError, match=messages):
         make_prepared(tmp_path, documents, flags=flags, max_length=4, strategy="drop", skip_untrainable=True)
+    with pytest.raises(DataError, match="no row is left to train on: 1 document, 1 dropped, longer than"):
+        make_prepared(tmp_path / "one", [[list(range(10))]], max_length=4, strategy="drop")
 
 
 def test_a_stream_row_without_a_target_is_an_error_or_left_out(tmp_path: Path) -> None:

@@ -300,15 +300,18 @@ def _explain_untrainable(part: _SplitPieces) -> list[Problem]:
 def _explain_nothing(part: _SplitPieces, skipped: tuple[int, int]) -> Problem:
     """The problem when no row is left to train on, with the reasons counted."""
     names = {
-        "documents": "documents",
+        "documents": "document",
         "left_out_documents": "left out by weight",
         "dropped_documents": "dropped, longer than data.max_length",
         "truncated_documents": "truncated to data.max_length",
-        "untrainable_pieces": "pieces without a supervised token",
+        "untrainable_pieces": "piece without a supervised token",
     }
+    nouns = ("document", "piece without a supervised token", "row without a supervised token")
     counts = {name: sum(getattr(count, key) for count in part.counts) for key, name in names.items()}
-    counts["rows without a supervised token"] = skipped[0]
-    reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    counts["row without a supervised token"] = skipped[0]
+    reasons = ", ".join(
+        format_count(count, name) if name in nouns else f"{count:,} {name}" for name, count in counts.items() if count
+    )
     hint = "raise data.max_length, or change data.excess_length_strategy, the loss mask or the data"
     return Problem("data.datasets", f"no row is left to train on: {reasons or 'no document'}", hint)
 
