@@ -442,6 +442,21 @@ def test_a_key_without_a_value_gets_a_hint() -> None:
     assert complain(VALID, "max_steps 10") == [template.format("max_steps", "train.max_steps=10")]
 
 
+@pytest.mark.parametrize("name", ["datasets", "eval_datasets"])
+def test_a_path_stands_for_a_source_and_a_source_for_a_list_of_one(name: str) -> None:
+    empty = "model: {name_or_path: tiny}\ndata:\n  max_length: 64\n"
+    empty += "" if name == "datasets" else "  datasets: {path: d}\n"
+    for value in ("d.jsonl", "[d.jsonl]", "{path: d.jsonl}", "[{path: d.jsonl}]", "\n  - d.jsonl"):
+        written = parse_recipe(f"{empty}  {name}: {value}\n").recipe
+        assert [source.path for source in getattr(written.data, name)] == ["d.jsonl"]
+    for words in ([f"{name}=d.jsonl"], [f"{name}=[d.jsonl]"], [f"{name}.0=d.jsonl"], [f"{name}.0.path=d.jsonl"]):
+        loaded = parse_recipe(empty, overrides=[f"data.{word}" for word in words])
+        assert [source.path for source in getattr(loaded.recipe.data, name)] == ["d.jsonl"]
+    words = [f"data.{name}=owner/hub", f"data.{name}.0.split=test", f"data.{name}.1=b.jsonl"]
+    sources = getattr(parse_recipe(empty, overrides=words).recipe.data, name)
+    assert [(source.path, source.split) for source in sources] == [("owner/hub", "test"), ("b.jsonl", "train")]
+
+
 @pytest.mark.parametrize(
     ("override", "message", "hint"),
     [
@@ -462,12 +477,7 @@ def test_a_key_without_a_value_gets_a_hint() -> None:
         ("run.max_hours=0", "0 is not a number above 0 to 100,000 or null (hours)", "use more than 0"),
         ("model=gpt2", "'gpt2' is not a section", "write model: {name_or_path: gpt2}"),
         ("lora=16", "16 is not a section or null", "write lora: {r: 16}"),
-        ("data.datasets.0=a.jsonl", "'a.jsonl' is not a section", "write {path: a.jsonl}"),
-        (
-            "data.datasets=a.jsonl",
-            "'a.jsonl' is not a list of 1 to 1,000, each a section (sources)",
-            "write datasets: [{path: a.jsonl}]",
-        ),
+        ("data.datasets.0=5", "5 is not a section", "write {path: ...}"),
         ("run.report_to=[wandb, wandb, wandb, wandb, wandb]", "has 5 elements", "write 4 at most"),
         ("run.run_name=''", "is an empty text", "write something, or leave it out"),
         ("run.run_name=" + "x" * 5000, "has 5,000 letters", "write 4,096 at most"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,8 @@ DatasetType = Literal[
 
 class Dataset(Section):
     """One source of documents."""
+
+    SHORT: ClassVar[str] = "path"
 
     path: str | None = text(
         None,

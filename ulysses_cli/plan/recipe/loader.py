@@ -17,7 +17,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.complaints import explain_missing, explain_unknown, explain_value
 from ulysses_cli.plan.recipe.overrides import apply_override
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.recipe.schema import Accepts, Setting, inspect_annotation, list_names, list_settings
+from ulysses_cli.plan.recipe.schema import Accepts, Setting, find_short, inspect_annotation, list_names, list_settings
 from ulysses_cli.plan.recipe.setting import Section
 from ulysses_cli.plan.recipe.yaml_tree import compose, parse_plain, read_place
 
@@ -148,8 +148,12 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode) and node.style is None:
             self.typed[key] = node.value
         value = _resolve(node, accepts, setting)
-        if stands_alone and not item.section and value is not None and value not in accepts.literals:
+        if value is None or value == "":
+            return value
+        if stands_alone and value not in accepts.literals:
             return value if isinstance(value, tuple) else (self.read(node, item, f"{key}.0"),)
+        if accepts.section and (short := find_short(accepts.section)) and type(value) in short.accepts.scalars:
+            return {short.key: value}
         return value
 
     def read_section(self, node: yaml.MappingNode, section: type[Section], prefix: str) -> dict[str, Any]:

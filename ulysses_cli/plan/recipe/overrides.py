@@ -14,7 +14,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.complaints import explain_unknown, list_homes
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.recipe.schema import Accepts, descend, list_names, list_settings
+from ulysses_cli.plan.recipe.schema import Accepts, descend, find_short, list_names, list_settings
 from ulysses_cli.plan.recipe.yaml_tree import COMMAND_LINE, MAP_TAG, SEQ_TAG, TEXT_TAG, compose, parse_plain
 
 HERE = Where(COMMAND_LINE)
@@ -108,12 +108,17 @@ def _get(node: yaml.Node, index: int | None) -> yaml.Node | None:
 
 
 def _make_room(child: yaml.Node | None, known: Accepts | None, part: str) -> yaml.Node:
-    """The node that holds `part`: the existing one, or a new one. A single value in place of a list becomes a list."""
+    """The node that holds `part`: the existing one, or a new one. A single value in place of a list becomes a list,
+    and one in place of a section its short setting."""
     is_list = known is not None and known.item is not None and known.value is None and part.isdigit()
     if child is None or (isinstance(child, yaml.ScalarNode) and parse_plain(child) is None):
         return yaml.SequenceNode(SEQ_TAG, []) if is_list else yaml.MappingNode(MAP_TAG, [])
     if is_list and not isinstance(child, yaml.SequenceNode):
         return yaml.SequenceNode(SEQ_TAG, [child], child.start_mark, child.end_mark)
+    short = find_short(known.section) if known is not None and known.section else None
+    if short is not None and isinstance(child, yaml.ScalarNode):
+        name = yaml.ScalarNode(TEXT_TAG, short.key, child.start_mark, child.end_mark)
+        return yaml.MappingNode(MAP_TAG, [(name, child)], child.start_mark, child.end_mark)
     if isinstance(child, yaml.CollectionNode):  # an anchor may be used in several places; change only this one
         return type(child)(child.tag, list(child.value), child.start_mark, child.end_mark)
     return child

@@ -96,6 +96,11 @@ def list_names(section: type[Section]) -> dict[str, str]:
     return names
 
 
+def find_short(section: type[Section]) -> Setting | None:
+    """The setting that a plain value in place of the section stands for; None where a section has none."""
+    return list_settings(section)[section.SHORT] if section.SHORT else None
+
+
 def descend(accepts: Accepts | None, part: str) -> Accepts | None:
     """What is accepted one name or one index below; None where the schema does not say."""
     if accepts is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,4 +38,7 @@ def text(default: str | None, doc: str, *, unit: str = "name", **more: Any) -> A
 
 
 class Section(BaseModel):
+    """`SHORT`: the setting that a plain value in place of the section stands for."""
+
+    SHORT: ClassVar[str] = ""
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), defer_build=True)
