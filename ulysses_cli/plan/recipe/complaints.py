@@ -34,16 +34,21 @@ FOREIGN_KEYS = {
     "rank": "write lora.r",
     "rope_theta": "the base of the positions is the model's own; model.rope_scaling stretches it",
 }
-WHOLE_NUMBERS = "write a whole number, such as 10, 65_536, 500K or 64Ki"
+WHOLE_NUMBERS = "write a whole number, such as 10"
+LARGE_NUMBERS, LARGE = f"{WHOLE_NUMBERS}, 65_536, 500K or 64Ki", 500_000  # where as many may stand
 PLAIN_NUMBERS = "write a plain number, such as 10, 0.01 or 1e-5"
 SHOWN_LETTERS = 80
 
 
-def explain_unknown(name: str, section: type[Section], prefix: str) -> str:
-    """A hint for an unknown key: another tool's name, a key of another section, or a misspelled key of this one."""
+def explain_unknown(name: str, section: type[Section], prefix: str, value: Any = None) -> str:
+    """A hint for an unknown key: another tool's name, a key of another section, or a misspelled key of this one.
+    `value`: what was written, which may mean another value under the key's own name."""
     if name in FOREIGN_KEYS:
         return FOREIGN_KEYS[name]
     if homes := list_homes(name):
+        (home,) = find_settings(homes[0])[:1]
+        if value in (meant := home.spellings_by_alias.get(name, {})):
+            return f"write {home.key}: {format_value(meant[value])}"
         return f"write it as {' or '.join(homes)}"
     names, before = list_names(section), f"{prefix}." if prefix else ""
     close = difflib.get_close_matches(name, list_settings(section), n=1) or difflib.get_close_matches(
@@ -105,8 +110,7 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
     if str(value) in setting.refused:
         return f"{value} is refused", setting.refused[str(value)]
     if value == () and accepts.inner:
-        first, _ = next(iter(list_settings(accepts.inner).items()))
-        return "is an empty list", f"write {setting.key}: [{{{first}: ...}}]"
+        return "is an empty list", _suggest_section(setting, accepts, value)
     if value in ("", (), {}):
         hint = _suggest_default(setting)
         kind = "text" if isinstance(value, str) else "list" if isinstance(value, tuple) else "mapping"
@@ -136,10 +140,13 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
 def _suggest_section(setting: Setting, accepts: Accepts, value: Any) -> str:
     """Suggests the value as the first setting of the section, if that setting accepts it."""
     name, first = next(iter(list_settings(accepts.inner).items())) if accepts.inner else ("", setting)
+    word, _, rest = value.partition(" ") if isinstance(value, str) else ("", "", "")
+    if rest and accepts.inner and word in list_names(accepts.inner):  # `name_or_path x`: the colon is forgotten
+        return f"write {word}: {rest.strip()}, with a colon"
     fits = type(value) in first.accepts.scalars or value in first.accepts.literals
     inner = list_settings(accepts.inner).values() if accepts.inner else ()
     is_plain = accepts.is_optional and not any(inner_setting.is_required for inner_setting in inner)
-    section = f"{{{name}: {value}}}" if fits else "{}" if is_plain else f"{{{name}: ...}}"
+    section = f"{{{name}: {format_value(value)}}}" if fits else "{}" if is_plain else f"{{{name}: ...}}"
     if accepts.item is not None:
         return f"write {setting.key}: [{section}]"
     return f"write {setting.key}: {section}" if accepts is setting.accepts else f"write {section}"
@@ -170,7 +177,10 @@ def _suggest_word(accepts: Accepts, value: str, *, is_quoted: bool) -> str:
         return f"did you mean `{close[0]}`?"
     if bool in accepts.scalars and value.lower() in ("yes", "no", "on", "off"):
         return "write true or false"
-    return PLAIN_NUMBERS if float in accepts.scalars else WHOLE_NUMBERS if int in accepts.scalars else ""
+    if float in accepts.scalars:
+        return PLAIN_NUMBERS
+    takes_large = accepts.bounds.get("le", LARGE) >= LARGE
+    return "" if int not in accepts.scalars else LARGE_NUMBERS if takes_large else WHOLE_NUMBERS
 
 
 def _suggest_default(setting: Setting) -> str:

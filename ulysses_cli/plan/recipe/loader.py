@@ -163,7 +163,7 @@ class _Reader:
         for name, key_node, child in self.walk_pairs(node, prefix):
             key = _join(prefix, name)
             if name not in names:
-                self.add(key, "unknown key", explain_unknown(name, section, prefix), key_node)
+                self.add(key, "unknown key", explain_unknown(name, section, prefix, parse_plain(child)), key_node)
                 continue
             own = names[name]
             if own in written:

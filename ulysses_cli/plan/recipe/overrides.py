@@ -42,7 +42,7 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
         index = _find(node, part, known)
         is_next = isinstance(node, yaml.SequenceNode) and part == str(len(node.value))
         if index is None and not is_next and not isinstance(node, yaml.MappingNode):
-            raise RecipeError([_explain_miss(node, ".".join(parts[:depth]), ".".join(parts[depth:]))])
+            raise RecipeError([_explain_miss(node, ".".join(parts[:depth]), ".".join(parts[depth:]), known)])
         known = descend(known, part)
         if depth == len(parts) - 1:
             _put(node, index, part, _read_value(text.strip(), known, key), is_new=True)
@@ -77,12 +77,15 @@ def _read_value(text: str, accepts: Accepts | None, key: str) -> yaml.Node:
     return yaml.ScalarNode(TEXT_TAG, text)
 
 
-def _explain_miss(node: yaml.Node, reached: str, rest: str) -> Problem:
+def _explain_miss(node: yaml.Node, reached: str, rest: str, known: Accepts | None) -> Problem:
     message = f"{reached} has no element `{rest.partition('.')[0]}`"
     if not isinstance(node, yaml.SequenceNode):
         return Problem(f"{reached}.{rest}", message, f"write {reached}=VALUE", HERE)
     if not rest[0].isdigit():
-        return Problem(f"{reached}.{rest}", message, f"count its elements from 0: {reached}.0.{rest}", HERE)
+        part, _, below = rest.partition(".")
+        is_setting = known is not None and known.inner is not None and part in list_names(known.inner)
+        first = ".".join(filter(None, (reached, "0", rest if is_setting else below)))
+        return Problem(f"{reached}.{rest}", message, f"count its elements from 0: {first}", HERE)
     last = len(node.value)
     hint = f"it has {format_count(last, 'element')}, counted from 0; {reached}.{last} adds one"
     return Problem(f"{reached}.{rest}", message, hint, HERE)

@@ -224,10 +224,16 @@ class Memory(Section):
     )
     tiled_loss: bool | Literal["auto"] = setting("auto", "head and loss in tiles of tokens")
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
-        "auto", "where optimizer states are kept if not on the GPU", spellings={None: "none", False: "none"}
+        "auto",
+        "where optimizer states are kept if not on the GPU",
+        spellings={None: "none", False: "none"},
+        refused=dict.fromkeys(("gpu", "cuda"), "write none, which keeps them on the GPU"),
     )
     offload_param: Literal["auto", "none", "cpu", "nvme"] = setting(
-        "auto", "where parameters are kept if not on the GPU", spellings={None: "none", False: "none"}
+        "auto",
+        "where parameters are kept if not on the GPU",
+        spellings={None: "none", False: "none"},
+        refused=dict.fromkeys(("gpu", "cuda"), "write none, which keeps them on the GPU"),
     )
     large_tiles: bool | Literal["auto"] = setting(
         "auto", "tiles of at least 2,048 tokens, 4,096 for small models; auto = where the GPU has room"

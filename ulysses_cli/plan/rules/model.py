@@ -209,7 +209,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
         yield Problem(
             "lora.target_modules",
             f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
-            "write a list: [a, b]"
+            f"write a list: [{', '.join(filter(None, (name.strip() for name in unknown[0].split(','))))}]"
             if "," in unknown[0]
             else f"use {'all-linear, or ' if shape.adapts_all else ''}some of {', '.join(shape.linear_modules)}",
         )
