@@ -119,7 +119,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def several_recipes(files: Sequence[str]) -> Problem:
-    return Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE, without spaces")
+    names = ", ".join(file or "an empty argument" for file in files)
+    return Problem("", f"{len(files)} recipes: {names}", "name one; settings are KEY=VALUE, without spaces")
 
 
 def no_recipe(words: Sequence[str]) -> Problem:

@@ -73,7 +73,9 @@ SETTINGS = (
     ("--num-processes 1", "but the run has 1 process\n"),
     ("--gpu quantum", "--gpu: no GPU is called quantum"),
     ("run.output_dir=t.yaml", "run.output_dir: t.yaml is a file, not a folder"),
-    ("data.datasets=", "hint: write datasets: [{path: ...}]"),
+    ("data.datasets=", "data.datasets: has an empty value\n\nhint: write data.datasets=VALUE\n"),
+    ("train.max_steps=", "has an empty value\n\nhint: write train.max_steps=VALUE, or train.max_steps=null for none"),
+    ("run.output_dir=", "run.output_dir: has an empty value\n\nhint: write run.output_dir=VALUE\n"),
     ("data.datasets.0={path:*.jsonl", "hint: lists are [a, b], mappings {a: b}"),
     ("data.datasets.3.path=x", "it has 1 element, counted from 0"),
     ('data.datasets={"path":"d/a.jsn"}', "d/a.jsn does not exist\n\nhint: d holds a.jsonl, empty.txt"),
@@ -186,6 +188,16 @@ def test_a_wrong_input_is_reported(line: str, message: str, folder: Path, monkey
     assert isinstance(result.exception, SystemExit)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_an_empty_argument_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for command in ("validate-config", "prepare", "estimate-memory"):
+        result = CliRunner().invoke(app, [command, ""])
+        assert result.exit_code == 2
+        assert "RECIPE: is an empty argument\n\nhint: name a recipe, or leave" in result.stderr
+    for command in ("train", "prepare"):
+        assert "2 recipes: t.yaml, an empty argument\n" in CliRunner().invoke(app, [command, "t.yaml", ""]).stderr
 
 
 def test_consequences_of_a_wrong_value_are_not_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,15 +49,13 @@ def prepare(
       ulysses prepare my.yaml --format json
     """
     from ulysses_cli.launch.downloads import bring_inputs
-    from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import data_report, printing
     from ulysses_cli.report.page import data_page
-    from ulysses_cli.validate import no_recipe, split_words, validate_recipe
+    from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
 
     files, overrides = split_words(words)
     if len(files) != 1:
-        several = Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE")
-        printing.print_problems([several if files else no_recipe(words)])
+        printing.print_problems([several_recipes(files) if files else no_recipe(words)])
         raise typer.Exit(USAGE)
     or_exit(lambda: bring_inputs(files[0], overrides, printing.print_message), output)
     result = validate_recipe(files[0], overrides, online=True)

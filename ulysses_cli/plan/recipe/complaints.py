@@ -47,7 +47,7 @@ def explain_unknown(name: str, section: type[Section], prefix: str, value: Any =
         return FOREIGN_KEYS[name]
     if homes := list_homes(name):
         (home,) = find_settings(homes[0])[:1]
-        if value in (meant := home.spellings_by_alias.get(name, {})):
+        if isinstance(value, bool) and value in (meant := home.spellings_by_alias.get(name, {})):
             return f"write {home.key}: {format_value(meant[value])}"
         return f"write it as {' or '.join(homes)}"
     names, before = list_names(section), f"{prefix}." if prefix else ""

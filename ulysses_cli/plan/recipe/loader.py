@@ -51,6 +51,9 @@ def locate(key: str, places: dict[str, Where], file: str) -> Where:
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Reads a recipe file and applies `section.key=value` overrides to it."""
     file = str(path)
+    if not file:
+        hint = "name a recipe, or leave the argument out; is a variable of the shell unset?"
+        raise RecipeError([Problem("RECIPE", "is an empty argument", hint)])
     try:
         with open(path, "rb") as stream:
             content = stream.read(MAX_RECIPE_BYTES + 1)

@@ -45,6 +45,9 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
             raise RecipeError([_explain_miss(node, ".".join(parts[:depth]), ".".join(parts[depth:]), known)])
         known = descend(known, part)
         if depth == len(parts) - 1:
+            if known is not None and not text.strip():
+                none = f", or {key}=null for none" if known.is_optional else ""
+                raise RecipeError([Problem(key, "has an empty value", f"write {key}=VALUE{none}", HERE)])
             _put(node, index, part, _read_value(text.strip(), known, key), is_new=True)
             return
         child = _make_room(_get(node, index), known, parts[depth + 1])
