@@ -522,6 +522,7 @@ def test_check_offloading() -> None:
         ({"mamba_d_state": 16}, "mamba layers carry a state from token to token"),
         ({"attention_chunk_size": 8192}, "chunked attention cuts the row at positions of its own"),
         ({"use_bidirectional_attention": True}, "attention looks ahead as well as back"),
+        ({"model_type": "qwen33"}, "model type qwen33 is not on the list of those proven exact: did you mean qwen3?"),
         ({"model_type": "novel"}, "model type novel is not on the list of those proven exact"),
     ],
 )

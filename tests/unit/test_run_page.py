@@ -55,6 +55,16 @@ def test_the_summary_against_the_files_themselves(tmp_path: Path) -> None:
     assert summary["notes"] == []
 
 
+def test_a_run_on_a_cpu_speaks_of_processes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "per GPU" in run_summary.format_summary(make(folder)[0])
+    facts = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**facts, "machine": {"device": "CPU, x86_64"}}))
+    text = run_summary.format_summary(make(folder)[0])
+    assert "per process" in text
+    assert "per GPU" not in text
+
+
 def test_the_page_shows_every_section_and_no_secret(tmp_path: Path) -> None:
     _, page = make(write_run(tmp_path / "run"))
     for text in ("Qwen/Qwen3-8B: run", "Loss", "64K-128K", "Learning rate", "Gradient norm", "Tokens per second"):

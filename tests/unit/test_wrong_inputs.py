@@ -22,12 +22,14 @@ FILES = {
     "twice.yaml": "model: {}\nmodel: {}\n",
     "short.yaml": "model: Qwen/Qwen3-8B\ndata:\n  datasets:\n  - a.jsonl\n  max_length: 64K tokens\n",
     "colon.yaml": "model:\n  name_or_path x\ndata: {datasets: d/a.jsonl, max_length: 64}\n",
+    "begun/run.json": "{}",
     "tag.yaml": "model: !!python/name:os.system x\n",
     "d/a.jsonl": '{"text": "a"}\n',
     "d/b.jsn": '{"text": "a"}\n',
     "d/empty.txt": "",
     "r\u00e9.yaml": "a\u0301: 1\n",
 }
+FILE_BELOW_FILE = 'data.datasets={"path":"d/a.jsonl","data_files":["d.jsonl"]}'
 NUMBER = "hint: write a whole number, such as 10, 65_536, 500K or 64Ki"
 QWEN = ("--model", "Qwen/Qwen3-8B", "--max-length")
 
@@ -155,6 +157,16 @@ COMMANDS = (
     ("evaluate folder --dtype int8", "'--dtype': 'int8' is not one of 'bfloat16', 'float32'"),
     ("evaluate t.yaml", "MODEL: t.yaml is a recipe\n\nhint: name a model folder"),
     ("export t.yaml --to x", "CHECKPOINT: t.yaml is a recipe\n\nhint: name a run's output_dir"),
+    ("evaluate t.yaml --dry-run", "MODEL: t.yaml is a recipe\n\nhint: name a model folder"),
+    ("evaluate Qwen/Qwen3-0.6B --dry-run --against nope", "nope"),
+    ("export begun --to x", "begun holds no checkpoint: the run has not written one"),
+    (f"validate-config t.yaml {FILE_BELOW_FILE}", "does not exist\n\nhint: d/a.jsonl is a file, not a folder\n"),
+    ("validate-config t.yaml data.datasets.0.path=nodata/x/y.jsonl", "hint: no nodata is here\n"),
+    (
+        "models lama",
+        "NAME: lama is neither a family proven exact nor a model on this machine\n\nhint: did you mean llama?",
+    ),
+    ("models gpt2", "NAME: gpt2 is neither a family proven exact nor a model"),
     ("trian t.yaml", "No such command 'trian'"),
 )
 
@@ -164,6 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "folder").mkdir()
     (folder / "d").mkdir()
+    (folder / "begun").mkdir()
     (folder / "t.yaml").write_bytes((TINY_RECIPE).read_bytes())
     (folder / "bytes.yaml").write_bytes(b"model:\n  \xff\xfe")
     for name, content in FILES.items():

@@ -199,6 +199,9 @@ def evaluate(
         # a checkpoint is not exported: what it was trained from has its shape
         base, config = or_exit(lambda: find_base(model), output)
         _, shape = or_exit(lambda: prepare_model(base, config, question, online=online), output)
+        if against is not None:
+            other_base, other_config = or_exit(lambda: find_base(against), output)
+            or_exit(lambda: prepare_model(other_base, other_config, question, online=online), output)
         kind = or_exit(lambda: load_hardware().get_gpu(gpu), output) if gpu is not None else None
         limit = choose_limit(shape)
         every = list(dict.fromkeys([*lengths, limit]))

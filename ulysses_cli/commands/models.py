@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.models.shape import ModelShape
 
 
 def models(
@@ -26,7 +29,6 @@ def models(
       ulysses models deepseek_v32
     """
     from ulysses_cli import hub
-    from ulysses_cli.commands.estimate_memory import find_shape
     from ulysses_cli.plan.models.families import FAMILIES, find_text_types
     from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
     from ulysses_cli.plan.models.summary import summarize
@@ -37,7 +39,7 @@ def models(
     known = {*FAMILIES, *REFUSED_FAMILIES}
     named = known if name is None else {name} & known or set(find_text_types(name, known))
     if name is not None and not named:
-        shape = or_exit(lambda: find_shape(name, online=online, key="NAME"))
+        shape = or_exit(lambda: _find_shape(name, known, online=online))
         summary = summarize(shape, hub.find_gate(name), list_auto_rings(shape))
         if output is Format.json:
             printing.print_json(shown.make_model(summary))
@@ -59,3 +61,23 @@ def models(
         for family in sorted(named):
             own = [summary for summary in chosen if summary.model_type == family]
             printing.print_data(shown.format_family(family, own, refused.get(family, "")))
+
+
+def _find_shape(name: str, families: set[str], *, online: bool) -> ModelShape:
+    """A model's shape. A word that names no model is taken for a family's name."""
+    import difflib
+
+    from ulysses_cli.commands.estimate_memory import find_shape
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    try:
+        return find_shape(name, online=online, key="NAME")
+    except RecipeError:
+        if online or "/" in name or "." in name:
+            raise
+    close = difflib.get_close_matches(name, families, n=1, cutoff=0.75)
+    message = f"{name} is neither a family proven exact nor a model on this machine"
+    hint = (
+        f"did you mean {close[0]}?" if close else "`ulysses models` lists families; --online asks the hub for a model"
+    )
+    raise RecipeError([Problem("NAME", message, hint)])

@@ -162,6 +162,10 @@ def check_export(checkpoint: Path, to: Path) -> Problems:
     elif (run_dir := find_run_dir(checkpoint)) is not None:
         if not list_checkpoints(run_dir):
             yield Problem(key, f"{checkpoint} holds no checkpoint: the run has not written one", "name another run")
+    elif (checkpoint / "run.json").is_file():
+        yield Problem(
+            key, f"{checkpoint} holds no checkpoint: the run has not written one", "wait, or name another run"
+        )
     elif not (checkpoint / MANIFEST).exists() and not NAME.fullmatch(checkpoint.resolve().name):
         is_model = (checkpoint / "config.json").exists()
         what = "is already a model that transformers can load" if is_model else "is neither a checkpoint nor a run"

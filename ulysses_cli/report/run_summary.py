@@ -61,6 +61,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
         "model": _get_text(run.get_part("model"), "name"),
         "started": _get_text(run.facts, "started"),
         "world_size": world_size,
+        "is_on_cpu": (_get_text(run.get_part("machine"), "device") or "").startswith("CPU,"),
         "first_step": metrics[0]["step"] if metrics else None,
         "last_step": metrics[-1]["step"] if metrics else None,
         "num_steps": _get_number(run.facts, "num_steps"),
@@ -137,8 +138,9 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         remark = f"{supervised / summary['tokens']:.0%} of them supervised" if supervised else ""
         figures.append(("tokens", format_quantity(summary["tokens"], "tokens"), remark))
     speed, per_gpu = summary["median_tokens_per_second"], summary["median_tokens_per_second_per_gpu"]
+    rank = "process" if summary["is_on_cpu"] else "GPU"
     if speed is not None:
-        remark = f"median; {format_quantity(per_gpu)} per GPU" if per_gpu is not None else "median"
+        remark = f"median; {format_quantity(per_gpu)} per {rank}" if per_gpu is not None else "median"
         figures.append(("tokens per second", format_quantity(speed), remark))
     if summary["median_mfu"] is not None:
         figures.append(("MFU", format_quantity(summary["median_mfu"], "share"), "median"))
@@ -155,7 +157,7 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
             ("time in steps", format_quantity(summary["steps_seconds"], "seconds"), "without loading and saving")
         )
     if summary["steps_cost_usd"] is not None:
-        remark = f"of the steps alone, {format_count(summary['world_size'], 'GPU')}"
+        remark = f"of the steps alone, {format_count(summary['world_size'], rank)}"
         if summary["tokens"]:
             remark += f"; USD {summary['steps_cost_usd'] / summary['tokens'] * 1e6:,.3g} per million tokens"
         figures.append(("cost", format_quantity(summary["steps_cost_usd"], "USD"), remark))

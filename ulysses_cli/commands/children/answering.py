@@ -81,10 +81,7 @@ def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> FoundMode
     path = Path(name).expanduser()
     if not path.exists():
         return FoundModel(name)
-    if not path.is_dir():
-        what = "a recipe" if path.suffix in (".yaml", ".yml") else "not a folder"
-        hint = "name a model folder, a name on the hub, a run's output_dir, or one of its checkpoints"
-        raise RecipeError([Problem("MODEL", f"{name} is {what}", hint)])
+    _refuse_file(name, path)
     if (path / "config.json").is_file():
         return FoundModel(name)
     checkpoint = _find_checkpoint(path)
@@ -107,6 +104,15 @@ def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> FoundMode
             hint = "evaluate a model that ulysses export wrote, or another checkpoint"
             raise RecipeError([Problem("MODEL", f"{checkpoint} cannot be exported: {message}", hint)])
     return found
+
+
+def _refuse_file(name: str, path: Path) -> None:
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    if path.exists() and not path.is_dir():
+        what = "a recipe" if path.suffix in (".yaml", ".yml") else "not a folder"
+        hint = "name a model folder, a name on the hub, a run's output_dir, or one of its checkpoints"
+        raise RecipeError([Problem("MODEL", f"{name} is {what}", hint)])
 
 
 def _keeps_base(recipe: Mapping[str, Any]) -> bool:
@@ -185,6 +191,7 @@ def find_base(name: str) -> tuple[FoundModel, dict[str, Any] | None]:
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     path = Path(name).expanduser()
+    _refuse_file(name, path)
     if not path.is_dir() or (path / "config.json").is_file():
         return FoundModel(name), None
     checkpoint = _find_checkpoint(path)

@@ -3,7 +3,10 @@ config.json, or by their family."""
 
 from __future__ import annotations
 
+import difflib
+
 from ulysses_cli.plan.models.config_facts import ConfigFacts
+from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import FULL_ATTENTION, RENAMED, SLIDING_ATTENTION, Family
 
 LINEAR = "linear attention carries a state from token to token"
@@ -79,7 +82,10 @@ def find_inexact(facts: ConfigFacts, family: Family | None) -> str:
     if family is None and facts.find("model_type") in REFUSED_FAMILIES:
         return REFUSED_FAMILIES[str(facts.find("model_type"))]
     if family is None:
-        return f"model type {facts.find('model_type')} is not on the list of those proven exact"
+        name = str(facts.find("model_type"))
+        close = difflib.get_close_matches(name, FAMILIES, n=1, cutoff=0.75)
+        near = f": did you mean {close[0]}?" if close else ""
+        return f"model type {name} is not on the list of those proven exact{near}"
     if family.hides_windows and facts.find("use_sliding_window"):
         return "its layers do not tell attention their window"
     return family.refused

@@ -208,10 +208,12 @@ def _exists(path: Path) -> bool:
 def _suggest_nearby(path: Path) -> str:
     """For a mistyped path: the folder's data files, or how far the path exists."""
     parent = path.parent
-    while not os.path.isdir(parent) and parent != parent.parent:
+    while not os.path.exists(parent) and parent != parent.parent:
         parent = parent.parent
+    if not os.path.isdir(parent):
+        return f"{parent} is a file, not a folder"
     if parent != path.parent:
-        return f"the path is right as far as {parent}"
+        return f"no {path.parts[0]} is here" if parent == Path() else f"the path is right as far as {parent}"
     names = sorted(os.path.basename(path) for path in glob.glob(f"{glob.escape(str(parent))}/*"))
     data = [name for name in names if name.endswith(DATA_SUFFIXES)]
     shown = ", ".join(data[:MAX_NEARBY]) + (f" and {len(data) - MAX_NEARBY} more" if len(data) > MAX_NEARBY else "")
