@@ -161,7 +161,7 @@ COMMANDS = (
     ("evaluate Qwen/Qwen3-0.6B --dry-run --against nope", "nope"),
     ("export begun --to x", "begun holds no checkpoint: the run has not written one"),
     (f"validate-config t.yaml {FILE_BELOW_FILE}", "does not exist\n\nhint: d/a.jsonl is a file, not a folder\n"),
-    ("validate-config t.yaml data.datasets.0.path=nodata/x/y.jsonl", "hint: no nodata is here\n"),
+    ("validate-config t.yaml data.datasets=nodata/x/y.jsonl", "hint: no nodata is here\n"),
     (
         "models lama",
         "NAME: lama is neither a family proven exact nor a model on this machine\n\nhint: did you mean llama?",

@@ -17,6 +17,10 @@ from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.lora_section import Lora
 from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
 
+Place = Literal["auto", "none", "cpu", "nvme"]
+UNMOVED: dict[Any, Any] = {None: "none", False: "none"}
+ON_GPU = {"gpu": "write none, which keeps them on the GPU"}
+
 
 class RopeScaling(Section):
     """How positions beyond the pretrained range are encoded."""
@@ -223,17 +227,11 @@ class Memory(Section):
         "auto", "MLPs and norms in tiles of tokens", aliases=("tiled_mlp_compute",)
     )
     tiled_loss: bool | Literal["auto"] = setting("auto", "head and loss in tiles of tokens")
-    offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
-        "auto",
-        "where optimizer states are kept if not on the GPU",
-        spellings={None: "none", False: "none"},
-        refused=dict.fromkeys(("gpu", "cuda"), "write none, which keeps them on the GPU"),
+    offload_optimizer: Place = setting(
+        "auto", "where optimizer states are kept if not on the GPU", spellings=UNMOVED, refused=ON_GPU
     )
-    offload_param: Literal["auto", "none", "cpu", "nvme"] = setting(
-        "auto",
-        "where parameters are kept if not on the GPU",
-        spellings={None: "none", False: "none"},
-        refused=dict.fromkeys(("gpu", "cuda"), "write none, which keeps them on the GPU"),
+    offload_param: Place = setting(
+        "auto", "where parameters are kept if not on the GPU", spellings=UNMOVED, refused=ON_GPU
     )
     large_tiles: bool | Literal["auto"] = setting(
         "auto", "tiles of at least 2,048 tokens, 4,096 for small models; auto = where the GPU has room"
