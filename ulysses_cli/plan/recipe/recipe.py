@@ -15,11 +15,7 @@ from pydantic import Field, field_validator
 from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.lora_section import Lora
-from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
-
-Place = Literal["auto", "none", "cpu", "nvme"]
-UNMOVED: dict[Any, Any] = {None: "none", False: "none"}
-ON_GPU = {"gpu": "write none, which keeps them on the GPU"}
+from ulysses_cli.plan.recipe.setting import MAX_TOKENS, ON_GPU, UNMOVED, Place, Section, setting, text
 
 
 class RopeScaling(Section):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TOKENS = 2**40  # far more than any run has; keeps products of a few settings inside 64 bits
+Place = Literal["auto", "none", "cpu", "nvme"]
+UNMOVED: dict[Any, Any] = {None: "none", False: "none"}
+ON_GPU = {"gpu": "write none, which keeps them on the GPU"}  # where the place is the GPU itself
 
 
 def setting(
