@@ -13,9 +13,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,9 +38,8 @@ from ulysses_cli.run_folder.run_lock import RunLock
 from ulysses_cli.train import connection
 from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
-from ulysses_cli.train.completion import finish
 from ulysses_cli.train.evaluation import list_bounds, summarize
-from ulysses_cli.train.guard.stop_conditions import LIMITS, StopConditions
+from ulysses_cli.train.guard.stop_conditions import LIMITS, StopConditions, check_progress
 from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
 from ulysses_cli.train.processes.cpu_affinity import (
     bind_to_device,
@@ -76,12 +73,12 @@ def test_max_hours_and_max_cost_stop_a_run() -> None:
 
 
 @pytest.mark.parametrize("reason", LIMITS)
-def test_a_limit_that_is_reached_before_the_first_step_saves_nothing(reason: str) -> None:
-    run: Any = SimpleNamespace(state=SimpleNamespace(step=0), plan=SimpleNamespace(recipe=None))
-    saves, nothing = Mock(), Mock()
-    with pytest.raises(RecipeError, match=f"{reason}: was reached before the first step"):
-        finish(nothing, nothing, run, saves, nothing, nothing, nothing, nothing, reason)
-    assert not saves.mock_calls
+def test_a_start_that_a_limit_ends_before_it_made_a_step_is_refused(reason: str) -> None:
+    with pytest.raises(RecipeError, match=f"{reason}: was over before this start made a step"):
+        check_progress(reason, 0)
+    check_progress(reason, 1)
+    check_progress("a signal", 0)
+    check_progress("", 0)
 
 
 def test_buckets_cover_every_position_once() -> None:

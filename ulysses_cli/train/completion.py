@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from ulysses_cli.plan.models.model_choice import name_measure
-from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, get_step
 from ulysses_cli.run_folder.early_stop import write_early_stop
 from ulysses_cli.train.assembly.run import AssembledRun
@@ -20,7 +19,7 @@ from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.export.check import check_adapter, check_model
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.export.wrapper import BaseModel
-from ulysses_cli.train.guard.stop_conditions import LIMITS, StopConditions
+from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.guard.watchdog import WRITING
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.hooks.samples import Samples
@@ -43,9 +42,6 @@ def finish(
 ) -> None:
     """Collective over all ranks. `reason`: why training stopped before its last step, or ''."""
     state, recipe = run.state, run.plan.recipe
-    if reason in LIMITS and not state.step:  # all ranks know the same reason and step
-        text = "was reached before the first step, so that there is nothing to save"
-        raise RecipeError([Problem(reason, text, f"set a larger {reason}")])
     saves.save_last(state)
     if reason := reason or measure_last_step(state, evaluation, samples, suite):
         saves.finish_uploads(state)

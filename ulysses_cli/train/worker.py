@@ -35,6 +35,7 @@ from ulysses_cli.train.connection import Connected, connect
 from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.generation.on_engine import agree_on_stop_tokens
 from ulysses_cli.train.guard.interruption import STOP_SHARE
+from ulysses_cli.train.guard.stop_conditions import check_progress
 from ulysses_cli.train.guard.watchdog import Watchdog
 from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
@@ -164,12 +165,14 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
     if state.step:
         measure_again(state, settings, evaluation, samples, suite)
+    steps_before = state.step
     try:
         reason = train(state)
     except BadStepsError:
         saves.save_last(state)  # bad steps were not applied: the weights are good
         saves.finish_uploads(state)
         raise
+    check_progress(reason, state.step - steps_before)
     finish(launch, inputs, run, saves, evaluation, samples, suite, record, reason)
     watchdog.stop()
 

@@ -7,10 +7,19 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.train.processes.consistency import compare_facts
 
 LIMITS = ("run.max_hours", "run.max_cost")
 REASONS = ("a signal", *LIMITS)
+
+
+def check_progress(reason: str, num_steps: int) -> None:
+    """Refuses a start that a limit ended before it made a step: a scheduler would begin the same again and again. All
+    ranks know the same reason and number."""
+    if reason in LIMITS and not num_steps:
+        text = "was over before this start made a step, so that there is nothing new to save"
+        raise RecipeError([Problem(reason, text, f"set a larger {reason}")])
 
 
 class StopConditions:
