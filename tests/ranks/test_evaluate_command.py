@@ -97,7 +97,7 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     assert prediction["questions"] > 100
     assert prediction["questions_seconds"] == pytest.approx(prediction["questions"] * each)
     assert (prediction["room"], prediction["usd"]) == ("with all weights", None)
-    words = ("--max-length", "4Ki,1Gi", "--gpu", "h100", "--price", "3", "--against", "another")
+    words = ("--max-length", "4Ki,1Gi", "--gpu", "h100", "--price", "3", "--against", str(checkpoint))
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", *words)
     twice, huge = json.loads(result.stdout)["predictions"]
     assert twice["questions_seconds"] == pytest.approx(2 * prediction["questions_seconds"])
