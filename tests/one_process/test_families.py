@@ -67,7 +67,7 @@ def test_all_linear_is_what_peft_adapts(model_type: str) -> None:
 
 def test_each_family_has_its_proof_on_ranks() -> None:
     """tests/ranks/test_models.py proves those with attention alone, test_recurrent_models.py the others."""
-    assert {name for name, family in FAMILIES.items() if family.other_kinds} == HYBRIDS.keys() - {"zamba2"}
+    assert {name for name, family in FAMILIES.items() if family.other_kinds} == HYBRIDS.keys()
 
 
 def find_attention(model: Any, num_layers: int) -> list[Any]:
@@ -98,6 +98,7 @@ VARIANTS += [("nemotron_h", {"layer_types": ["mamba", "moe", "attention"], "moe_
 VARIANTS += [("granitemoehybrid", {"position_embedding_type": "rope"})]
 VARIANTS += [("olmo_hybrid", {"rope_parameters": {"rope_theta": None, "rope_type": "default"}})]
 VARIANTS += [("falcon_h1", {"mamba_rms_norm": True, "mamba_proj_bias": True})]
+VARIANTS += [("zamba2", {"use_shared_attention_adapter": True, "use_mem_rope": True, "add_bias_linear": True})]
 VARIANTS += [("cohere2_moe", {"num_shared_experts": 2, "first_k_dense_replace": 2})]
 
 

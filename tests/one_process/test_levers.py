@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.families import make_config
-from support.hybrids import HYBRIDS, make_hybrid_config
+from support.hybrids import HYBRIDS, make_hybrid, make_hybrid_config
 from support.levers import (
     LENGTHS,
     SHAPES,
@@ -359,6 +359,22 @@ def test_host_memory_holds_what_layers_save() -> None:
     kept = [8 * tokens * width for width in (hidden, heads * dim, heads)]  # input, attention's output, log-sum-exp
     per_layer = sum(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in kept)
     assert [run_with_offload(n)[1] for n in (0, 1, 3, 9)] == [0, per_layer, 3 * per_layer, 4 * per_layer]
+
+
+def test_what_all_layers_read_stays_on_the_device_and_is_copied_once() -> None:
+    """Zamba2 gives each layer the embedding beside its own input."""
+    offloader = Offloader(torch.device("cpu"), 9)
+    model = make_hybrid("zamba2", "sdpa").train()
+    checkpoint_layers(model, "full", offloader.make_storage)
+    ids = torch.randint(3, 64, (1, 16), generator=torch.Generator().manual_seed(1))
+    held = []
+    for _ in range(2):
+        loss = model(ids, use_cache=False).logits.square().sum()
+        held.append(offloader.pool.num_bytes)
+        loss.backward()
+    num_layers, page = model.config.num_hidden_layers, 8 * ids.numel() * model.config.hidden_size
+    assert page == mmap.PAGESIZE
+    assert held == [(num_layers + 1) * page] * 2  # each layer's input, and the embedding from the first
 
 
 def test_a_disk_holds_what_layers_save_and_host_memory_a_chunk_for_each_thread(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_a_small_model_keeps_kinds_heads_and_taps(model_type: str) -> None:
                 assert mixer.conv_tokens == large.conv_tokens  # type: ignore[union-attr]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
+    model.tie_weights()
     num_recurrent = sum(any(not isinstance(each, AttentionMixer) for each in layer.mixers) for layer in kept)
     assert len(list(list_recurrent_layers(model))) == num_recurrent
     assert sum(p.numel() for p in set(model.parameters())) == shrunk.num_parameters

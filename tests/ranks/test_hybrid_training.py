@@ -12,7 +12,7 @@ from test_exact_training import LEVERS, check_training
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
-    model_type: {**TINY, **HYBRIDS[model_type], **SIZES, "model_type": model_type} for model_type in HYBRIDS
+    model_type: {**TINY, **SIZES, **HYBRIDS[model_type], "model_type": model_type} for model_type in HYBRIDS
 }
 # A rank of eight has one head of each kind.
 EIGHT_HEADS: dict[str, dict[str, Any]] = {

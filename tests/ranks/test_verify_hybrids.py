@@ -20,13 +20,13 @@ from ulysses_cli.prove.results import Row
 
 SIZES = {"vocab_size": 260, "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.2}
 # Delta rules compute in float32: with wider weights, even one rank's gradients differ from plain torch by up to 2e-2.
-RANGES = {"qwen3_5_text": {"initializer_range": 0.05}}
+RANGES = dict.fromkeys(("qwen3_5_text", "zamba2"), {"initializer_range": 0.05})
 
 
 def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:
     from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
 
-    config = {**TINY, **HYBRIDS[model_type], **SIZES, **RANGES.get(model_type, {}), "model_type": model_type}
+    config = {**TINY, **SIZES, **HYBRIDS[model_type], **RANGES.get(model_type, {}), "model_type": model_type}
     proof = make_proof()
     proof = proof.model_copy(update={"model": proof.model.model_copy(update={"config": config})})
     shape = read_model_shape(config, "test")
@@ -127,7 +127,7 @@ FOUND_BY = {"halo": "loss", "state": "leak: the first document", "group": "loss"
     "model_type",
     [
         pytest.param(name, marks=mark_by(False, name == "lfm2"))
-        for name in ("lfm2", "bamba", "qwen3_5_text", "kimi_linear")
+        for name in ("lfm2", "bamba", "qwen3_5_text", "kimi_linear", "zamba2")
     ],
 )
 def test_without_a_fault_everything_passes(model_type: str, tmp_path: Path) -> None:

@@ -54,10 +54,9 @@ def make_config(model_type: str, **changes: Any) -> Any:
     head_dim = {} if model_type in WITHOUT_HEAD_DIM else {"head_dim": 16}
     latent = LATENT if family.latent else {}
     values = {**SIZES, **experts, **head_dim, **latent, **FIXED_VALUES.get(model_type, {}), **changes}
-    if "layer_types" in values:
+    for name in {"layer_types", "layers_block_type"} & values.keys():
         num_layers = values["num_hidden_layers"]
-        kinds = values["layer_types"]
-        values["layer_types"] = (kinds * num_layers)[:num_layers]
+        values[name] = (values[name] * num_layers)[:num_layers]
     return AutoConfig.for_model(model_type, **values)
 
 
@@ -74,6 +73,10 @@ FIXED_VALUES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "zamba2": {
+        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 8, "num_mem_blocks": 2,
+        "layers_block_type": ["mamba", "hybrid"], "adapter_rank": 4, "tie_word_embeddings": True,
+    },
     **{key: {"layer_types": ["conv", "full_attention"]} for key in ("lfm2", "lfm2_moe")},
     "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},

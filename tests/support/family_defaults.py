@@ -55,6 +55,8 @@ FIELDS = (
     *("mamba_d_conv", "chunk_size", "mamba_chunk_size", "use_conv_bias", "mamba_conv_bias", "mamba_proj_bias"),
     *("mamba_rms_norm", "projectors_bias", "attn_layer_indices", "conv_L_cache", "conv_bias", "full_attn_idxs"),
     *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+    *("n_mamba_heads", "mamba_ngroups", "add_bias_linear", "num_mem_blocks", "adapter_rank", "use_mem_rope"),
+    "use_shared_attention_adapter",
     *INEXACT_KEYS,
 )
 # Published config.json files of these leave out sizes too.

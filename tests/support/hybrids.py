@@ -103,8 +103,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
         "num_key_value_heads": 4,
         "adapter_rank": 4,
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
-        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "tie_word_embeddings": True,
     },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {
@@ -121,7 +124,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 def describe_hybrid(model_type: str, **changes: Any) -> dict[str, Any]:
     """A tiny model's config.json, for recipes of tests that train it."""
     sizes = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
-    return {**TINY, **HYBRIDS[model_type], **sizes, "model_type": model_type, **changes}
+    return {**TINY, **sizes, **HYBRIDS[model_type], "model_type": model_type, **changes}
 
 
 def make_hybrid_config(model_type: str, **changes: Any) -> Any:

@@ -36,6 +36,7 @@ from ulysses_cli.plan.models.layers import (
     Layer,
     Mixer,
 )
+from ulysses_cli.plan.models.parameter_counts import count_own_of_shared, count_shared_norms
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rows.ring_share import measure_ring
 from ulysses_cli.plan.step_parts import PARTS
@@ -99,7 +100,8 @@ def compute_projection_flops(job: Job) -> float:
 
 def _count_projected(job: Job, layer: Layer) -> int:
     """Weights of its projections."""
-    return sum(_count_projected_of(job, mixer) for mixer in layer.mixers) + count_vector_weights(job.shape)
+    own = count_own_of_shared(layer, job.shape.hidden_size) + count_vector_weights(job.shape)
+    return sum(_count_projected_of(job, mixer) for mixer in layer.mixers) + own
 
 
 def _count_projected_of(job: Job, mixer: Mixer) -> int:
@@ -107,8 +109,8 @@ def _count_projected_of(job: Job, mixer: Mixer) -> int:
     if isinstance(mixer, AttentionMixer):
         if mixer.latent is not None:
             return latent.count_weights(job, mixer)
-        width = 2 * mixer.num_heads + mixer.num_made * mixer.num_kv_heads
-        return hidden * (width * mixer.head_dim + mixer.gate_width)
+        made = mixer.num_inputs * (mixer.num_heads + mixer.num_made * mixer.num_kv_heads)
+        return hidden * ((mixer.num_heads + made) * mixer.head_dim + mixer.gate_width)
     if isinstance(mixer, ConvolutionMixer):
         return hidden * 4 * mixer.conv_channels
     if isinstance(mixer, KimiDeltaMixer):
@@ -204,6 +206,7 @@ def compute_elementwise_bytes(job: Job) -> float:
         view = job.view(kind)
         heads = view.query_width + view.own_kv_width if kind.attention else 0
         norms = job.num_norms * h + count_normed(job.shape) + (heads if job.shape.query_key_norm else 0)
+        norms += count_shared_norms(h) if kind.shared else 0
         gates = sum(map(count_norm_passes, kind.mixers))
         width = view.shape.intermediate_size if kind.mlp else 0
         if kind.num_experts:

@@ -11,7 +11,8 @@ from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
-from ulysses_cli.plan.ledger.weights import Adapters, Weights, count_norms, find_alike, list_weights, trains
+from ulysses_cli.plan.ledger.modules import Adapters, trains
+from ulysses_cli.plan.ledger.weights import Weights, count_norms, find_alike, list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -216,7 +217,7 @@ COMPARED = frozenset(
         "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h",
         "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
-        "youtu",
+        "youtu", "zamba2",
     }
 )  # fmt: skip
 
@@ -239,6 +240,8 @@ def _is_plain(layer: Layer, shape: ModelShape) -> bool:
     """At most one mixer that is known, or Mamba2 and attention, and at most one MLP of a kind that is."""
     family = FAMILIES[shape.model_type]
     are_known = len(layer.mixers) == 1 or [type(mixer) for mixer in layer.mixers] == [Mamba2Mixer, AttentionMixer]
+    if family.shares_blocks:
+        return layer.shared is not None or (len(layer.mixers) == 1 and layer.mlp is None)
     has_both = are_known and layer.mlp is not None
     if not (has_both if family.norms_per_layer > 1 else len(layer.mixers) < 2):
         return False

@@ -11,6 +11,8 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.recurrence import convolution, kimi
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
+from ulysses_cli.plan.ledger.shared_blocks import block
+from ulysses_cli.plan.ledger.shared_blocks.modules import GATE_ADAPTER, LAST_MATRIX, OF_MIXER
 from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_GATE, VECTOR_NORM, VECTOR_OUTPUT
 from ulysses_cli.plan.ledger.weights import (
@@ -24,13 +26,14 @@ from ulysses_cli.plan.models.layers import DenseMlp, Layer
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
     VECTOR_NORM: -3, VECTOR_OUTPUT: -2, VECTOR_GATE: -1,
     NORM_BEHIND: 0, "down_proj": 1, "up_proj": 2, "gate_up_proj": 2, "gate_proj": 3, "router": 3, "o_proj": 5,
-    "out_proj": 5, "q_proj": 6, INPUT_NORM: 7,
+    "out_proj": 5, "q_proj": 6, INPUT_NORM: 7, GATE_ADAPTER: 2,
+    LAST_MATRIX: 0, OF_MIXER: -1, f"{OF_MIXER}.out_proj": -2,
 }  # fmt: skip
 SNAPSHOT_PLACES = {
     "recomputation": -3, "norm of token vectors": -3,
     "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
     "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6, "latents": 6, "forget gate": 6,
-    "query norm": 6, "input norm": 7, "gradient of token vectors": 8,
+    "query norm": 6, "input norm": 7, "gradient of token vectors": 8, "mixer's norm": 0,
 }  # fmt: skip
 
 
@@ -41,12 +44,14 @@ def get_gradient_place(weight: str) -> int:
         return 2 if weight == "experts.gate_up" else 1
     if name.startswith("norm"):
         return 4
-    return GRADIENT_PLACES.get(name, GRADIENT_PLACES["q_proj"])
+    return GRADIENT_PLACES.get(weight, GRADIENT_PLACES.get(name, GRADIENT_PLACES["q_proj"]))
 
 
 def get_snapshot_place(job: Job, kind: Layer, name: str) -> int:
     """At this snapshot of a layer the gradients with a smaller place exist. In tiles those of an MLP are made together,
     after the MLP; those of experts within one snapshot."""
+    if kind.shared and name in ("gated norm", "rule", "convolution"):  # of the mixer behind the block
+        return GRADIENT_PLACES[OF_MIXER]
     if name == "mlp" and (kind.num_experts or layer.is_tiled(job)):
         return GRADIENT_PLACES["down_proj"]
     if name == "gate and up" and ("gate_up_proj" in job.family.mlp_modules or mlp.find_activation(job)):
@@ -75,7 +80,12 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         for place, of_mixer, of_mlp, work in lengths.list_again(job, kind, whole_mixer, mlp_saved):
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}
             yield place, MemorySnapshot("backward", "recomputation", {**base, **lines})
-        if isinstance(kind.mlp, DenseMlp) and not layer.is_tiled(job) and not has_norm_behind(job.shape):
+        if (
+            isinstance(kind.mlp, DenseMlp)
+            and not kind.shared
+            and not layer.is_tiled(job)
+            and not has_norm_behind(job.shape)
+        ):
             yield (
                 "down",
                 take(
@@ -85,6 +95,9 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
                     mlp=max(mlp.compute_end_again(job), mlp.compute_activation_again(job)),
                 ),
             )
+    if kind.shared:
+        yield from _walk_shared(job, kind, take)
+        return
     if job.shape.token_vectors:
         yield VECTOR_NORM, take("norm of token vectors", whole_mixer, mlp_saved, norm_backward=norm_work)
         mlp_saved = mlp.compute_own_saved(job, kind) + vectors.compute_waiting(job)
@@ -139,6 +152,28 @@ def _walk_mixer(
         waiting = {"norm_gradient": layer.compute_layer_input(job)} if kind.attention else {}
         for name, left, work in recurrence.list_backward(job, recurrent):
             yield "attention", take(name, left, 0, recurrence=work, **waiting)
+
+
+def _walk_shared(job: Job, kind: Layer, take: Callable[..., MemorySnapshot]) -> Iterator[tuple[str, MemorySnapshot]]:
+    """The mixer, then the block. The gradient of the mixer's input waits as the residual's; beside it there is that of
+    the block's result."""
+    wide, own_input, hidden = block.widen(job), layer.compute_layer_input(job), job.shape.hidden_size
+    for name, left, work in block.list_mixer_backward(job, kind):
+        yield "attention", take(name, left, 0, recurrence=work)
+    result = 0 if layer.saves_result(job) else attention.compute_attention_result(job)
+    attended, of_mlp = block.compute_attention_saved(job, kind), block.compute_mlp_saved(job, kind)
+    whole = attended + result + of_mlp
+    if not layer.is_tiled(job):
+        down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
+        yield "down", take("the MLP's last matrix", whole, 0, mlp=down + own_input)
+        yield "gate", take("gate and up", whole, 0, mlp=gate)
+    yield "mlp", take("mlp", whole, 0, mlp=mlp.compute_mlp_backward(job, kind) + own_input)
+    norm = layer.compute_norm_backward(job, hidden) + own_input
+    yield "norm", take("norm", attended + result + layer.compute_norm_saved(job, hidden), 0, norm_backward=norm)
+    yield from _walk_attention(wide, attended, result, take)
+    of_both = layer.compute_norm_backward(wide, 2 * hidden) + 2 * own_input
+    saved = layer.compute_norm_saved(wide, 2 * hidden)
+    yield INPUT_NORM, take("input norm", saved, 0, norm_backward=of_both)
 
 
 def _walk_convolution(

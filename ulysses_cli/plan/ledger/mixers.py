@@ -1,5 +1,5 @@
 """Bytes of the parts of a decoder layer that read other tokens: softmax attention, a convolution or a recurrence.
-A layer may have none, or attention beside a recurrence, which runs first.
+A layer may have none, or attention beside a recurrence, which runs first; or a shared block, which is counted whole.
 
 Each function takes the job as its kind of layer sees it (Job.view).
 """
@@ -14,6 +14,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.recurrence import convolution, kimi
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.recurrence.kernels import RecurrentMixer
+from ulysses_cli.plan.ledger.shared_blocks import block
 from ulysses_cli.plan.models.layers import AttentionMixer, DeltaNetMixer, KimiDeltaMixer, Layer, Mamba2Mixer
 
 
@@ -36,6 +37,8 @@ def find_kimi(kind: Layer) -> KimiDeltaMixer | None:
 
 def compute_result(job: Job, kind: Layer) -> int:
     """Bytes of the mixers' saved results, with which recomputation does not run the mixers again."""
+    if kind.shared:
+        return block.compute_result(job, kind)
     if latent_mixer := find_latent(kind):
         return latent.compute_result(job, latent_mixer)
     if kimi_mixer := find_kimi(kind):
@@ -48,6 +51,8 @@ def compute_result(job: Job, kind: Layer) -> int:
 def compute_saved(job: Job, kind: Layer) -> int:
     """Mixers side by side share the norm before them; each scales its output by itself (modeling_falcon_h1.py:
     FalconH1DecoderLayer.forward)."""
+    if kind.shared:
+        return block.compute_saved(job, kind)
     if latent_mixer := find_latent(kind):
         return latent.compute_saved(job, latent_mixer)
     if kimi_mixer := find_kimi(kind):
@@ -70,6 +75,8 @@ def compute_beside(job: Job, kind: Layer) -> int:
 
 
 def compute_forward(job: Job, kind: Layer) -> int:
+    if kind.shared:
+        return block.compute_forward(job, kind)
     if latent_mixer := find_latent(kind):
         return latent.compute_forward(job, latent_mixer)
     if kimi_mixer := find_kimi(kind):
@@ -93,6 +100,8 @@ def _find_most(job: Job, kind: Layer, works: Sequence[int]) -> int:
 
 def compute_again(job: Job, kind: Layer) -> int:
     """While they are recomputed."""
+    if kind.shared:
+        return block.compute_again(job, kind)
     if latent_mixer := find_latent(kind):
         return latent.compute_again(job, latent_mixer)
     if kimi_mixer := find_kimi(kind):

@@ -68,8 +68,9 @@ def compute_saved_output(job: Job) -> int:
 
 
 def compute_mlp_saved(job: Job, layer: Layer) -> int:
-    """What its norms save, its input, and what its inside saves; in tiles, nothing of the inside."""
-    if layer.mlp is None:
+    """What its norms save, its input, and what its inside saves; in tiles, nothing of the inside. A shared block's is
+    counted with its attention."""
+    if layer.mlp is None or layer.shared:
         return 0
     return compute_own_saved(job, layer) + vectors.compute_layer_saved(job)
 

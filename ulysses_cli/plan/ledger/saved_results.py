@@ -8,6 +8,7 @@ from ulysses_cli.plan.ledger import layer, mixers, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.recurrence import convolution
+from ulysses_cli.plan.ledger.shared_blocks import block, waiting
 from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, has_norm_before
 from ulysses_cli.plan.models.layers import Layer
@@ -21,7 +22,11 @@ NORMED_EMBEDDINGS = {"nanochat"}  # modeling_nanochat.py: NanoChatModel.forward
 def list_saved(job: Job) -> Lines:
     """What all layers have saved for the backward, as far as it is on the GPU when the last layer has run."""
     num_layers = job.shape.num_layers
-    before = {"saved_embedding_norm": _compute_embedding_norm(job), **vectors.list_saved(job)}
+    before = {
+        "saved_embedding_norm": _compute_embedding_norm(job),
+        **vectors.list_saved(job),
+        **waiting.list_saved(job),
+    }
     if job.levers.gradient_checkpointing is False:
         return {"saved_layers": _sum_saved_inside(job, num_layers), **before}
     return before | _sum_saved(job, num_layers - count_on_device(job, num_layers), num_layers)
@@ -75,10 +80,12 @@ def _sum_saved(job: Job, start: int, stop: int) -> Lines:
 def _list_kept(job: Job) -> dict[Layer, tuple[int, int]]:
     """Of each kind of layer, the results of its mixers and of its MLP that are kept for the recomputation."""
     saves = layer.saves_result(job)
-    return {
-        kind: (mixers.compute_result(job.view(kind), kind) * saves, mlp.compute_saved_output(job.view(kind)))
-        for kind in job.shape.layer_kinds
-    }
+    kept = {}
+    for kind in job.shape.layer_kinds:
+        view = job.view(kind)
+        output = block.compute_saved_output(view) if kind.shared else mlp.compute_saved_output(view)
+        kept[kind] = mixers.compute_result(view, kind) * saves, output
+    return kept
 
 
 def compute_first_unsaved(job: Job) -> int:
@@ -110,8 +117,9 @@ def _skips_first_norm(job: Job) -> bool:
 
 
 def compute_offloaded(job: Job) -> int:
-    """What the layers that keep it in host memory have there."""
-    return sum(_sum_saved(job, 0, min(job.levers.offloaded_layers, job.shape.num_layers)).values())
+    """What the layers that keep it in host memory have there. What all of them read is there once."""
+    own = sum(_sum_saved(job, 0, min(job.levers.offloaded_layers, job.shape.num_layers)).values())
+    return own + waiting.compute_embedding(job) * (job.levers.offloaded_layers > 0)
 
 
 def count_on_device(job: Job, num_left: int) -> int:
@@ -138,7 +146,7 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     """`lines` when only the first `num_left` layers are left: without what the layers above had saved, and in a
     backward with the gradients that they left for others."""
     if "residual_gradient" in lines:
-        lines = {**lines, **vectors.list_gradients(job, num_left)}
+        lines = {**lines, **vectors.list_gradients(job, num_left), **waiting.list_gradients(job, num_left)}
     return _drop_saved(job, lines, num_left)
 
 

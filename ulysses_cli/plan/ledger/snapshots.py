@@ -14,6 +14,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import get_snapshot_place, make_inside, walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
+from ulysses_cli.plan.ledger.shared_blocks import block, waiting
 from ulysses_cli.plan.ledger.token_vectors import lent_keys, vectors
 from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_EMBEDDING, VECTOR_GATE, VECTOR_OUTPUT
 from ulysses_cli.plan.ledger.weights import INPUT_NORM
@@ -184,6 +185,9 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     yield "attention", {"attention": mixers.compute_forward(job, kind)}
     for place, around, work in lengths.list_forward(job, kind):
         yield place, {place: around, "lora": work}
+    if kind.shared:
+        yield "mlp", {"mlp": block.compute_mlp_forward(job, kind)}
+        return
     if kind.mlp is None:
         return
     # before any of the MLP is computed
@@ -206,7 +210,8 @@ def _gather(
     numbers, first = job.shape.numbers_of_kind[kind], job.weights.first_trained
     if snapshot.phase == "backward" and first:
         numbers = frozenset(number for number in numbers if number >= first)
-    if snapshot.phase == "backward" and (job.shape.token_vectors or lent_keys.is_lending(job)):
+    grows = job.shape.token_vectors or lent_keys.is_lending(job) or waiting.has_blocks(job)
+    if snapshot.phase == "backward" and grows:
         maxima = gathered.list_backward(place, numbers)  # what waits for lower layers grows
     else:
         maxima = gathered.list_maxima(snapshot.phase, place, numbers)
@@ -309,6 +314,7 @@ def compute_prefill(job: Job) -> int:
     return (
         rotation
         + sum(vectors.list_used(job).values())
+        + waiting.compute_embedding(job)
         + max(
             sum(work.values()) + (0 if "mlp" in work else _compute_beside_mixer(job.view(kind)))
             for kind in job.shape.layer_kinds
@@ -324,7 +330,7 @@ def _compute_beside_mixer(job: Job) -> int:
 
 def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """A forward that saves only the embedding's output and a layer's input."""
-    residual = {"residual": 2 * layer.compute_layer_input(job), **vectors.list_used(job)}
+    residual = {"residual": 2 * layer.compute_layer_input(job), **vectors.list_used(job), **waiting.list_saved(job)}
     if job.shape.token_vectors:
         yield from _walk_vectors(job, held, gathered, "evaluation")
     works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind))

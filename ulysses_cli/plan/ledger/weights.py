@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
+from ulysses_cli.plan.ledger.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module, make_beside, make_linear, trains
 from ulysses_cli.plan.ledger.recurrence.modules import (
     walk_convolution,
     walk_delta_net,
@@ -13,6 +14,7 @@ from ulysses_cli.plan.ledger.recurrence.modules import (
     walk_latent_attention,
     walk_scan,
 )
+from ulysses_cli.plan.ledger.shared_blocks.modules import name_block, walk_shared_layer
 from ulysses_cli.plan.ledger.token_vectors.modules import walk_all_vectors, walk_own_vector
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -47,7 +49,6 @@ SHARED_FIRST = {
     *("afmoe", "ernie4_5_moe", "gemma4_text", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_5_moe_text"),
     "qwen3_next",
 }
-EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 ADAPTER_NAMES = (".a", ".b", ".lengths")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
 RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"}
@@ -55,44 +56,6 @@ LATE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj") 
 LATENT_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa"}
 FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *LATENT_PROJECTIONS, *RECURRENT_PROJECTIONS}
 WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """LoRA: its rank; the last parts of the names of the layers that get an adapter, () for every linear layer; whether
-    there is dropout before the adapters; which parts are trained whole: embed_tokens, lm_head, norm; and whether the
-    lengths of their weights' rows are trained too."""
-
-    rank: int
-    targets: tuple[str, ...] = ()
-    drops: bool = False
-    saved: tuple[str, ...] = ()
-    has_lengths: bool = False  # DoRA
-
-    def adapts(self, *names: str) -> bool:
-        """Whether any of these layers has an adapter."""
-        return not self.targets or any(name in self.targets for name in names)
-
-
-def trains(adapters: Adapters | None, part: str) -> bool:
-    """Whether a part is trained whole: embed_tokens, lm_head or norm (all norms)."""
-    return adapters is None or part in adapters.saved
-
-
-@dataclass(frozen=True)
-class Module:
-    """One module: its place, its own weights as (name, elements), and whether they are trained. The modules that follow
-    it with a greater depth are inside it. An MLP in tiles is gathered as a whole: its modules are `in_mlp`.
-    `is_beside`: it is of an MLP that does not read attention's result."""
-
-    part: str
-    layer: int
-    depth: int
-    name: str = ""
-    weights: tuple[tuple[str, int], ...] = ()
-    is_trained: bool = True
-    in_mlp: bool = False
-    is_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +83,11 @@ class Weights:
     @property
     def num_elements(self) -> int:
         return self.num_trained + self.num_frozen
+
+    @cached_property
+    def first_layers(self) -> dict[str, int]:
+        """The number of the first layer that uses each weight: the last one to add to its gradient."""
+        return {name: module.layer for module in reversed(self.modules) for name, _ in module.weights}
 
 
 def find_first_trained(modules: Sequence[Module]) -> int:
@@ -173,45 +141,14 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
     yield Module("", -1, 1, "model")
     yield Module(EMBEDDING, -1, 2, "embed_tokens", (("embedding", embedding),), trains(adapters, "embed_tokens"))
     if vectors := shape.token_vectors:
-        make = partial(_make_beside, adapters)
-        yield from walk_all_vectors(shape.hidden_size, vectors, make, _make_linear(make, adapters))
+        make = partial(make_beside, adapters)
+        yield from walk_all_vectors(shape.hidden_size, vectors, make, make_linear(make, adapters))
     yield Module("", -1, 2, "rotary_emb")
     for index, layer in enumerate(shape.layers):
         yield from _walk_layer(shape, adapters, index, layer)
     yield Module(HEAD, -1, 2, "norm", tuple(list_norm("norm", shape)), trains(adapters, "norm"))
     name = "embedding" if shape.tie_word_embeddings else "head"
     yield Module(HEAD, -1, 1, "lm_head", ((name, embedding),), trains(adapters, "lm_head"))
-
-
-def _make_beside(
-    adapters: Adapters | None,
-    depth: int,
-    name: str,
-    *weights: tuple[str, int],
-    is_trained: bool | None = None,
-    in_mlp: bool = False,
-) -> Module:
-    """A module beside the embedding, before all layers."""
-    whole = adapters is None or ("norm" in name and trains(adapters, "norm"))
-    return Module(EMBEDDING, -1, depth, name, weights, whole if is_trained is None else is_trained, in_mlp)
-
-
-def _make_linear(make: Callable[..., Module], adapters: Adapters | None) -> Callable[..., Iterator[Module]]:
-    def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False, depth: int = 4) -> Iterator[Module]:
-        if adapters is None or (adapters.targets and name not in adapters.targets):
-            yield make(depth, name, (name, num_in * num_out), in_mlp=in_mlp)
-            return
-        # peft reads the first adapter's dtype in the outer module, for which DeepSpeed then fetches that adapter
-        yield make(depth, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
-        depth += 1
-        yield make(depth, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
-        yield make(depth, f"{name}.dropout", in_mlp=in_mlp)
-        yield make(depth, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
-        yield make(depth, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, is_trained=True)
-        if adapters.has_lengths:
-            yield make(depth, f"{name}.lengths", (f"{name}.lengths", num_out), in_mlp=in_mlp, is_trained=True)
-
-    return linear
 
 
 def list_norm(name: str, shape: ModelShape) -> Iterator[tuple[str, int]]:
@@ -231,14 +168,19 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     family, full, norms = FAMILIES[shape.model_type], adapters is None, trains(adapters, "norm")
 
     def make(
-        depth: int, name: str, *weights: tuple[str, int], in_mlp: bool = False, is_trained: bool | None = None
+        depth: int,
+        name: str,
+        *weights: tuple[str, int],
+        in_mlp: bool = False,
+        is_trained: bool | None = None,
+        owner: str = str(index),
     ) -> Module:
-        own = tuple((f"{index}.{key}", size) for key, size in weights)
+        own = tuple((f"{owner}.{key}", size) for key, size in weights)
         whole = full or (norms and "norm" in name)
         is_beside = in_mlp and shape.model_type in PARALLEL
         return Module(LAYERS, index, depth, name, own, whole if is_trained is None else is_trained, in_mlp, is_beside)
 
-    linear = _make_linear(make, adapters)
+    linear = make_linear(make, adapters)
 
     def norm(name: str) -> Module:
         return make(3, name, *list_norm(name, shape))
@@ -247,6 +189,9 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     before, behind = has_norm_before(shape), has_norm_behind(shape)
     between = [f"norm{number}" for number in range(count_norms(shape) - before - behind)]
     yield make(2, "layer")
+    if layer.shared:
+        yield from walk_shared_layer(shape, layer, make, partial(make, owner=name_block(layer.shared)), adapters)
+        return
     if before:
         yield norm(INPUT_NORM)
     usual = AttentionMixer(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from ulysses_cli.plan.models.config_facts import ConfigFacts
@@ -27,6 +28,7 @@ from ulysses_cli.plan.models.layers import (
     Layer,
     Mamba2Mixer,
     Mixer,
+    SharedBlock,
 )
 from ulysses_cli.plan.models.parameter_counts import count_layer
 
@@ -44,7 +46,8 @@ class LayerReader:
         self.num_kv_heads = facts.find_count("num_key_value_heads") or self.num_heads
         self.latent = _read_latent(facts) if family.latent else None
         nope = facts.find_count("qk_nope_head_dim") or 0
-        own_dim = facts.find_count("attention_head_dim", "head_dim") or hidden_size // self.num_heads
+        num_inputs = 1 + family.shares_blocks
+        own_dim = facts.find_count("attention_head_dim", "head_dim") or num_inputs * hidden_size // self.num_heads
         self.head_dim = nope + self.latent.rope_dim if self.latent else own_dim
         takes_experts = not family.defaults or any(name in family.defaults for name in NUM_EXPERTS)
         is_on = takes_experts and facts.decide(family.enables_experts)
@@ -69,16 +72,26 @@ class LayerReader:
 
     def read_layers(self) -> tuple[Layer, ...]:
         known: dict[Layer, Layer] = {}
-        layers = []
+        layers: list[Layer] = []
         for index in range(self.num_layers):
             kind = self.find_kind(index)
-            layer = Layer(self._read_mixers(kind, index), self._read_mlp(kind, index))
+            shared = self._read_shared(sum(each.shared is not None for each in layers)) if kind == HYBRID else None
+            layer = Layer(self._read_mixers(kind, index), self._read_mlp(kind, index), shared=shared)
             if layer not in known:
-                known[layer] = Layer(
-                    layer.mixers, layer.mlp, count_layer(layer, self.hidden_size, self.facts, self.family)
-                )
+                num_parameters = count_layer(layer, self.hidden_size, self.facts, self.family)
+                known[layer] = replace(layer, num_parameters=num_parameters)
             layers.append(known[layer])
         return tuple(layers)
+
+    def _read_shared(self, num_before: int) -> SharedBlock | None:
+        """Of the layer after so many that use such blocks, which take turns."""
+        facts = self.facts
+        if not self.family.shares_blocks:
+            return None
+        if not facts.find("tie_word_embeddings"):  # PreTrainedModel.get_expanded_tied_weights_keys
+            raise facts.complain("tie_word_embeddings is false: transformers then shares no blocks either")
+        number = num_before % facts.get_count("num_mem_blocks")
+        return SharedBlock(number, facts.get_count("adapter_rank"), bool(facts.find("use_shared_attention_adapter")))
 
     def find_kind(self, index: int) -> str:
         written = self.facts.find_list("layer_types") or self.facts.find_list("layers_block_type")
@@ -90,8 +103,9 @@ class LayerReader:
             return (self._read_attention(kind == SLIDING_ATTENTION, index),)
         if kind == CONVOLUTION:
             return (ConvolutionMixer(self.hidden_size, self.facts.get_count("conv_L_cache")),)
-        if kind == HYBRID:
-            return (self._read_recurrence(), self._read_attention(False, index))
+        if kind == HYBRID:  # in the order in which they run
+            both = (self._read_recurrence(), self._read_attention(False, index))
+            return both[::-1] if self.family.shares_blocks else both
         return (self._read_recurrence(),) if kind == LINEAR_ATTENTION else ()
 
     def _read_attention(self, slides: bool, index: int) -> AttentionMixer:
@@ -125,6 +139,7 @@ class LayerReader:
             borrows_kv=borrows,
             gate_width=gate if facts.decide(family.is_gated) else 0,
             latent=self.latent,
+            num_inputs=1 + family.shares_blocks,
         )
 
     def _read_recurrence(self) -> Mixer:
@@ -169,6 +184,8 @@ class LayerReader:
 
     def _read_mlp(self, kind: str, index: int) -> DenseMlp | ExpertsMlp | None:
         facts, family = self.facts, self.family
+        if family.shares_blocks and kind != HYBRID:
+            return None
         has_lone_parts = ONLY_MLP in family.other_kinds
         if has_lone_parts and kind not in (ONLY_EXPERTS, ONLY_MLP):
             return None

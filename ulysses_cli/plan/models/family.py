@@ -85,13 +85,16 @@ class Family:
     latent: bool = False
     has_global_heads: bool = False
     has_token_vectors: bool = False
+    shares_blocks: bool = False  # layers of kind HYBRID use a SharedBlock; the others have no MLP
     recurrence: Literal["", "delta_net", "kimi_delta", "mamba2"] = ""
     has_narrow_gates: bool = True  # Kimi's gates are made through a narrow vector
     recurrence_bias: Flag = False
     recurrence_out_bias: Flag = False
     recurrence_conv_bias: Flag = True
     norms_recurrence: Flag = True
-    attention_scale: Literal["head_dim", "query_pre_attn_scalar", "attention_multiplier", "one"] = "head_dim"
+    attention_scale: Literal["head_dim", "half_head_dim", "query_pre_attn_scalar", "attention_multiplier", "one"] = (
+        "head_dim"
+    )
     is_rotary: Callable[[ConfigFacts], bool] = lambda facts: True
     hides_windows: bool = False
     refused: str = ""

@@ -19,6 +19,7 @@ from ulysses_cli.plan.models.family import (
     Family,
 )
 
+ZAMBA_HYBRIDS = {6, 12, 18, 24, 30, 36, 42, 47, 51}
 NEMOTRON_LETTERS = {"M": LINEAR_ATTENTION, "E": ONLY_EXPERTS, "*": FULL_ATTENTION, "-": ONLY_MLP}
 
 
@@ -56,6 +57,15 @@ def find_bamba_kind(facts: ConfigFacts, index: int) -> str:
     return FULL_ATTENTION if index in facts.find_list("attn_layer_indices") else LINEAR_ATTENTION
 
 
+def find_zamba_kind(facts: ConfigFacts, index: int) -> str:
+    """Without a list, the layers of the 2.7B model."""
+    return HYBRID if index in ZAMBA_HYBRIDS else LINEAR_ATTENTION
+
+
+def find_zamba_size(facts: ConfigFacts, index: int) -> int:
+    return facts.find_count("intermediate_size") or 4 * facts.get_count("hidden_size")
+
+
 def find_lfm_2_kind(facts: ConfigFacts, index: int) -> str:
     full = facts.find("full_attn_idxs")
     return FULL_ATTENTION if full is None or index in facts.find_list("full_attn_idxs") else CONVOLUTION
@@ -83,6 +93,10 @@ def turn_olmo(facts: ConfigFacts) -> bool:
     rope = facts.find_mapping("rope_parameters")
     holder = rope if "rope_theta" in rope else facts.values
     return holder.get("rope_theta", 0) is not None
+
+
+def turn_zamba(facts: ConfigFacts) -> bool:
+    return bool(facts.find("use_mem_rope"))
 
 
 def turn_granite(facts: ConfigFacts) -> bool:
@@ -197,6 +211,24 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="mamba_proj_bias",
         recurrence_conv_bias="mamba_conv_bias",
         other_kinds=(LINEAR_ATTENTION,),
+    ),
+    "zamba2": Family(
+        attention_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+        mlp_modules=("gate_up_proj", "down_proj"),
+        linear_extras=(*MAMBA_PROJECTIONS, "linear", "0", "1"),  # the last two are its adapters
+        norms_per_layer=1,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias="add_bias_linear",
+        kind_of_layer=find_zamba_kind,
+        is_rotary=turn_zamba,
+        dense_size=find_zamba_size,
+        attention_scale="half_head_dim",
+        recurrence="mamba2",
+        recurrence_bias="add_bias_linear",
+        recurrence_out_bias="add_bias_linear",
+        other_kinds=(LINEAR_ATTENTION, HYBRID),
+        shares_blocks=True,
     ),
     "lfm2": Family(
         attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),

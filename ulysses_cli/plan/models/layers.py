@@ -25,7 +25,8 @@ class Latent:
 class AttentionMixer:
     """Softmax attention. `window_tokens`: None reaches back to the document's start. `keys_are_values`: one projection
     makes both. `borrows_kv`: an earlier layer's keys and values are used. `gate_width`: outputs are multiplied with
-    this many gates per token, made by a projection of their own."""
+    this many gates per token, made by a projection of their own. `num_inputs`: queries, keys and values are made from
+    as many vectors of the hidden size, 2 where the embedding stands beside the hidden state."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,6 +38,7 @@ class AttentionMixer:
     borrows_kv: bool = False
     gate_width: int = 0
     latent: Latent | None = None
+    num_inputs: int = 1
 
     @property
     def num_made(self) -> int:
@@ -138,13 +140,26 @@ class ExpertsMlp:
 
 
 @dataclass(frozen=True)
+class SharedBlock:
+    """Attention and an MLP whose weights several layers use, before a mixer of their own (Zamba2). Block `number` of
+    the model. Each of these layers has narrow adapters, of `rank`, beside the MLP's first matrix and, where
+    `adapts_attention`, beside queries, keys and values."""
+
+    number: int
+    rank: int
+    adapts_attention: bool
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer. Most have one mixer and an MLP; Falcon-H1 has two mixers side by side, Nemotron-H either a
-    mixer or an MLP."""
+    mixer or an MLP. `shared`: its attention and MLP are a block that other layers use too, and run before its other
+    mixer."""
 
     mixers: tuple[Mixer, ...]
     mlp: DenseMlp | ExpertsMlp | None
     num_parameters: int = 0
+    shared: SharedBlock | None = None
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up sizes by kind of layer, and a model has few kinds."""

@@ -19,6 +19,7 @@ from ulysses_cli.plan.models.layers import (
 def count_layer(layer: Layer, hidden: int, facts: ConfigFacts, family: Family) -> int:
     total = sum(_count_mixer(mixer, hidden, facts, family) for mixer in layer.mixers)
     total += _count_mlp(layer.mlp, hidden, facts, family) if layer.mlp else 0
+    total += count_own_of_shared(layer, hidden) + count_shared_norms(hidden) if layer.shared else 0
     return total + count_norms(facts, family) * family.norm_parts * hidden + family.layer_extras(facts)
 
 
@@ -27,8 +28,33 @@ def count_model(layers: tuple[Layer, ...], facts: ConfigFacts, family: Family) -
     hidden = facts.get_count("hidden_size")
     embedding = facts.get_count("vocab_size") * hidden
     head = 0 if facts.find("tie_word_embeddings", "tie_embedding") else embedding
-    inside = sum(layer.num_parameters for layer in layers)
+    inside = sum(layer.num_parameters for layer in layers) - _count_repeated(layers, hidden, facts, family)
     return embedding + inside + family.norm_parts * hidden + head + family.model_extras(facts)
+
+
+def count_own_of_shared(layer: Layer, hidden: int) -> int:
+    """Of a layer that uses a shared block: its adapters, two matrices each, and the matrix behind the block."""
+    shared, attention, mlp = layer.shared, layer.attention, layer.mlp
+    if shared is None or attention is None or mlp is None:
+        return 0
+    width = 3 * (2 * hidden + 2 * hidden) * shared.adapts_attention + hidden + 2 * mlp.inner_size
+    return shared.rank * width + hidden * hidden
+
+
+def count_shared_norms(hidden: int) -> int:
+    """Of a shared block: the norm of both its inputs, and the one before its MLP."""
+    return 3 * hidden
+
+
+def _count_repeated(layers: tuple[Layer, ...], hidden: int, facts: ConfigFacts, family: Family) -> int:
+    """Weights of shared blocks that layers count although another one has done so."""
+    repeated, known = 0, set()
+    for layer in layers:
+        if layer.shared and layer.shared.number in known and layer.attention and layer.mlp:
+            repeated += _count_attention(layer.attention, hidden, facts, family) + count_shared_norms(hidden)
+            repeated += _count_mlp(layer.mlp, hidden, facts, family)
+        known |= {layer.shared.number} if layer.shared else set()
+    return repeated
 
 
 def count_norms(facts: ConfigFacts, family: Family) -> int:
@@ -68,7 +94,7 @@ def _count_attention(mixer: AttentionMixer, hidden: int, facts: ConfigFacts, fam
         return total + latent.query_rank * (hidden + has_qkv_bias + 1 + query)
     kv = mixer.num_kv_heads * mixer.head_dim
     made = 0 if mixer.borrows_kv else kv if mixer.keys_are_values else 2 * kv
-    total += (hidden + has_qkv_bias) * (query + made)
+    total += (mixer.num_inputs * hidden + has_qkv_bias) * (query + made)
     if not facts.decide(family.norms_queries):
         return total
     keys = 0 if mixer.borrows_kv else 1

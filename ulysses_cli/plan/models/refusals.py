@@ -19,7 +19,6 @@ AHEAD = "attention looks ahead as well as back"
 LATENT = "multi-head latent attention (MLA) shares one compressed key among heads"
 INDEXED = "an indexer chooses the keys of each token, which no kernel here does"
 MAMBA_1 = "Mamba-1 layers carry a state from token to token, and their scan has no heads to split"
-SHARED = "layers share the weights of one block, which reads twice the width; there is no memory formula to plan it by"
 RANDOM = "its router draws random numbers in training, which one rank and several draw differently"
 INEXACT_LAYER_TYPES = {
     "linear_attention": LINEAR,
@@ -59,7 +58,6 @@ REFUSED_FAMILIES = {
     "mamba": MAMBA_1,
     "falcon_mamba": MAMBA_1,
     "jamba": MAMBA_1,
-    "zamba2": SHARED,
     "phimoe": RANDOM,
     "recurrent_gemma": RECURRENT,
     "rwkv": RECURRENT,

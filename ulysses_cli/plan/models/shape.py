@@ -215,13 +215,16 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
     num_experts = max(layer.num_experts for layer in layers)
     attentions = [layer.attention for layer in layers if layer.attention]
     widest = max(attentions, key=lambda each: each.num_heads * each.head_dim, default=None)
-    intermediate_size = facts.get_count("intermediate_size", "moe_intermediate_size")  # where all MLPs are experts
+    # where all MLPs are experts it has their size
+    intermediate_size = facts.find_count("intermediate_size", "moe_intermediate_size")
+    if not intermediate_size and family and family.shares_blocks:
+        intermediate_size = family.dense_size(facts, 0)
     rope = _read_rope(facts)
     return ModelShape(
         name=name,
         model_type=model_type,
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
+        intermediate_size=intermediate_size or facts.get_count("intermediate_size", "moe_intermediate_size"),
         moe_intermediate_size=read_expert_size(facts, family or UNKNOWN),
         num_layers=num_layers,
         num_heads=widest.num_heads if widest else reader.num_heads,
@@ -322,6 +325,8 @@ def _compute_scale(facts: ConfigFacts, family: Family | None, head_dim: int) -> 
         return float(scalar**-0.5)
     if family and family.attention_scale == "attention_multiplier" and facts.find("attention_multiplier") is not None:
         return float(facts.find_number("attention_multiplier") or 0.0)
+    if family and family.attention_scale == "half_head_dim":
+        return float((head_dim / 2) ** -0.5)
     if family and family.attention_scale == "one":
         return 1.0
     return float(max(head_dim, 1) ** -0.5)

@@ -52,7 +52,7 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
     if in_groups >= num_layers * layer_elements:  # one group holds all weights
         in_groups = 0
     few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // layer_elements))
-    if borrows(shape):
+    if reaches_across(shape):
         few = num_layers
     num_offloaded = min(num_layers, int(request["levers"]["offloaded_layers"]))
     whole = num_offloaded, num_layers - num_offloaded
@@ -66,9 +66,9 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
     return {"num_layers": num_layers, "traced_layers": [sum(layers) for layers in peaks], **vars(reached)}
 
 
-def borrows(shape: ModelShape) -> bool:
-    """Whether the last layers use keys of earlier ones: with fewer layers these would be others."""
-    return any(layer.attention and layer.attention.borrows_kv for layer in shape.layers)
+def reaches_across(shape: ModelShape) -> bool:
+    """Whether layers use keys or weights of others: with fewer layers these would be others."""
+    return any((layer.attention and layer.attention.borrows_kv) or layer.shared for layer in shape.layers)
 
 
 def find_period(config: Mapping[str, Any]) -> int:

@@ -37,11 +37,14 @@ def compute_row_tokens(sp_size: int) -> int:
 
 
 def pick_layers(shape: ModelShape) -> list[int]:
-    """The first layer of each kind, then other layers from the front until there are two; in the model's order."""
+    """The first layer of each kind, then other layers from the front until there are two; in the model's order. Of the
+    layers that use a shared block, the first two."""
     kinds: dict[Any, int] = {}
     for index, layer in enumerate(shape.layers):
         borrows = layer.attention is not None and layer.attention.borrows_kv
-        kinds.setdefault((name_kind(layer), layer.num_experts > 0, borrows), index)
+        is_again = layer.shared is not None and layer in shape.layers[:index]
+        number = layer.shared.number if layer.shared else None
+        kinds.setdefault((name_kind(layer), layer.num_experts > 0, borrows, number, is_again), index)
     picked = set(kinds.values())
     for index in range(shape.num_layers):
         if len(picked) >= min(MIN_LAYERS, shape.num_layers):

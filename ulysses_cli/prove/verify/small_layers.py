@@ -39,6 +39,11 @@ SHARED_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size", "
 INITIALIZER_RANGE = 0.2
 # What else says which layers there are, with the numbers of the large model.
 OTHER_LISTS = ("hybrid_override_pattern", "layers_block_type", "full_attn_idxs", "linear_attn_config")
+# What Zamba2's config computes, writes into its file, and believes when it reads that.
+COMPUTED = (
+    *("hybrid_layer_ids", "attention_hidden_size", "attention_head_dim", "head_dim", "mamba_headdim", "kv_channels"),
+    "num_query_groups",
+)
 
 
 def shrink_mixers(small: dict[str, Any], layers: Sequence[Layer], hidden_size: int, expert_size: int) -> None:
@@ -58,6 +63,8 @@ def shrink_mixers(small: dict[str, Any], layers: Sequence[Layer], hidden_size: i
         small["initializer_range"] = INITIALIZER_RANGE
     for mixer in recurrent:
         small |= _shrink_mixer(mixer, hidden_size)
+    for name in COMPUTED if any(layer.shared for layer in layers) else ():
+        small.pop(name, None)
 
 
 def shrink_experts(config: Mapping[str, Any], layers: Sequence[Layer], expert_size: int) -> dict[str, Any]:
@@ -115,7 +122,9 @@ def _describe_layers(model_type: str, layers: Sequence[Layer], kinds: list[str],
     if model_type == "bamba":
         full = [index for index, kind in enumerate(kinds) if kind == FULL_ATTENTION]
         described = {"attn_layer_indices": full}
-    elif HYBRID in kinds:  # all of its layers are alike
+    elif any(layer.shared for layer in layers):  # `layer_types` would be set after the numbers of such layers
+        described = {"layers_block_type": kinds}
+    elif set(kinds) == {HYBRID}:  # all of its layers are alike
         described = {}
     if any(layer.num_experts for layer in layers):
         num_dense = sum(not layer.num_experts for layer in layers)
@@ -150,9 +159,9 @@ def _shrink_mixer(
         expand *= 2
     width = expand * hidden_size // mixer.num_heads
     return {
-        **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), mixer.num_heads),
+        **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), mixer.num_heads),
         **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), width),
-        **dict.fromkeys(("mamba_n_groups", "n_groups"), mixer.num_groups),
+        **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), mixer.num_groups),
         **dict.fromkeys(("mamba_d_state", "ssm_state_size"), WIDTH),
         **dict.fromkeys(("mamba_d_conv", "conv_kernel"), mixer.conv_tokens),
         **dict.fromkeys(("mamba_chunk_size", "chunk_size"), WIDTH),

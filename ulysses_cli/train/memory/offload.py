@@ -127,6 +127,8 @@ class Offloader:
         self.writing: deque[tuple[int, list[Future[None]]]] = deque()  # run, and the chunks that go to the disk
         self._buffers = threading.local()
         self._newest: weakref.ref[HostStorage] | None = None
+        self._given: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._given_to: dict[int, int] = {}  # the first run that was given each of these tensors
         self._num_runs = 0
 
     def make_storage(self, layer: int) -> HostStorage:
@@ -137,6 +139,12 @@ class Offloader:
         self._newest = weakref.ref(storage)
         self._num_runs += 1
         return storage
+
+    def remember(self, run: int, tensor: Tensor) -> bool:
+        """Returns whether an earlier run was given this very tensor."""
+        if self._given.get(id(tensor)) is not tensor:
+            self._given[id(tensor)], self._given_to[id(tensor)] = tensor, run
+        return self._given_to[id(tensor)] != run
 
     def copy_out(self, run: int, tensor: Tensor, destination: Tensor) -> Any:
         """Starts the copy. Returns an event after it, None on a CPU."""
@@ -317,10 +325,12 @@ class HostStorage:
         self.waiting: list[Waiting] = []
 
     def store(self, tensor: Tensor) -> Waiting | Tensor:
+        """What another run has been given too, such as an embedding that all layers read, stays where it is."""
+        was_given = self.offloader.remember(self.run, tensor)
         tensor = tensor.detach()
         with part_of_step("offload"):
             self.offloader.release(self.run - MAX_LEAVING + 1)
-            if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
+            if not self.is_offloaded or was_given or tensor.device != self.offloader.device or not tensor.numel():
                 return tensor
             item = self.offloader.offload(self.run, tensor)
         self.waiting.append(item)

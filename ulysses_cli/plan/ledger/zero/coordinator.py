@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ulysses_cli.plan.ledger.job import EngineSettings
-from ulysses_cli.plan.ledger.weights import NORM_BEHIND, Module, is_adapter
+from ulysses_cli.plan.ledger.modules import Module
+from ulysses_cli.plan.ledger.weights import NORM_BEHIND, is_adapter
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent
 
 NEVER = 1 << 62

@@ -9,7 +9,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from ulysses_cli.plan.ledger.weights import LAYERS, Module, Weights
+from ulysses_cli.plan.ledger.modules import LAYERS, Module
+from ulysses_cli.plan.ledger.weights import Weights
 
 NO_LEAVES: frozenset[int] = frozenset()
 
@@ -21,13 +22,18 @@ class Flush:
     the weights whose gradients are made after it."""
 
     layer: int
-    weight: str
+    name: str
     in_mlp: bool
     num_elements: int
     num_sent: int
     largest: int
     num_coming: int
     num_waiting: int
+
+    @property
+    def weight(self) -> str:
+        """Its name in the layer, or in a block that layers share."""
+        return self.name.partition(".")[2]
 
     @property
     def num_before(self) -> int:
@@ -46,14 +52,14 @@ def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAV
         if module.in_mlp and module.is_trained:
             mlps.setdefault(module.layer, {}).update(module.weights)
     for module, name, size in _walk_gradients(weights, leaves):
-        if name in seen:
+        if name in seen or weights.first_layers[name] != module.layer:
             continue
         seen.add(name)
         if filled and filled + size > bucket:
             sent += filled
             if module.part == LAYERS:
                 rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
-                place = module.layer, name.partition(".")[2], module.in_mlp
+                place = module.layer, name, module.in_mlp
                 flushes.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
             filled = largest = 0
         filled, largest = filled + size, max(largest, size)

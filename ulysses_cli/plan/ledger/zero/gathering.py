@@ -15,7 +15,8 @@ from itertools import groupby
 
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
-from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Adapters, Module, is_adapter, list_weights
+from ulysses_cli.plan.ledger.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module
+from ulysses_cli.plan.ledger.weights import is_adapter, list_weights
 from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.models.shape import ModelShape
@@ -121,7 +122,8 @@ def _replay(
         if module.part == LAYERS:
             leaves_backward = event.is_backward and not event.enters
             if leaves_backward:
-                at_gradients |= {name: at_gradients.get(name, before) for name, _ in module.weights}
+                made = (name for name, _ in module.weights if weights.first_layers[name] == module.layer)
+                at_gradients |= {name: at_gradients.get(name, before) for name in made}
             place, num_elements = name_place(module, event), coordinator.held
             if (place == "attention" and not event.is_backward) or (leaves_backward and module.name == "mlp"):
                 num_elements = before  # a recomputation inside a whole MLP's backward has gathered attention's weights

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import EMBEDDING, LAYERS, Weights, count_shard
+from ulysses_cli.plan.ledger.modules import EMBEDDING, LAYERS
+from ulysses_cli.plan.ledger.weights import Weights, count_shard
 
 FREED_GRADIENTS = "freed_gradients"  # a line that is subtracted from the gradients
 NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
@@ -104,7 +105,7 @@ def find_first_sent(weights: Weights, bucket: int) -> Sent:
     filled, seen = 0, {"embedding"}
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
-            if not module.is_trained or name in seen:
+            if not module.is_trained or name in seen or weights.first_layers[name] != module.layer:
                 continue
             if filled and filled + size > bucket:
                 return Sent(module.layer if module.part == LAYERS else ABOVE_LAYERS, filled, name.partition(".")[2])
@@ -197,7 +198,7 @@ def list_large(weights: Weights, bucket: int, num_ranks: int) -> tuple[LargeWeig
     large, sent, seen = [], 0, {"embedding"}
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
-            if not module.is_trained or name in seen:
+            if not module.is_trained or name in seen or weights.first_layers[name] != module.layer:
                 continue
             seen.add(name)
             if size > bucket:

@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.layer_backward import (
 )
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import drop_layers
+from ulysses_cli.plan.ledger.shared_blocks import block
 from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_GATE, VECTOR_NORM, VECTOR_OUTPUT
 from ulysses_cli.plan.ledger.weights import (
@@ -81,6 +82,8 @@ def _count_left(job: Job, kind: Layer, flush: Flush, *, is_leaf: bool) -> tuple[
     """Saved bytes left of attention and of the MLP when the bucket is sent. A weight's gradient is made after its
     module's backward; in a leaf module, after the whole module's. Attention's projections compute theirs from the
     gradients of queries, keys and values."""
+    if kind.shared:
+        return block.count_left(job, kind, flush.weight), 0
     norm_saved = layer.compute_norm_saved(job, job.shape.hidden_size)
     whole = mixers.compute_saved(job, kind) + (0 if layer.saves_result(job) else mixers.compute_result(job, kind))
     if flush.in_mlp:
@@ -117,7 +120,7 @@ def _list_fullest_flushes(
     for flush in list_flushes(weights, bucket, leaves):
         if flush.layer not in of_kind:
             continue
-        num_gathered = gathered.at_gradients.get(f"{flush.layer}.{flush.weight}", 0)
+        num_gathered = gathered.at_gradients.get(flush.name, 0)
         fullest, most_gathered = most[flush.in_mlp]
         if num_gathered > most_gathered or flush.num_elements > fullest:
             if flush.num_before:  # the first flush does not count: this rank's share is stored only after it

@@ -1,0 +1,1 @@
+"""Bytes of blocks of attention and MLP whose weights several layers use."""
