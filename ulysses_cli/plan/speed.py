@@ -19,6 +19,7 @@ from ulysses_cli.plan.ledger.recurrence.kernels import count_values
 from ulysses_cli.plan.ledger.recurrence.speed import (
     compute_recurrence_flops,
     compute_recurrence_seconds,
+    count_halos,
     count_norm_passes,
     count_recurrence_exchanged,
 )
@@ -140,10 +141,10 @@ def compute_head_flops(job: Job) -> float:
 
 
 def compute_exchange_bytes(job: Job) -> float:
-    """Bytes of the exchange of heads that one rank sends in a micro-step, b S (u - 1) / u for a layer and u ranks that
-    exchange heads, times: in the forward q + 2 r before the kernel and q after it; the same again where layers are
-    recomputed in full; in the backward q before the kernel (3 q + 2 r where only slices were saved) and q + 2 r after
-    it."""
+    """Bytes that one rank sends to others of its row in a micro-step, but for a ring's: halos of convolutions, what
+    recurrences exchange, and attention's heads. These are b S (u - 1) / u for a layer and u ranks that exchange heads,
+    times: in the forward q + 2 r before the kernel and q after it; the same again where layers are recomputed in full;
+    in the backward q before the kernel (3 q + 2 r where only slices were saved) and q + 2 r after it."""
     num_ranks = job.layout.ulysses_size
     if num_ranks == 1:
         return 0.0
@@ -154,13 +155,9 @@ def compute_exchange_bytes(job: Job) -> float:
 
 
 def _count_exchanged(job: Job, kind: Layer) -> float:
-    """Of one layer. A convolution sends its last tokens to every rank of the row, in each run and in the backward."""
+    """Of one layer."""
     num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing == "full")
-    runs = 2 + (job.levers.gradient_checkpointing is not False)
-    convolving = [mixer for mixer in kind.mixers if not isinstance(mixer, AttentionMixer)]
-    tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in convolving)
-    halos = float(runs * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
-    beside = halos + count_recurrence_exchanged(job, kind)
+    beside = count_halos(job, kind) + count_recurrence_exchanged(job, kind)
     if kind.attention is None:
         return beside
     of_widths = job.dtype_bytes * job.local_tokens * (num_ranks - 1) / num_ranks

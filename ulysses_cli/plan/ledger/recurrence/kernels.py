@@ -7,6 +7,7 @@ per local token. b bytes of the dtype.
 
 from __future__ import annotations
 
+from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.layers import DeltaNetMixer, Mamba2Mixer
 
@@ -22,13 +23,13 @@ def count_values(mixer: RecurrentMixer) -> int:
 
 def count_shared(mixer: RecurrentMixer, num_ranks: int) -> int:
     """Elements of one of the two tensors that groups of heads share: queries or keys, B or C. A group goes to every
-    rank that has heads of it."""
+    rank that has heads of it; all count as the rank that gets most."""
     num, width = (
         (mixer.num_groups, mixer.state_dim)
         if isinstance(mixer, Mamba2Mixer)
         else (mixer.num_key_heads, mixer.key_head_dim)
     )
-    return max(num, num_ranks) * width
+    return num_ranks * compute_kv_heads(mixer.num_heads, num, num_ranks).num_local * width
 
 
 def count_rows(mixer: RecurrentMixer, num_ranks: int, dtype_bytes: int) -> int:

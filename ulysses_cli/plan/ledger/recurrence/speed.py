@@ -65,9 +65,19 @@ def count_norm_passes(mixer: Mixer) -> int:
     return GATED_NORM_PASSES * count_values(mixer) if isinstance(mixer, DeltaNetMixer | Mamba2Mixer) else 0
 
 
+def count_halos(job: Job, kind: Layer) -> float:
+    """Bytes that the convolutions of a layer send: of t taps, the slice's last t - 1 tokens to every other rank of the
+    row (train/recurrence/halo.py: _gather), b c (t - 1) (u - 1) for each row; in every forward, since no convolution's
+    result is saved, and as gradients."""
+    num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing is not False)
+    mixers = [mixer for mixer in kind.mixers if not isinstance(mixer, AttentionMixer)]
+    tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in mixers)
+    return float((forwards + 1) * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
+
+
 def count_recurrence_exchanged(job: Job, kind: Layer) -> float:
-    """What the rule takes and its result, in every forward and as gradients. Where a layer saves the result, its
-    backward computes the rule once more for what autograd needs, instead of the recomputation
+    """Bytes of what the rule takes and of its result, in every forward and as gradients. Where a layer saves the
+    result, its backward computes the rule once more for what autograd needs, instead of the recomputation
     (train/memory/saved_results.py: compute_and_save)."""
     num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing is not False)
     mixers = [mixer for mixer in kind.mixers if isinstance(mixer, DeltaNetMixer | Mamba2Mixer)]
