@@ -139,6 +139,13 @@ def make_kernels(length: int, seconds: float, *, is_variant: bool = False) -> Pa
     return Part(f"kernels at {length // 1024}Ki", make, seconds, read_json_line, is_variant=is_variant)
 
 
+def make_model(seconds: float) -> Part:
+    def make(folders: PartFolders) -> list[list[str]]:
+        return [[PYTHON, "benchmarks/gpu_model.py", *(["--rehearse"] if folders.rehearses else [])]]
+
+    return Part("a whole model of 0.5B, 8Ki and 64Ki", make, seconds, read_json_line)
+
+
 def make_layers(
     title: str,
     length: int,
@@ -215,6 +222,7 @@ PARTS = [
     make_kernels(32768, 150),
     make_peers("against ALST's wiring", "speed", 270),
     make_layers(AUTO, 131072, 150),
+    make_model(150),
     make_layers(HALF, 32768, 120, num_layers=2, peer=True, is_variant=False),
     make_kernels(131072, 180, is_variant=True),
     make_layers("8B's layers, optimizer on the host", 32768, 150, "offload_optimizer=cpu"),
@@ -260,6 +268,7 @@ def describe_row(row: Row) -> Iterator[str]:
         ("step_seconds", "predicted_step_seconds", "s"),
         ("seconds", "predicted_seconds", "s"),
         ("peak_memory_bytes", "predicted_memory_bytes", "bytes"),
+        ("device_memory_bytes", "predicted_device_memory_bytes", "bytes of the GPU in use"),
     )
     for measured, predicted, unit in pairs:
         if row.get(measured):

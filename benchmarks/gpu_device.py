@@ -46,6 +46,14 @@ class Gpu:
     def read_peak(self) -> int:
         return torch.cuda.max_memory_allocated()
 
+    def read_reserved(self) -> int:
+        return torch.cuda.max_memory_reserved()
+
+    def read_used(self) -> int:
+        """By all processes, with what torch does not count: the context, and buffers of NCCL."""
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
     def free_cache(self) -> None:
         torch.cuda.empty_cache()
 
@@ -90,6 +98,8 @@ class Rehearsal:
 
     def read_peak(self) -> int:
         return self.peak
+
+    read_reserved = read_used = read_peak
 
     def free_cache(self) -> None:
         pass
