@@ -59,10 +59,11 @@ SIDES = {
 
 class Report:
     """The results so far, written after each measurement: a machine that disappears loses no finished measurement.
-    Those that failed, or for which there was no time, are measured again."""
+    Those that failed, or for which there was no time, are measured again. `kernel`: of this call's steps. Rows of
+    another kernel, which an earlier call chose, stay; they are compared with none of this one's."""
 
-    def __init__(self, path: Path, **facts: Any) -> None:
-        self.path, self.results = path, {**facts, "speed": [], "longest_row": {}}
+    def __init__(self, path: Path, kernel: str, **facts: Any) -> None:
+        self.path, self.kernel, self.results = path, kernel, {**facts, "speed": [], "longest_row": {}}
         earlier = json.loads(path.read_text()) if path.exists() else {}
         if earlier.get("conditions") != facts["conditions"]:
             return
@@ -72,6 +73,11 @@ class Report:
             self.results["longest_row"][name] = {**values, "trials": trials}
         for row in list_rows(self.results):
             self.print_row(row)
+
+    @property
+    def speed(self) -> list[dict[str, Any]]:
+        """Rows of this call's kernel."""
+        return [row for row in self.results["speed"] if row["kernel"] == self.kernel]
 
     def write(self, row: dict[str, Any], **result: Any) -> None:
         self.results |= result
@@ -107,24 +113,21 @@ def try_run(
 
 
 def measure_speed(
-    report: Report,
-    scale: Scale,
-    kernel: str,
-    lengths: list[int],
-    names: Sequence[str],
-    deadline: float,
-    peak: float | None,
+    report: Report, scale: Scale, lengths: list[int], names: Sequence[str], deadline: float, peak: float | None
 ) -> None:
     for tokens in lengths:
         for name in names:
-            if any((row["tokens"], row["side"]) == (tokens, name) for row in report.results["speed"]):
+            if any((row["tokens"], row["side"]) == (tokens, name) for row in report.speed):
                 continue
-            row: dict[str, Any] = {"name": f"{name}, {tokens:,} tokens", "tokens": tokens, "side": name}
-            if time.monotonic() + estimate_seconds(report.results["speed"], tokens) > deadline:
+            row: dict[str, Any] = {
+                "name": f"{name}, {tokens:,} tokens, {report.kernel}", "tokens": tokens, "side": name,
+                "kernel": report.kernel,
+            }  # fmt: skip
+            if time.monotonic() + estimate_seconds(report.speed, tokens) > deadline:
                 row["skipped"] = "no time is left for it"
             else:
                 use = partial(time_steps, row, tokens, peak)
-                try_run(row, scale, SIDES[name], kernel, use, num_layers=scale.num_layers)
+                try_run(row, scale, SIDES[name], report.kernel, use, num_layers=scale.num_layers)
             report.results["speed"].append(row)
             report.write(row)
 
@@ -170,7 +173,9 @@ def find_longest(report: Report, scale: Scale, name: str, cap: float, deadline: 
     def attempt(tokens: int) -> bool:
         if any(row["tokens"] == tokens for row in trials):
             return True
-        row: dict[str, Any] = {"name": f"longest row, {name}, {tokens:,} tokens", "tokens": tokens}
+        row: dict[str, Any] = {
+            "name": f"longest row, {name}, {tokens:,} tokens", "tokens": tokens, "kernel": scale.window_kernel
+        }  # fmt: skip
 
         def use(run: Run) -> None:
             scale.device.forget_peak()
@@ -233,16 +238,16 @@ def draw_copies(tokens: int, path: Path, run: Run) -> None:
     path.write_text("".join([*parts, "</svg>\n"]))
 
 
-def judge(results: dict[str, Any]) -> dict[str, bool | None]:
-    """Judges each bar as met, not met, or None where it was not decided."""
+def judge(results: dict[str, Any], speed: list[dict[str, Any]]) -> dict[str, bool | None]:
+    """Judges each bar as met, not met, or None where it was not decided. `speed`: rows of one kernel."""
     ours, reference = (results["longest_row"].get(name) for name in ("ours", "(b)"))
     bars: dict[str, bool | None] = {}
     if ours and reference:
         is_met = reference["does_not"] is not None and ours["runs"] >= 1.4 * reference["does_not"]
         is_short = ours["does_not"] is not None and ours["does_not"] < 1.4 * reference["runs"]
         bars["longest row at least 1.4x (b)'s"] = True if is_met else False if is_short else None
-    by_key = {(row["tokens"], row["side"]): row for row in results["speed"]}
-    for tokens in sorted({row["tokens"] for row in results["speed"] if row["tokens"] >= 2**17}):
+    by_key = {(row["tokens"], row["side"]): row for row in speed}
+    for tokens in sorted({row["tokens"] for row in speed if row["tokens"] >= 2**17}):
         row, peers = (
             by_key.get((tokens, "ours"), {}),
             [by_key.get((tokens, name), {}) for name in ("(b)", "(b), no offload")],
@@ -313,30 +318,27 @@ def measure(options: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     choice = choose_kernel("auto", KernelSearch(Need(scale.head_dim), device, work=work))
     conditions = {
         "gpu": facts.name, "torch": torch.__version__, "cuda": torch.version.cuda, "cap_gb": options.cap_gb,
-        "kernel": choice.name,
     }  # fmt: skip
     measured = {"memory_gb": facts.total_memory / 1e9, "host_link_gb_per_second": link / 1e9, "why": choice.reason}
-    report = Report(options.json, conditions=conditions, machine=measured)
+    report = Report(options.json, choice.name, conditions=conditions, machine=measured)
     report.write({"name": f"attention by {choice.name}: {choice.reason}", **measured})
     scale.device.limit(cap)
     if options.part != "longest":
         share = 0.6 if options.part == "all" else 0.75
-        measure_speed(report, scale, choice.name, lengths, ("ours", "(b)"), start + share * seconds, peak)
+        measure_speed(report, scale, lengths, ("ours", "(b)"), start + share * seconds, peak)
     if options.part != "speed":
         for name, share in (("ours", 0.78 if options.part == "all" else 0.5), ("(b)", 0.95)):
             find_longest(report, scale, name, 0.98 * cap, start + share * seconds)
     if options.part != "longest":
         shorter = [tokens for tokens in lengths if tokens <= 2**17]
-        measure_speed(
-            report, scale, choice.name, shorter, ("ours, no offload", "(b), no offload"), start + seconds, peak
-        )
-        exposed = find_exposed_shares(report.results["speed"], link)
+        measure_speed(report, scale, shorter, ("ours, no offload", "(b), no offload"), start + seconds, peak)
+        exposed = find_exposed_shares(report.speed, link)
         report.write({"name": "of offload, not hidden", "shares": exposed}, offload_not_hidden=exposed)
         picture: dict[str, Any] = {"name": "copies beside compute", "file": options.json.with_suffix(".svg").name}
         draw = partial(draw_copies, lengths[0], options.json.with_suffix(".svg"))
         try_run(picture, scale, SIDES["ours"], choice.name, draw, num_layers=scale.num_layers)
         report.write(picture, picture=picture)
-    report.write({}, bars=judge(report.results))
+    report.write({}, bars=judge(report.results, report.speed))
     return report.results
 
 

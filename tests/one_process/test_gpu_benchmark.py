@@ -260,6 +260,38 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "no GPU here" in done.stderr
 
 
+def test_rows_of_another_kernel_stay_and_are_compared_with_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A later call's `auto` may pick another attention kernel: it measures with that one, and loses nothing."""
+    import gpu_levers
+
+    seconds = {("a", True): 1.0, ("a", False): 1.3, ("b", True): 2.0, ("b", False): 2.2}
+    runs = list[str]()
+
+    def measure(row: dict[str, Any], _: Any, side: gpu_levers.Side, kernel: str, *__: Any, **___: Any) -> None:
+        runs.append(kernel)
+        row["seconds"] = seconds[kernel, side.is_ours]
+
+    monkeypatch.setattr(gpu_levers, "try_run", measure)
+    bar = "131072 tokens: at least 1.2x (b)'s speed, with offload or without"
+
+    def call_with(kernel: str) -> tuple[list[tuple[str, str, float]], bool | None]:
+        report = gpu_levers.Report(tmp_path / "levers.json", kernel, conditions={"gpu": "H200"})
+        until = time.monotonic() + 600
+        gpu_levers.measure_speed(report, gpu_levers.MINIATURE, [2**17], ("ours", "(b)"), until, None)
+        rows = json.loads(report.path.read_text())["speed"]
+        values = [(row["kernel"], row["side"], row["seconds"]) for row in rows]
+        return values, gpu_levers.judge(report.results, report.speed)[bar]
+
+    of_a = [("a", "ours", 1.0), ("a", "(b)", 1.3)]
+    of_b = [("b", "ours", 2.0), ("b", "(b)", 2.2)]
+    assert call_with("a") == (of_a, True)
+    assert call_with("b") == ([*of_a, *of_b], False)
+    assert call_with("a") == ([*of_a, *of_b], True)
+    assert runs == ["a", "a", "b", "b"], "what was measured is not measured again"
+
+
 TIMED = "8B's layers, all levers, 128Ki"
 
 
