@@ -40,6 +40,7 @@ PUBLISHED_BILLIONS = {
     "moonshotai/Kimi-Linear-48B-A3B-Base": 48,
     "inclusionAI/Ling-3.0-flash": 124,
     "LiquidAI/LFM2-350M": 0.35,
+    "LiquidAI/LFM2-700M": 0.742,
     "LiquidAI/LFM2-2.6B": 2.6,
     "LiquidAI/LFM2-8B-A1B": 8.3,
     "LiquidAI/LFM3-1.7B": 1.7,
@@ -56,6 +57,15 @@ def test_totals_are_those_that_their_makers_publish() -> None:
         assert totals[name] == pytest.approx(billions * 1e9, rel=0.025), name
     for name, gib in PUBLISHED_GIB.items():
         assert 2 * totals[name] / 2**30 == pytest.approx(gib, abs=0.006), name
+
+
+@pytest.mark.parametrize(("name", "width"), [("LiquidAI/LFM2-700M", 6912), ("google/gemma-4-E2B", 12288)])
+def test_the_width_is_that_of_the_widest_mlp(name: str, width: int) -> None:
+    """LFM2's config.json gives a number from which the width is computed, under a name of its own, and needs no
+    `intermediate_size`. Some MLPs of Gemma 4 have twice that."""
+    config = next(entry["config"] for entry in ENTRIES if entry["repo"] == name)
+    shape = read_model_shape(config, name)
+    assert (shape.intermediate_size, shape.moe_intermediate_size) == (width, width)
 
 
 def test_the_family_of_every_model_in_the_table_is_known() -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.models.config_facts import ConfigFacts
-from ulysses_cli.plan.models.config_layers import LayerReader, count_written_layers, read_expert_size
+from ulysses_cli.plan.models.config_layers import LayerReader, count_written_layers
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
     DeltaNetMixer,
+    DenseMlp,
     ExpertsMlp,
     KimiDeltaMixer,
     Layer,
@@ -215,17 +216,17 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
     num_experts = max(layer.num_experts for layer in layers)
     attentions = [layer.attention for layer in layers if layer.attention]
     widest = max(attentions, key=lambda each: each.num_heads * each.head_dim, default=None)
-    # where all MLPs are experts it has their size
-    intermediate_size = facts.find_count("intermediate_size", "moe_intermediate_size")
-    if not intermediate_size and family and family.shares_blocks:
-        intermediate_size = family.dense_size(facts, 0)
+    dense_sizes = [layer.mlp.inner_size for layer in layers if isinstance(layer.mlp, DenseMlp)]
+    expert_sizes = [layer.mlp.inner_size for layer in layers if isinstance(layer.mlp, ExpertsMlp)]
+    if not dense_sizes:
+        dense_sizes = [facts.get_count("intermediate_size", "moe_intermediate_size")]
     rope = _read_rope(facts)
     return ModelShape(
         name=name,
         model_type=model_type,
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size or facts.get_count("intermediate_size", "moe_intermediate_size"),
-        moe_intermediate_size=read_expert_size(facts, family or UNKNOWN),
+        intermediate_size=max(dense_sizes),
+        moe_intermediate_size=max(expert_sizes or dense_sizes),
         num_layers=num_layers,
         num_heads=widest.num_heads if widest else reader.num_heads,
         num_kv_heads=widest.num_kv_heads if widest else reader.num_kv_heads,
