@@ -4,7 +4,7 @@ own (dp 2): seconds per token, and the bytes that the formula says a rank sends 
 Both sides have the same weights, kernels, ZeRO stage and row length, and so has a second copy of dp 2, which shows the
 noise. Their steps alternate in the same processes (paired_steps.py).
 
-    python benchmarks/hybrid.py [--tokens N] [--rounds N] [--json FILE]
+    python benchmarks/hybrid.py [--tokens N] [--rounds N] [--only KIND] [--json FILE]
 """
 
 from __future__ import annotations
@@ -42,6 +42,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
+    },
+    "Kimi delta attention": {  # beside latent attention
+        "model_type": "kimi_linear",
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "linear_num_heads": 8,
+        "linear_head_dim": 32,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 48,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 64,
+        "pad_token_id": 0,
     },
     "Mamba2": {
         "model_type": "bamba",
@@ -101,12 +114,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="of a row")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--only", choices=MODELS, action="append", help="one kind of layer; may be given several times")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     from ulysses_cli.prove.ranks.ranks import run_on_ranks
 
     results, is_good = {}, True
-    for model in MODELS:
+    for model in options.only or MODELS:
         answers = run_on_ranks(RANKS, measure_model, model, options.tokens, options.rounds)
         num_bytes = max(num for _, num in answers)
         print(
