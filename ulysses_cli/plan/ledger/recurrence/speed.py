@@ -1,6 +1,4 @@
-"""Work of convolutions and recurrences in a step: operations, memory traffic, bytes that their exchange sends, and
-seconds.
-"""
+"""Work of convolutions and recurrences in a step: operations, memory traffic, bytes that they send, and seconds."""
 
 from __future__ import annotations
 
