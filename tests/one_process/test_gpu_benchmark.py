@@ -260,6 +260,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "no GPU here" in done.stderr
 
 
+@pytest.mark.check
 def test_rows_of_another_kernel_stay_and_are_compared_with_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
