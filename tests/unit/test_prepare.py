@@ -4,6 +4,7 @@ processes at once."""
 import gzip
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,6 +139,45 @@ def test_bad_rows_are_an_error_or_counted_and_never_hidden(tmp_path: Path) -> No
     assert report["sources"][0]["num_documents"] == 4
     with pytest.raises(DataError, match="column `text` is empty"):
         prepare(tmp_path)  # the store exists by now, and still has the counts
+
+
+@pytest.mark.parametrize("setting", ["data.on_bad_row=raise", "data.on_bad_row=skip"])
+@pytest.mark.parametrize("kind", ["auto", "text"])
+def test_a_file_without_a_good_row_shows_its_rows_and_never_offers_to_skip_them(
+    tmp_path: Path, setting: str, kind: str
+) -> None:
+    write_texts(tmp_path, 1).write_text('{"text": "a\n{"text": ""}\n{"text": "b\n')
+    with pytest.raises(DataError, match="1:1: malformed JSON: Unterminated string") as error:
+        prepare(tmp_path, setting, f"data.datasets.0.type={kind}")
+    problems = error.value.problems
+    assert [problem.where.line for problem in problems if problem.where] == [1, 2, 3]
+    assert problems[-1].hint == (
+        "fix the rows, or name another file in data.datasets.0.path: no row of this one can be used"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message", "encoding"),
+    [
+        ("a.txt", b"one\nh\xe9\n", "2:1: byte 2 of the line, 0xe9, is not UTF-8", "latin1"),
+        ("a b.jsonl", b'{"text": "h\xe9"}\n', "1:1: byte 12 of the line, 0xe9, is not UTF-8", "latin1"),
+        ("a.csv", b"text\nh\xe9\n", "2:1: byte 2 of the column `text`, 0xe9, is not UTF-8", "latin1"),
+        ("a.json", b'[{"text":\n"h\xe9"}]', "2:1: byte 3 of the line, 0xe9, is not UTF-8", "latin1"),
+        ("a.csv", b"t\xe9xt\na\n", "1:1: byte 2 of the header, 0xe9, is not UTF-8", "latin1"),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "1:1: byte 1 of the line, 0xff, is not UTF-8", "utf-16"),
+    ],
+)
+def test_text_that_is_not_utf8_says_how_to_convert_it(
+    tmp_path: Path, name: str, content: bytes, message: str, encoding: str
+) -> None:
+    write_texts(tmp_path, 1).unlink()
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        prepare(tmp_path, f"data.datasets=[{{path: {str(file)!r}}}]")
+    assert str(error.value).startswith(f"{file}:{message}\n")
+    command = f"`iconv -f {encoding} -t utf-8 {shlex.quote(str(file))} > NEW`"
+    assert error.value.problems[-1].hint.startswith(f"convert it, such as {command}")
 
 
 def test_long_documents(tmp_path: Path) -> None:
@@ -362,7 +402,7 @@ def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="join_files: false to make each file of a folder a document"):
         prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]", "data.eval_split=0.1")
     (tmp_path / "tree" / "c.py").write_bytes(b"c = 1\nd = '\xe4'\n")
-    with pytest.raises(DataError, match=r"tree:2:1: c.py: not valid UTF-8 at byte 12 of the file"):
+    with pytest.raises(DataError, match=r"tree:2:1: c.py: byte 6 of the line, 0xe4, .*\n\n.*utf-8 \S*tree/c.py"):
         prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]")
 
 

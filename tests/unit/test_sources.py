@@ -269,9 +269,10 @@ def test_a_folder_without_text_says_why(tmp_path: Path) -> None:
 BAD_LINES = [
     (b'{"text": "a"', "malformed JSON: Expecting ',' delimiter at character 13 of the line"),
     (b"[1]", "a JSON value that is not an object; each line holds one row"),
-    (b'{"text": "\xff"}', "not valid UTF-8 at byte 11 of the line"),
+    (b'{"text": "\xff"}', "byte 11 of the line, 0xff, is not UTF-8"),
     (b'{"text": "a\x01"}', "malformed JSON: Invalid control character at character 12 of the line"),
     (b'{"text": "a', "malformed JSON: Unterminated string starting at character 10 of the line"),
+    (b'{"text": "a\r\n', "malformed JSON: Unterminated string starting at character 10 of the line"),
     (b'{"text": "a\\q"}', "malformed JSON: Invalid \\escape at character 12 of the line"),
     (b"[" * 100_000, "malformed JSON: "),
 ]
@@ -363,9 +364,9 @@ def read_all_and_find_kind(source: Source) -> None:
     ("name", "content", "message"),
     [
         ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a.json:2:1: malformed JSON: Expecting ':' delimiter"),
-        ("a.json", b'{"a":\n"\xff"}', r"a.json:2:1: not valid UTF-8"),
+        ("a.json", b'{"a":\n"\xff"}', r"a.json:2:1: byte 2 of the line, 0xff, is not UTF-8"),
         ("a.csv", b"text,text\na,b\n", r"a.csv:1:1: the header names column `text` more than once"),
-        ("a.csv", b"\n\xff,text\na,b\n", r"a.csv:2:1: the header is not valid UTF-8"),
+        ("a.csv", b"\n\xff,text\na,b\n", r"a.csv:2:1: byte 1 of the header, 0xff, is not UTF-8"),
         ("a.csv", b'text\na\n"b\nc\nd\n', r"a.csv:3:1: a quote that opens in this row is not closed"),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', r"a.json:2:1: malformed JSON: Extra data after the list"),
         ("a.json", b'[{"text": "a"}]\n\nx', r"a.json:3:1: malformed JSON: Extra data after the list"),
@@ -415,7 +416,7 @@ def test_mappings_of_a_table_equal_those_of_json_lines(tmp_path: Path) -> None:
 def test_a_csv_row_with_too_many_or_too_few_fields(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,id\n"a\nb",1\nc\nd,2,3\n')
     result = read_all(open_one(tmp_path, tmp_path / "a.csv"))
-    assert result == [(2, {"text": "a\nb", "id": "1"}), (4, "1 fields where the header has 2"), (5, result[2][1])]
+    assert result == [(2, {"text": "a\nb", "id": "1"}), (4, "1 field where the header has 2"), (5, result[2][1])]
     assert result[2][1] == "3 fields where the header has 2"
 
 
@@ -426,14 +427,14 @@ def test_bad_rows_of_csv_and_json_can_be_skipped(tmp_path: Path) -> None:
     assert read_all(source) == [
         (2, {"text": "hello"}),
         (4, "malformed CSV: '\t' expected after '\"'"),
-        (5, "not valid UTF-8; save the file as UTF-8"),
+        (5, "byte 2 of the column `text`, 0xff, is not UTF-8"),
         (6, {"text": "world"}),
     ]
     assert sum(count_blank(block) for block in source.walk_blocks()) == 1
     (tmp_path / "a.json").write_bytes('[{"text": "ä"},\n{"text":\n"'.encode() + b'\xff"},\n{"text": "b"}]')
     assert read_all(open_one(tmp_path, tmp_path / "a.json")) == [
         (1, {"text": "ä"}),
-        (3, "not valid UTF-8; save the file as UTF-8"),
+        (3, "byte 2 of the line, 0xff, is not UTF-8"),
         (4, {"text": "b"}),
     ]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ulysses_cli.data import facts
 from ulysses_cli.data.packer import RowSettings, make_rows
-from ulysses_cli.data.problems import DataError, NoTemplate, make_where, shorten
+from ulysses_cli.data.problems import DataError, NoTemplate, explain_bad_rows
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.sources.sources import Source, open_source
@@ -73,7 +73,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
         store = _make_store(source, context)
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
-        _check_bad_rows(store, data.on_bad_row)
+        _check_bad_rows(store, source, data.on_bad_row)
     _check_loss_mask(stores[: len(data.datasets)], recipe)
     context.hashes.save()
     path = _make_rows(stores, context)
@@ -142,14 +142,18 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         for name in ("num_bytes", "num_blank", "num_in_pieces", "num_whole"):
             totals[name] += getattr(block, name)
         if block.bad and recipe.data.on_bad_row == "raise":
-            raise DataError(_explain_bad(bad, totals["num_bad"], has_lines=source.has_lines))
+            is_all = not writer.num_tokens and source.facts.get("num_files") == 1
+            raise DataError(_explain_bad(bad, totals["num_bad"], source, is_all=is_all))
         emit({**progress, "bytes": totals["num_bytes"], "tokens": writer.num_tokens})
     changed = context.hashes.find_changed()
     if changed is not None:
         raise DataError([Problem("", "changed while it was read", "run again", Where(changed))])
     written = writer.finish()
     if not written["num_documents"]:
-        raise DataError([_explain_empty(source, totals)])
+        if bad:
+            raise DataError(_explain_bad(bad, totals["num_bad"], source, is_all=True))
+        hint = f"name a file with text in {source.key}.path"
+        raise DataError([Problem("", "holds no document: all of its rows are empty", hint, Where(source.name))])
     emit({**progress, "bytes": source.num_bytes or totals["num_bytes"], "tokens": writer.num_tokens, "is_done": True})
     return {
         **written,
@@ -165,24 +169,20 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     }
 
 
-def _explain_empty(source: Source, totals: Mapping[str, int]) -> Problem:
-    bad = f": all of its {totals['num_bad']:,} rows are bad" if totals["num_bad"] else ""
-    hint = "set data.on_bad_row: raise to see what is wrong with them" if bad else f"see {source.key}"
-    return Problem("", f"holds no document{bad}", hint, Where(source.name))
+def _explain_bad(bad: list[tuple[str, int, str]], total: int, source: Source, *, is_all: bool) -> list[Problem]:
+    """`is_all`: no row of the source that was read can be used, so leaving out the bad ones leaves nothing."""
+    otherwise = "set data.on_bad_row: skip to leave them out and count them"
+    if is_all:
+        otherwise = f"name another file in {source.key}.path: no row of this one can be used"
+    return explain_bad_rows(bad, total, otherwise, has_lines=source.has_lines)
 
 
-def _explain_bad(bad: list[tuple[str, int, str]], total: int, *, has_lines: bool) -> list[Problem]:
-    hint = "fix the rows, or set data.on_bad_row: skip to leave them out and count them"
-    problems = [Problem("", message, "", make_where(file, line, has_lines=has_lines)) for file, line, message in bad]
-    return shorten(problems, total, hint)
-
-
-def _check_bad_rows(store: TokenStore, on_bad_row: str) -> None:
+def _check_bad_rows(store: TokenStore, source: Source, on_bad_row: str) -> None:
     """Raises for the bad rows of a store that an earlier recipe made with on_bad_row: skip."""
     manifest = store.manifest
     if manifest["num_bad"] and on_bad_row == "raise":
         bad = [(str(file), int(line), str(message)) for file, line, message in manifest["bad"]]
-        raise DataError(_explain_bad(bad, manifest["num_bad"], has_lines=manifest["has_lines"]))
+        raise DataError(_explain_bad(bad, manifest["num_bad"], source, is_all=False))
 
 
 def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:

@@ -5,12 +5,14 @@ A mistake in the recipe is a RecipeError instead (exit code 2).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ulysses_cli.plan.problem import Problem, Where
 
 MAX_SHOWN = 20
+NOT_UTF8 = "is not UTF-8"  # how the message about a row ends whose bytes are no text
 
 
 class BadRow(Exception):
@@ -47,3 +49,23 @@ def shorten(problems: Sequence[Problem], total: int, hint: str = "") -> list[Pro
     if total > len(shown):
         shown.append(Problem("", f"and {total - len(shown):,} more", count=total - len(shown)))
     return [*shown[:-1], replace(shown[-1], hint=hint or shown[-1].hint)]
+
+
+def explain_bad_rows(
+    bad: Sequence[tuple[str, int, str]], total: int, otherwise: str, *, has_lines: bool = True
+) -> list[Problem]:
+    """`bad`: file, line and message of the first of `total` bad rows. `otherwise` is what can be done instead of
+    mending them."""
+    problems = [Problem("", message, "", make_where(file, line, has_lines=has_lines)) for file, line, message in bad]
+    foreign = next(((file, message) for file, _, message in bad if message.endswith(NOT_UTF8)), None)
+    remedy = "fix the rows" if foreign is None else _explain_conversion(*foreign)
+    return shorten(problems, total, f"{remedy}, or {otherwise}")
+
+
+def _explain_conversion(file: str, message: str) -> str:
+    inner = message.rpartition(": byte ")[0]  # a path below a folder that is one document
+    encoding = (
+        "utf-16" if "byte 1 of the line, 0xff," in message or "byte 1 of the line, 0xfe," in message else "latin1"
+    )
+    command = f"iconv -f {encoding} -t utf-8 {shlex.quote(f'{file}/{inner}' if inner else file)} > NEW"
+    return f"convert it, such as `{command}` for a file in {encoding}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ulysses_cli.data.problems import BadRow
+from ulysses_cli.data.sources.decoding import decode_line, find_damaged_line
 
 BLOCK_BYTES = 4 << 20
 NESTED = ("messages", "conversations", "prompt", "completion", "tools")  # columns whose mappings reach a chat template
@@ -63,11 +64,9 @@ def _drop_nulls(value: Any) -> Any:
 def parse_line(line: bytes) -> dict[str, Any] | BadRow:
     """Parses one line of JSONL."""
     try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return BadRow(f"not valid UTF-8 at byte {error.start + 1:,} of the line")
-    try:
-        row = json.loads(text)
+        row = json.loads(decode_line(line).rstrip("\r\n"))
+    except BadRow as bad:
+        return bad
     except json.JSONDecodeError as error:
         return BadRow(
             f"malformed JSON: {error.msg.removesuffix(' at').rstrip(': ')} at character {error.pos + 1:,} of the line"
@@ -84,11 +83,9 @@ def count_blank(block: Block) -> int:
 def _decode_text(content: bytes) -> NumberedRow:
     """A file as one document, without a byte order mark."""
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        return line, BadRow(f"not valid UTF-8 at byte {error.start + 1:,} of the file")
-    return 0, {"text": text}
+        return 0, {"text": content.decode("utf-8-sig")}
+    except UnicodeDecodeError:
+        return find_damaged_line(content)
 
 
 def _join_files(block: Block) -> Iterator[NumberedRow]:

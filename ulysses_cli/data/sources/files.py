@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.problems import BadRow, DataError
+from ulysses_cli.data.problems import BadRow, DataError, explain_bad_rows
 from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block, NumberedRow
 from ulysses_cli.data.sources.compressed_files import PACKED, open_file
+from ulysses_cli.data.sources.decoding import describe_damage
 from ulysses_cli.data.sources.tables import ROWS_PER_BLOCK, walk_arrow, walk_parquet
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.files.regular_files import describe_special
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, Where
 
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
@@ -161,21 +163,13 @@ def _find_damaged(text: str, file: str) -> Iterator[NumberedRow]:
     """The rows of a text that is not valid UTF-8. The caller decoded its invalid bytes to lone surrogates; a row that
     holds one is bad."""
     lines = text.split("\n")
-    damaged = [number for number, line in enumerate(lines, 1) if not _is_text(line)]
+    damaged = {number: why for number, line in enumerate(lines, 1) if (why := describe_damage(line, "line"))}
     rows = list(_parse_json(text, file))
     ends = [line for line, _ in rows[1:]] + [len(lines) + 1]
     for (line, row), end in zip(rows, ends, strict=True):
         inside = [number for number in damaged if line <= number < max(end, line + 1)]
-        is_damaged = bool(inside) and not _is_text(json.dumps(row, ensure_ascii=False) if isinstance(row, dict) else "")
-        yield (inside[0], BadRow("not valid UTF-8; save the file as UTF-8")) if is_damaged else (line, row)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        is_damaged = bool(inside) and isinstance(row, dict) and describe_damage(json.dumps(row, ensure_ascii=False), "")
+        yield (inside[0], BadRow(damaged[inside[0]])) if is_damaged else (line, row)
 
 
 def _is_object(line: bytes) -> bool:
@@ -228,10 +222,12 @@ def _read_csv(rows: Any, file: str) -> Iterator[tuple[int, dict[str, Any] | BadR
     """The rows after the header, with their lines; None for a blank line."""
     names: list[str] = next((row for row in rows if row), [])
     repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated or not _is_text("".join(names)):
-        column = f"the header names column `{repeated[0]}` more than once" if repeated else ""
-        message = column or "the header is not valid UTF-8"
+    if repeated:
+        message = f"the header names column `{repeated[0]}` more than once"
         raise DataError([Problem("", message, "fix the header", Where(file, rows.line_num, 1))])
+    if damage := describe_damage("".join(names), "header"):
+        raise DataError(explain_bad_rows([(file, rows.line_num, damage)], 1, "name another file"))
+    units = [f"column `{name}`" for name in names]
     while True:
         line = rows.line_num + 1
         try:
@@ -245,9 +241,9 @@ def _read_csv(rows: Any, file: str) -> Iterator[tuple[int, dict[str, Any] | BadR
         if row is None:
             return
         if row and len(row) != len(names):
-            yield line, BadRow(f"{len(row)} fields where the header has {len(names)}")
-        elif not _is_text("".join(row)):
-            yield line, BadRow("not valid UTF-8; save the file as UTF-8")
+            yield line, BadRow(f"{format_count(len(row), 'field')} where the header has {len(names)}")
+        elif damage := next(filter(None, map(describe_damage, row, units)), ""):
+            yield line, BadRow(damage)
         else:
             yield line, dict(zip(names, row, strict=True)) if row else None
 

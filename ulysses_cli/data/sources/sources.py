@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.problems import BadRow, DataError, make_where
+from ulysses_cli.data.problems import MAX_SHOWN, BadRow, DataError, explain_bad_rows, make_where
 from ulysses_cli.data.sources import compressed_files, files, folder, hub_sets, synthetic
 from ulysses_cli.data.sources.blocks import Block, walk_rows
 from ulysses_cli.data.sources.columns import Kind, detect_kind
@@ -52,20 +52,25 @@ class Source:
         """The kind that the recipe names, or the one that the columns of the first readable row show."""
         if self.kind is not None:
             return self.kind
-        bad: list[Problem] = []
+        bad: list[tuple[str, int, str]] = []
         for block in self.walk_blocks():
             for line, row in walk_rows(block):
-                where = make_where(block.file, line, has_lines=self.has_lines)
                 try:
                     if not isinstance(row, BadRow):
                         return detect_kind(row)
-                    bad.append(Problem("", str(row), "", where))
+                    bad.append((block.file, line, str(row)))
                 except BadRow as error:
+                    where = make_where(block.file, line, has_lines=self.has_lines)
                     hint = f"rename the columns, or write {self.key}.type"
                     raise DataError([Problem("", str(error), hint, where)]) from None
-                if len(bad) >= 20:
-                    raise DataError(bad)
-        raise DataError(bad or [Problem("", "holds no row", f"see {self.key}", Where(self.name))])
+                if len(bad) >= MAX_SHOWN:
+                    otherwise = f"write {self.key}.type: no row so far shows what the columns are"
+                    raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=self.has_lines))
+        otherwise = f"name another file in {self.key}.path"
+        if bad:
+            otherwise += ": no row of this one can be used"
+            raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=self.has_lines))
+        raise DataError([Problem("", "holds no row", otherwise, Where(self.name))])
 
 
 def open_source(
