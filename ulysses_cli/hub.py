@@ -120,6 +120,16 @@ def check_model(name: str) -> None:
         _fetch_config(name, None)
 
 
+def check_weights_access(recipe: Recipe) -> None:
+    """Raises RecipeError where ranks would download the model's weights and cannot."""
+    name = recipe.model.name_or_path
+    if recipe.model.config is not None or name is None or "://" in name or os.path.isdir(os.path.expanduser(name)):
+        return
+    snapshot = _find_snapshot(name, recipe.model.revision)
+    if snapshot is None or not any((*snapshot.glob("*.safetensors"), *snapshot.glob("*.bin"))):
+        _fetch_config(name, recipe.model.revision)
+
+
 def _find_in_table(name: str) -> Mapping[str, Any] | None:
     """Looks for a file of this name first, so that the whole table is read only for a model's other names."""
     own = get_user_folder() / "models"
@@ -232,8 +242,9 @@ def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:
         RevisionNotFoundError,
     )
 
+    way = f"to work offline, run `hf download {name} --local-dir DIR` elsewhere, and name a copy of DIR"
     if constants.HF_HUB_OFFLINE:
-        hint = "unset it, download the model on a machine with network access, or name a local folder"
+        hint = f"unset it; {way}"
         raise RecipeError([Problem(KEY, f"{name} is not on disk, and HF_HUB_OFFLINE forbids downloads", hint)])
     try:
         _reach(constants.ENDPOINT)  # the library alone would retry for half a minute
@@ -251,7 +262,7 @@ def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:
             [Problem("model.revision", f"{name} has no revision {revision}", "leave it out to use main")]
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
-        hint = "check the connection and its proxy, or name a local folder"
+        hint = f"check the connection and its proxy; {way}"
         raise RecipeError([Problem(KEY, f"{name} is not on disk, and the hub cannot be reached", hint)]) from None
     except EntryNotFoundError:
         hint = "it is not a transformers model; look for a converted one"

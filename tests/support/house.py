@@ -91,8 +91,8 @@ ORDER: dict[str, list[str]] = {
         *("listening", "notification", "downloads", "suite_files", "preflight", "jobs"),
     ],
     "data": [
-        *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),
-        *("tokenizing", "prepare", "__main__"),
+        *("problems", "hub_access", "selection", "sources", "steps", "batching", "transaction", "store", "rows"),
+        *("packer", "facts", "tokenizing", "prepare", "__main__"),
     ],
     "train": [
         *(

@@ -100,7 +100,8 @@ def test_the_hub_is_not_asked_offline(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.find_model_shape(load("model.name_or_path=owner/real").recipe, online=True)
     assert str(caught.value.problems[0]).strip() == (
         "model.name_or_path: owner/real is not on disk, and HF_HUB_OFFLINE forbids downloads\n\n"
-        "hint: unset it, download the model on a machine with network access, or name a local folder"
+        "hint: unset it; to work offline, run `hf download owner/real --local-dir DIR` elsewhere, and name a copy of "
+        "DIR"
     )
 
 
@@ -122,6 +123,38 @@ def test_commands_that_need_the_hub_ask_it(command: str, tmp_path: Path, monkeyp
     assert done.exit_code == 2
     assert asked == ["owner/real"]
     assert "the hub has its own reasons" in done.stderr
+
+
+@pytest.mark.parametrize("files", [(), ("config.json",), ("config.json", "model.safetensors")])
+def test_weights_that_ranks_cannot_download_stop_a_run_before_its_data_is_read(
+    files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(name: str, revision: str | None) -> None:
+        raise RecipeError([Problem(hub.KEY, f"{name} is out of reach")])
+
+    monkeypatch.setattr(hub, "_fetch_config", fetch)
+
+    def read(*_: object) -> None:
+        raise AssertionError("data were read")
+
+    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", read)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "cache/models--Qwen--Qwen3-0.6B/snapshots/main"
+    snapshot.mkdir(parents=True)
+    for name in files:
+        (snapshot / name).write_text(json.dumps(hub.load_table()["qwen/qwen3-0.6b"]["config"]))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: {name_or_path: Qwen/Qwen3-0.6B, tokenizer: bytes}\nparallel: {sp_size: 1}\n"
+        f"data: {{max_length: 64, datasets: [{{type: synthetic}}]}}\ntrain: {{max_steps: 1}}\n"
+        f"run: {{device: cpu, output_dir: {tmp_path}/out}}\n"
+    )
+    done = CliRunner().invoke(app, ["train", str(recipe)])
+    if len(files) == 2:
+        assert "data were read" in str(done.exception)
+        return
+    assert done.exit_code == 2
+    assert f"{recipe}:1:23: model.name_or_path: Qwen/Qwen3-0.6B is out of reach" in done.stderr
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -201,4 +234,5 @@ def test_the_hub_is_asked_on_request(hub_address: str, tmp_path: Path, name: str
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     done = validate_online("http://127.0.0.1:9", "owner/fine", tmp_path)
     assert "owner/fine is not on disk, and the hub cannot be reached" in done.stderr
+    assert "run `hf download owner/fine --local-dir DIR` elsewhere" in done.stderr
     assert done.returncode == 2

@@ -233,11 +233,26 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
     )
     if obstacles:
         raise RecipeError(obstacles)
+    if not options.dry_run:
+        _check_weights_access(valid)
     if nodes.rank == 0 and (damage := preflight.find_named_damage(recipe)):
         key, hint = "run.resume_from_checkpoint", "--resume auto takes the newest valid one"
         printing.print_problems([Problem(key, damage, hint, valid.loaded.locate(key))])
         raise PreparationError(FAILED, [damage])
     return RunPlace(nodes, lock, starts_anew)
+
+
+def _check_weights_access(valid: ValidRecipe) -> None:
+    """Asks the hub for a model that is not on this machine before data is prepared."""
+    from ulysses_cli.hub import check_weights_access
+    from ulysses_cli.plan.problem import RecipeError
+
+    try:
+        check_weights_access(valid.recipe)
+    except RecipeError as error:
+        raise RecipeError(
+            replace(problem, where=valid.loaded.locate(problem.key)) for problem in error.problems
+        ) from None
 
 
 def _prepare_rows(valid: ValidRecipe) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.data.hub_access import explain_absence, find_obstacle
 from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.sources.blocks import Block, drop_nulls
 from ulysses_cli.data.sources.fingerprint import hash_parts
@@ -56,11 +57,12 @@ def is_saved(path: Path) -> bool:
 
 def load_hub_set(dataset: Dataset, key: str) -> HubSet:
     """Raises RecipeError when there is no such data set, configuration or split."""
+    path = str(dataset.path)
+    local = Path(os.path.expanduser(path))
+    obstacle = "" if is_saved(local) else find_obstacle()
     import datasets
 
-    path = str(dataset.path)
     name = f"{path}{f' ({dataset.name})' if dataset.name else ''} [{dataset.split}]"
-    local = Path(os.path.expanduser(path))
     try:
         if is_saved(local):
             saved = datasets.load_from_disk(str(local))
@@ -75,10 +77,10 @@ def load_hub_set(dataset: Dataset, key: str) -> HubSet:
         rows = datasets.load_dataset(path, dataset.name, data_files=files, split=dataset.split)
         return HubSet(name, rows, hash_parts("hub", *parts, len(rows)), rows.data.nbytes)
     except Exception as error:  # noqa: BLE001 - the library raises many kinds; the user needs a place and a remedy
-        raise RecipeError([_explain(error, dataset, key)]) from None
+        raise RecipeError([_explain(error, dataset, key, obstacle)]) from None
 
 
-def _explain(error: Exception, dataset: Dataset, key: str) -> Problem:
+def _explain(error: Exception, dataset: Dataset, key: str, obstacle: str) -> Problem:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     kind = type(error).__name__
     if "split" in reason.lower() and isinstance(error, ValueError | KeyError):
@@ -87,10 +89,12 @@ def _explain(error: Exception, dataset: Dataset, key: str) -> Problem:
         return Problem(f"{key}.split", f"{dataset.path} has no split {dataset.split}", "name one that it has")
     if isinstance(error, ValueError) and "config" in reason.lower():
         return Problem(f"{key}.name", reason, "write the configuration as data.datasets.N.name")
+    if obstacle and isinstance(error, OSError):
+        return explain_absence(f"{key}.path", str(dataset.path), obstacle, f"{dataset.path} --repo-type dataset")
     if kind == "DatasetNotFoundError" or isinstance(error, FileNotFoundError):
         hint = "check the name; a private or gated one needs HF_TOKEN; a local file or folder must exist"
         return Problem(f"{key}.path", reason, hint)
-    if isinstance(error, ConnectionError) or "offline" in kind.lower():
-        hint = "check the connection and HF_HUB_OFFLINE, or copy the files here"
+    if isinstance(error, ConnectionError):
+        hint = "check the connection, or copy the files here"
         return Problem(f"{key}.path", f"the hub cannot be reached for {dataset.path}: {reason}", hint)
     return Problem(f"{key}.path", f"{dataset.path} cannot be loaded: {kind}: {reason}", "try again, or copy the files")

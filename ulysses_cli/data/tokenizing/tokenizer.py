@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ulysses_cli.data.hub_access import explain_absence, find_obstacle
 from ulysses_cli.plan.models.chat_template import SHIPPED, explain_markers, find_missing_markers, read_template
 from ulysses_cli.plan.models.vocabulary import BYTE_SPECIALS, list_letters
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -76,11 +77,23 @@ def _load(model: Model) -> Any:
         try:  # the cache first: the model's shape comes from it too, so both are of one revision; and no network
             return AutoTokenizer.from_pretrained(source, local_files_only=True, **choice)
         except (OSError, ValueError):
+            obstacle = "" if _is_here(source) else find_obstacle()
+            if obstacle:
+                absence = explain_absence(key, f"the tokenizer of {name}", obstacle, name)
+                raise RecipeError([absence]) from None
             return AutoTokenizer.from_pretrained(source, **choice)
+    except RecipeError:
+        raise
     except Exception as error:  # noqa: BLE001 - the library raises many kinds; the user needs a place and a remedy
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         hint = "name a folder with tokenizer.json, or set HF_TOKEN for a private model"
         raise RecipeError([Problem(key, f"the tokenizer of {name} cannot be loaded: {reason}", hint)]) from None
+
+
+def _is_here(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return os.path.isdir(name) or isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
 
 
 def make_bytes_tokenizer() -> Any:
