@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from support.checkpoints import make_checkpoint
 from support.recipes import load
+from typer.testing import CliRunner
 
+from ulysses_cli.cli import app
 from ulysses_cli.launch import downloads
 from ulysses_cli.launch.preflight import check_bucket
 from ulysses_cli.plan.files.addresses import find_address, find_address_problem, name_local_copy
@@ -289,12 +291,29 @@ def test_what_cannot_be_downloaded_is_named_with_its_place(home: Path, tmp_path:
 def test_a_copy_that_is_not_there_is_explained_without_a_network(home: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(make_recipe("gs://mine"))
-    problems = validate_recipe(str(recipe)).problems
-    assert [problem.key for problem in problems] == ["model.name_or_path", "data.datasets.0.path"]
-    for problem in problems:
-        assert "gs://mine/" in problem.message
-        assert problem.message.endswith("is not on this machine yet")
-        assert problem.hint == "ulysses prepare and train download it"
+    (problem,) = validate_recipe(str(recipe)).problems
+    assert problem.key == "model.name_or_path"
+    assert problem.message == "gs://mine/model is not on this machine yet"
+    assert problem.hint == "ulysses prepare and train download it"
+
+
+def test_data_of_a_bucket_or_the_hub_are_not_looked_at_and_the_plan_says_so(home: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: {name_or_path: Qwen/Qwen3-8B}\ndata:\n  max_length: 1024\n"
+        "  datasets: [{path: s3://mine/texts.jsonl}, {path: owner/chats}, {type: synthetic}]\n"
+        "  eval_datasets: [{path: owner/chats, split: test}]\n"
+    )
+    done = CliRunner().invoke(app, ["validate-config", str(recipe)])
+    assert done.exit_code == 0
+    line = "data        not looked at: s3://mine/texts.jsonl, owner/chats; prepare and train download them\n"
+    assert line in done.stdout
+    copy = home / ".cache/ulysses/s3/mine/texts.jsonl"
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    done = CliRunner().invoke(app, ["validate-config", str(recipe)])
+    assert "data.datasets.0.path: " in done.stderr
+    assert "texts.jsonl is empty" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.schema import format_value
+from ulysses_cli.plan.rules.files import list_distant_data
 from ulysses_cli.report.ledger import format_mesh
 from ulysses_cli.report.placement import format_placement
 from ulysses_cli.validate import Validated
@@ -64,6 +65,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         "use_dora": recipe.lora.use_dora if recipe.lora else False,
         "modules_to_save": list(recipe.lora.modules_to_save) if recipe.lora else [],
         "trust_remote_code": recipe.model.trust_remote_code,
+        "distant_data": list_distant_data(recipe),
         "understood": list(loaded.notes),
         "defaults": list(resolved.defaults),
     }
@@ -99,6 +101,9 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     elif tokens["row"] > plan["made_for_tokens"] and not plan["is_rotary"]:
         made_for = f"the {plan['made_for_tokens']:,} tokens that the model was made for"
         lines.append(("positions", f"rows are longer than {made_for}; it has no rotary positions to stretch"))
+    if plan["distant_data"]:
+        them = "them" if len(plan["distant_data"]) > 1 else "it"
+        lines.append(("data", f"not looked at: {', '.join(plan['distant_data'])}; prepare and train download {them}"))
     if "memory" in plan:
         memory = plan["memory"]
         lines.append(("memory", f"{memory['gpu']}: {memory['text']}"))

@@ -126,11 +126,8 @@ def check_dataset(dataset: Dataset, key: str) -> Problems:
         return
     if dataset.path is not None and (dataset.type == "folder" or is_local(dataset.path)):
         path = Path(os.path.expanduser(dataset.path))
-        if not _exists(path) and (address := find_address(dataset.path)):
-            yield Problem(
-                f"{key}.path", f"{address} is not on this machine yet", "ulysses prepare and train download it"
-            )
-            return
+        if not _exists(path) and find_address(dataset.path):
+            return  # prepare and train download it
         if not _exists(path):
             yield Problem(f"{key}.path", f"{dataset.path} does not exist", _suggest_nearby(path))
             return
@@ -148,6 +145,18 @@ def check_dataset(dataset: Dataset, key: str) -> Problems:
         path = Path(os.path.expanduser(dataset.path or "."), os.path.expanduser(file))
         if not _exists(path):
             yield Problem(f"{key}.data_files.{index}", f"{path} does not exist", _suggest_nearby(path))
+
+
+def list_distant_data(recipe: Recipe) -> list[str]:
+    """Addresses and names of data sets that no rule looked at: they are not files of this machine."""
+    names = []
+    for dataset in (*recipe.data.datasets, *recipe.data.eval_datasets):
+        address = find_address(dataset.path)
+        if address and not _exists(Path(os.path.expanduser(str(dataset.path)))):
+            names.append(address)
+        elif dataset.path is not None and dataset.type != "folder" and not is_local(dataset.path):
+            names.append(dataset.path)
+    return list(dict.fromkeys(names))
 
 
 def _looks_like_file(path: str) -> bool:
