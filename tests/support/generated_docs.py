@@ -19,7 +19,7 @@ from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
 from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
-from ulysses_cli.report.models import format_gate, format_parameters, format_ring, format_sizes
+from ulysses_cli.report.models import format_gate, format_ring, format_size, format_sizes
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
@@ -104,7 +104,7 @@ def make_models() -> str:
         (
             f"`{summary.name}`",
             f"`{summary.model_type}`",
-            format_parameters(summary),
+            format_size(summary),
             "; ".join(summary.layers),
             "; ".join(summary.heads),
             format_sizes(summary),

@@ -45,7 +45,7 @@ def test_one_model_shows_its_layers_and_what_splits_them(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
     assert run("models", str(tmp_path)).stdout.splitlines()[1:] == [
         "family        qwen3_5_text",
-        "parameters    1.76G",
+        "parameters    1.76 B",
         "layers        6 x gated delta net, MLP",
         "              2 x full attention, MLP",
         "heads         20 attention heads of 256 over 4",

@@ -14,6 +14,7 @@ from ulysses_cli.commands.asking.completion import complete_gpus
 from ulysses_cli.commands.estimate_memory import find_shape, read_length
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
 from ulysses_cli.plan.exit_codes import DONE, USAGE
+from ulysses_cli.plan.units import format_usd
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Hardware
@@ -94,7 +95,7 @@ def plan(
     if longest:
         raise typer.Exit(_show_longest(request, offers, notes, output))
     notes += [*search.list_limits(request, offers), *describe_calibration()]
-    notes += [f"the budget of USD {budget:,.2f} is compared with mid-range prices"] if budget is not None else []
+    notes += [f"the budget of {format_usd(budget)} is compared with mid-range prices"] if budget is not None else []
     result = or_exit(lambda: search.search(request, offers, max(search.SHOWN, len(offers) if gpus else 0)))
     result = result if gpus else replace(result, left_out={})  # nobody asked for these kinds of GPU
     if output is Format.json:

@@ -12,6 +12,7 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.plan.planner.rings import BetterRing
+from ulysses_cli.plan.units import format_usd
 from ulysses_cli.report.placement import format_inside
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib, format_seconds
@@ -163,19 +164,8 @@ def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
         rows.append(("price", f"not known for {gpu.key}: add usd_per_hour to ~/.config/ulysses/hardware.yaml"))
     else:
         source = ", ".join(filter(None, (gpu.price_source, gpu.price_date)))
-        rows.append(("price", f"{format_money(cost)} per million tokens ({source})"))
+        rows.append(("price", f"{format_usd(*cost, digits=2)} per million tokens ({source})"))
     return rows
-
-
-def format_money(span: tuple[float, float]) -> str:
-    """A range of prices with two digits, since prices are not known more exactly."""
-    return f"USD {_two_digits(span[0])} to {_two_digits(span[1])}"
-
-
-def _two_digits(value: float) -> str:
-    if value >= 100:
-        return f"{float(f'{value:.2g}'):,.0f}"
-    return f"{value:.2g}" if value >= 0.01 else f"{value:.1g}"
 
 
 def _format_phases(estimate: Estimate) -> str:

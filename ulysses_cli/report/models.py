@@ -9,8 +9,9 @@ from typing import Any
 from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.models.summary import ModelSummary
 from ulysses_cli.plan.rules.positions import REPLACEABLE
+from ulysses_cli.plan.units import format_parameters
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import format_binary, format_quantity
+from ulysses_cli.report.quantities import format_binary
 
 COLUMNS = ("model", "family", "parameters", "sp sizes by heads", "ring", "positions", "licence gate")
 
@@ -30,7 +31,7 @@ def make_list(summaries: Sequence[ModelSummary], families: Sequence[str], refuse
 def format_model(summary: ModelSummary) -> str:
     rows = [
         ("family", summary.model_type),
-        ("parameters", format_parameters(summary)),
+        ("parameters", format_size(summary)),
         *(("layers" if at == 0 else "", text) for at, text in enumerate(summary.layers)),
         *(("heads" if at == 0 else "", text) for at, text in enumerate(summary.heads)),
         ("sp sizes", f"{format_sizes(summary)} by heads alone"),
@@ -92,7 +93,7 @@ def make_row(summary: ModelSummary) -> tuple[str, ...]:
     return (
         summary.name,
         summary.model_type,
-        format_parameters(summary),
+        format_size(summary),
         format_sizes(summary),
         format_ring(summary),
         format_binary(summary.max_positions),
@@ -100,8 +101,8 @@ def make_row(summary: ModelSummary) -> tuple[str, ...]:
     )
 
 
-def format_parameters(summary: ModelSummary) -> str:
-    return "not known" if summary.num_parameters is None else format_quantity(summary.num_parameters)
+def format_size(summary: ModelSummary) -> str:
+    return "not known" if summary.num_parameters is None else format_parameters(summary.num_parameters)
 
 
 def format_sizes(summary: ModelSummary) -> str:

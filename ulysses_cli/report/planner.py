@@ -12,7 +12,7 @@ from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall
 from ulysses_cli.plan.planner.search import Longest
-from ulysses_cli.report.ledger import format_money
+from ulysses_cli.plan.units import format_usd
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib, format_seconds
 
@@ -102,7 +102,7 @@ def _format_price(gpu: Gpu) -> str:
     if gpu.usd_low is None or gpu.usd_high is None or gpu.usd_middle is None:
         return "not known; add usd_per_hour to ~/.config/ulysses/hardware.yaml"
     source = ", ".join(filter(None, (gpu.price_source, gpu.price_date)))
-    span = f"USD {gpu.usd_low:.2f}" if gpu.usd_low == gpu.usd_high else f"USD {gpu.usd_low:.2f} to {gpu.usd_high:.2f}"
+    span = format_usd(gpu.usd_low, gpu.usd_high)
     return f"{span} per GPU and hour, {gpu.usd_middle:.2f} in the middle ({source})"
 
 
@@ -136,7 +136,7 @@ def _format_row(candidate: Candidate) -> tuple[str, ...]:
         f"{job.layout.sp_size}{ring} x {job.layout.dp_size}",
         format_levers(job.levers),
         f"{candidate.seconds / 3600:.3g}",
-        "no price" if usd is None else format_money(usd),
+        "no price" if usd is None else format_usd(*usd, digits=2),
         f"{speed.tokens_per_second:,.0f}",
         f"{format_gib(fit.margin_bytes)} of {format_gib(fit.gpu_capacity_bytes, 0)}",
         speed.limit.replace("_", " "),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.units import format_usd
 from ulysses_cli.report.page import charts, page
 from ulysses_cli.report.page.heat_map import draw_heat_map
 from ulysses_cli.report.page.page import Block, Chart, Facts, Note, PageSection, Table
@@ -57,7 +58,7 @@ def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str, note
     header = ["length", "cache per rank", "with activations", "weights per rank", "all weights"]
     header += ["operations of a prefill per rank", "prefill", "later token", "questions", "all of them, at most"]
     header += ["has room"] * any(each["room"] != "unknown" for each in predictions)
-    header += ["USD, at most"] * any(each["usd"] is not None for each in predictions)
+    header += ["cost, at most"] * any(each["usd"] is not None for each in predictions)
     cells = [
         [
             format_binary(each["length"]),
@@ -73,7 +74,7 @@ def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str, note
             format_number(each["questions"]),
             "unknown" if each["questions_seconds"] is None else format_seconds(each["questions_seconds"]),
             *([each["room"]] if "has room" in header else []),
-            *([NO_VALUE if each["usd"] is None else f"{each['usd']:,.2f}"] if "USD, at most" in header else []),
+            *([NO_VALUE if each["usd"] is None else format_usd(each["usd"])] if "cost, at most" in header else []),
         ]
         for each in predictions
     ]
@@ -222,7 +223,7 @@ def _list_facts(findings: Findings) -> list[str]:
     if len(findings["mean"]) > 1:
         lines.append(f"mean over lengths, longer ones weigh more: {_format_percent(findings['weighted_mean'])}")
     lines += _list_effective_lengths(findings)
-    cost = f", {findings['usd']:.2f} USD" if findings.get("usd") else ""
+    cost = f", {format_usd(findings['usd'])}" if findings.get("usd") else ""
     lines.append(f"{format_seconds(findings['seconds'])} on {format_count(findings['num_ranks'], 'rank')}{cost}")
     return lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, pick_scale
+from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, format_usd, pick_scale
 
 NO_VALUE = "\u2013"
 LARGEST = 1e300  # a larger value is shown as infinite: arithmetic on a chart would overflow
@@ -40,7 +40,7 @@ def format_quantity(value: float | None, unit: str = "") -> str:
         case "share":
             return format_share(value)
         case "USD":
-            return f"USD {value:,.2f}"
+            return format_usd(value)
     return format_number(value)
 
 

@@ -10,15 +10,12 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.schema import format_value
 from ulysses_cli.plan.rules.files import list_distant_data
+from ulysses_cli.plan.units import format_parameters
 from ulysses_cli.report.ledger import format_mesh
 from ulysses_cli.report.placement import format_placement
 from ulysses_cli.validate import Validated
 
 SHOWN_GROUPS = 4
-
-
-def format_parameters(count: int) -> str:
-    return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"
 
 
 def describe_plan(valid: Validated) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
 
 def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     model, mesh, heads, tokens = plan["model"], plan["mesh"], plan["heads"], plan["tokens"]
-    size = f"{format_parameters(model['num_parameters'])}, " if model["num_parameters"] else ""
+    size = f"{format_parameters(model['num_parameters'])} parameters, " if model["num_parameters"] else ""
     layers = format_count(model["num_layers"], "layer")
     windows = f", windows of {' and '.join(f'{w:,}' for w in model['windows'])} tokens" if model["windows"] else ""
     groups = " ".join(_format_ranks(group) for group in plan["rows_are_shared_by"])

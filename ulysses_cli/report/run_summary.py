@@ -18,6 +18,7 @@ from ulysses_cli.plan.models.model_choice import (
 )
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.step_parts import PARTS
+from ulysses_cli.plan.units import format_usd
 from ulysses_cli.report.printing import clean_text
 from ulysses_cli.report.quantities import format_quantity, is_number
 from ulysses_cli.report.run_files import Line, RecordedRun
@@ -159,7 +160,8 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     if summary["steps_cost_usd"] is not None:
         remark = f"of the steps alone, {format_count(summary['world_size'], rank)}"
         if summary["tokens"]:
-            remark += f"; USD {summary['steps_cost_usd'] / summary['tokens'] * 1e6:,.3g} per million tokens"
+            each = 1e6 * summary["steps_cost_usd"] / summary["tokens"]
+            remark += f"; {format_usd(each, digits=3)} per million tokens"
         figures.append(("cost", format_quantity(summary["steps_cost_usd"], "USD"), remark))
     return figures
 

@@ -88,7 +88,3 @@ class SearchResult:
 def round_cost(usd: float) -> float:
     """To two digits; smaller differences do not count."""
     return float(f"{usd:.2g}")
-
-
-def format_usd(usd: float) -> str:
-    return f"USD {round_cost(usd):,.0f}" if usd >= 10 else f"USD {usd:.2g}"

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.planner.candidates import Candidate, PlanRequest, format_usd
+from ulysses_cli.plan.planner.candidates import Candidate, PlanRequest
 from ulysses_cli.plan.planner.draft import needs_stretch, quote, write_levers
 from ulysses_cli.plan.planner.search import draft_candidate
+from ulysses_cli.plan.units import format_plain, format_usd
 
 TINY = "tiny"  # a small random model, to try the tool without a download
 BYTES_PER_TOKEN = 4  # of English text and code, with the tokenizers of today
@@ -71,7 +72,7 @@ def choose_by_plan(best: Candidate, request: PlanRequest, model: str) -> Choice:
     draft, header = draft_candidate(best, request, model, "")
     cost = best.usd
     lines = tuple(line for line in header if line.startswith(("hardware", "predicted")))
-    lines += (f"cost       {format_usd(cost[0])} to {format_usd(cost[1])} for the data below",) if cost else ()
+    lines += (f"cost       {format_usd(*cost, digits=2)} for the data below",) if cost else ()
     memory = tuple(write_levers(draft.levers)) if draft.levers is not None else ()
     price = best.gpu.usd_middle
     return Choice(
@@ -107,7 +108,8 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     lines += ["  save_steps: 100  # `ulysses train ... --resume auto` goes on from the newest checkpoint"]
     if answers.budget_usd is not None and choice.price is not None:
         lines += [f"  price_per_gpu_hour: {choice.price:g}  # USD; write what you pay"]
-        lines += [f"  max_cost: {answers.budget_usd:g}  # the run stops with a checkpoint when it has cost this"]
+        limit = format_plain(answers.budget_usd).replace(",", "_")
+        lines += [f"  max_cost: {limit}  # the run stops with a checkpoint when it has cost this"]
     return "\n".join(lines) + "\n"
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest, Wall, format_usd
+from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest, Wall
 from ulysses_cli.plan.planner.draft import find_obstacle
 from ulysses_cli.plan.planner.fit import Fit
+from ulysses_cli.plan.units import format_usd
 
 
 def count_distance(fit: Fit) -> tuple[bool, float]:
@@ -46,7 +47,7 @@ def explain_absence(request: PlanRequest, gpu: Gpu, tried: Sequence[Candidate]) 
     if request.budget_usd is not None and gpu.usd_middle is None:
         return "no price is known for it, so --budget cannot be checked: add usd_per_hour to hardware.yaml"
     if request.budget_usd is not None and cheapest > request.budget_usd:
-        return f"the cheapest that fits costs about {format_usd(cheapest)}"
+        return f"the cheapest that fits costs about {format_usd(cheapest, digits=2)}"
     if request.deadline_seconds is not None and fastest > request.deadline_seconds:
         return f"the fastest that fits takes {fastest / 3600:.3g} h"
     return (
@@ -98,10 +99,11 @@ def _find_price_wall(request: PlanRequest, fitting: Sequence[Candidate]) -> Wall
     usd = cheapest.usd_middle
     if usd == float("inf"):
         return Wall("price", "no price is known for any kind that fits", "add usd_per_hour to hardware.yaml")
-    message = f"the cheapest that fits costs about {format_usd(usd)}, {usd / request.budget_usd:,.1f} times the budget"
+    cost = format_usd(usd, digits=2)
+    message = f"the cheapest that fits costs about {cost}, {usd / request.budget_usd:,.1f} times the budget"
     if usd <= request.budget_usd:
         hours = cheapest.seconds / 3600
-        message = f"the cheapest, about {format_usd(usd)}, is inside the budget but takes {hours:.3g} h"
+        message = f"the cheapest, about {cost}, is inside the budget but takes {hours:.3g} h"
     return Wall("price", message, f"raise --budget, or train on fewer tokens{_suggest_lora(request)}")
 
 

@@ -19,6 +19,7 @@ from ulysses_cli.plan.recipe.schema import (
 )
 from ulysses_cli.plan.recipe.setting import Section
 from ulysses_cli.plan.recipe.yaml_tree import BOOLEANS, parse_number
+from ulysses_cli.plan.units import format_plain
 
 FOREIGN_KEYS = {
     "train_on_inputs": "write data.completion_only_loss or data.assistant_only_loss: true trains on answers alone",
@@ -157,9 +158,9 @@ def _suggest_number(accepts: Accepts, number: float) -> str:
     if not {int, float} & set(accepts.scalars):
         return ""
     if low is not None and number <= low:
-        return f"use {low:,} or more" if "ge" in accepts.bounds else f"use more than {low:,}"
+        return f"use {format_plain(low)} or more" if "ge" in accepts.bounds else f"use more than {format_plain(low)}"
     if high is not None and number >= high:
-        return f"use {high:,} or less" if "le" in accepts.bounds else f"use less than {high:,}"
+        return f"use {format_plain(high)} or less" if "le" in accepts.bounds else f"use less than {format_plain(high)}"
     if float not in accepts.scalars and math.isfinite(number) and number != int(number):
         return f"use {math.floor(number):,} or {math.ceil(number):,}"
     return ""

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.setting import Section
+from ulysses_cli.plan.units import format_plain
 
 SCALAR_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -59,7 +60,7 @@ class Accepts:
         if kind in (int, float) and low is not None and high is not None:
             above = "above " if "gt" in self.bounds else "from "
             below = " to below " if "lt" in self.bounds else " to "
-            return f" {above}{low:,}{below}{high:,}"
+            return f" {above}{format_plain(low)}{below}{format_plain(high)}"
         if kind is list and "max_length" in self.bounds:
             return f" of {self.bounds.get('min_length', 0):,} to {self.bounds['max_length']:,}"
         return ""

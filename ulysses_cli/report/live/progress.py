@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.units import format_usd
 from ulysses_cli.report.live.screen import Piece, Row, Screen
 from ulysses_cli.report.quantities import format_number, format_quantity, format_seconds, is_number
 
@@ -88,7 +89,7 @@ class RunDisplay:
                 self._screen.print_line(f"stopped: {values.pop('reason', '')}{_tail(values)}", "yellow")
             case "done":
                 self._print_last_step()
-                self._screen.print_line(f"done{_tail(values)}{self._write_cost(' cost_usd=')}", "bold green")
+                self._screen.print_line(f"done{_tail(values)}{self._write_cost()}", "bold green")
             case _:
                 self._screen.print_line(f"{name}{_tail(values)}")
 
@@ -127,7 +128,7 @@ class RunDisplay:
         left = self._compute_left()
         if left is not None:
             parts.append(f"eta_seconds={left:.0f}")
-        return " ".join(parts) + self._write_cost(" cost_usd=")
+        return " ".join(parts) + self._write_cost()
 
     def _compute_left(self) -> float | None:
         """Seconds to the last step, at the average pace so far, with evaluations and saves. After the first step: at
@@ -139,10 +140,11 @@ class RunDisplay:
         pace = seconds / done if done > 0 else self._step.get("step_seconds")
         return max(0.0, (self._num_steps - step) * pace) if pace is not None and is_number(pace) else None
 
-    def _write_cost(self, head: str, more_seconds: float = 0) -> str:
-        if self._price_per_hour is None:
-            return ""
-        return f"{head}{self._price_per_hour * (self._clock() - self._start + more_seconds) / 3600:.2f}"
+    def _write_cost(self) -> str:
+        return "" if self._price_per_hour is None else f" cost_usd={self._compute_cost(self._price_per_hour):.2f}"
+
+    def _compute_cost(self, price_per_hour: float, more_seconds: float = 0) -> float:
+        return price_per_hour * (self._clock() - self._start + more_seconds) / 3600
 
     def _draw(self, width: int) -> list[Row]:
         line, left = self._step, self._compute_left()
@@ -181,8 +183,9 @@ class RunDisplay:
         if is_number(line.get("communication_share")):
             parts.append(f"communication {line['communication_share']:.0%}")
         if self._price_per_hour is not None:
-            end = self._write_cost(" of about ", left) if left is not None else ""
-            parts.append(f"{self._write_cost('USD ')}{end}")
+            whole = self._compute_cost(self._price_per_hour, left) if left is not None else None
+            end = f" of about {format_usd(whole)}" if whole is not None else ""
+            parts.append(f"{format_usd(self._compute_cost(self._price_per_hour))}{end}")
         return [piece for part in parts for piece in ((part, ""), GAP)]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
@@ -164,5 +165,6 @@ RUNS: Mapping[Part, Run] = {
 
 def describe(choice: ElementwiseChoice, served: Any) -> str:
     """What runs how, for the run's log."""
-    counts = f"{served.norms} norms, {served.rotaries} rotary embeddings, {served.gates} gated MLPs"
-    return f"in one pass each: {counts}: {choice.reason}"
+    counts = {"norm": served.norms, "rotary embedding": served.rotaries, "gated MLP": served.gates}
+    named = ", ".join(format_count(count, noun) for noun, count in counts.items() if count)
+    return f"in one pass each: {named or 'nothing'}: {choice.reason}"

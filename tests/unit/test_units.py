@@ -1,0 +1,59 @@
+"""Tests how numbers, money and parameters are written in every command."""
+
+from __future__ import annotations
+
+import pytest
+from support.recipes import load
+
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.units import format_parameters, format_plain, format_usd
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1_000_000, "1,000,000"), (1e9, "1,000,000,000"), (0.05, "0.05"), (0.0, "0"), (1e-12, "1e-12"), (-2.0, "-2")],
+)
+def test_plain_numbers(number: float, text: str) -> None:
+    assert format_plain(number) == text
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("train.max_grad_norm=1e12", "use 1,000,000,000 or less"),
+        ("run.step_timeout=1e12", "use 1,000,000 or less"),
+        ("run.max_cost=1e12", "use 1,000,000,000 or less"),
+    ],
+)
+def test_a_bound_is_written_without_a_fraction(setting: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load(setting)
+    (problem,) = error.value.problems
+    assert problem.hint == hint
+    assert ".0 " not in f"{problem.message} "
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(8_030_261_248, "8.03 B"), (596_049_920, "596 M"), (357_984, "358 k"), (1.04e12, "1.04 T")]
+)
+def test_parameters(count: int, text: str) -> None:
+    assert format_parameters(count) == text
+
+
+@pytest.mark.parametrize(
+    ("ends", "digits", "text"),
+    [
+        ((5e-5,), None, "less than USD 0.01"),
+        ((0,), None, "USD 0.00"),
+        ((1234.5,), None, "USD 1,234.50"),
+        ((2e-5, 5e-5), 2, "less than USD 0.01"),
+        ((2e-5, 0.0521), 2, "up to USD 0.052"),
+        ((0.2812, 0.534), 2, "USD 0.28 to 0.53"),
+        ((3.24, 12.4), 2, "USD 3.2 to 12"),
+        ((12_345.0, 98_765.0), 2, "USD 12,000 to 99,000"),
+        ((2.0, 2.0), None, "USD 2.00"),
+        ((3.2149,), 3, "USD 3.21"),
+    ],
+)
+def test_money_is_written_without_exponents(ends: tuple[float, ...], digits: int | None, text: str) -> None:
+    assert format_usd(*ends, digits=digits) == text
