@@ -91,7 +91,9 @@ def _find_own_config(recipe: Recipe, *, online: bool) -> tuple[Mapping[str, Any]
         raise RecipeError([])  # check_model_source reports what is missing
     if os.path.isdir(os.path.expanduser(name)):
         file = Path(os.path.expanduser(name)) / "config.json"
-        return _read_config(file), str(file)
+        return read_config(file), str(file)
+    if os.path.isfile(os.path.expanduser(name)):
+        raise RecipeError([Problem(KEY, f"{name} is a file, not a folder", "name the folder that holds config.json")])
     if address := find_address(name):
         problem = Problem(KEY, f"{address} is not on this machine yet", "ulysses prepare and train download it")
         raise RecipeError([problem])
@@ -102,7 +104,7 @@ def _find_own_config(recipe: Recipe, *, online: bool) -> tuple[Mapping[str, Any]
         raise RecipeError([Problem(KEY, f"{name} is not a folder", "name a folder that holds config.json")])
     cached = _find_cached(name, model.revision)
     if cached is not None:
-        return _read_config(cached), "the Hugging Face cache"
+        return read_config(cached), "the Hugging Face cache"
     entry = _find_in_table(name) if model.revision in (None, "main") else None
     if entry is not None:
         return entry["config"], "the table of well-known models"
@@ -135,7 +137,7 @@ def _find_in_table(name: str) -> Mapping[str, Any] | None:
     own = get_user_folder() / "models"
     file = SHIPPED_TABLE / f"{name.replace('/', '--')}.json"
     if not own.is_dir() and os.path.isfile(file):
-        return _read_config(file)
+        return read_config(file)
     return load_table().get(name.lower())
 
 
@@ -144,7 +146,7 @@ def load_table() -> dict[str, Mapping[str, Any]]:
     table: dict[str, Mapping[str, Any]] = {}
     for folder in (SHIPPED_TABLE, get_user_folder() / "models"):
         for file in sorted(folder.glob("*.json")):
-            entry = _read_config(file)
+            entry = read_config(file)
             if not isinstance(entry.get("repo"), str) or not isinstance(entry.get("config"), dict):
                 raise RecipeError([Problem(KEY, f"{file} has no `repo` and `config`", "see the shipped models/*.json")])
             other_names = entry.get("also") or []
@@ -187,7 +189,7 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_regular(file, MAX_CONFIG_BYTES), object_hook=_decode_number)
     except FileNotFoundError:
@@ -248,7 +250,7 @@ def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:
         raise RecipeError([Problem(KEY, f"{name} is not on disk, and HF_HUB_OFFLINE forbids downloads", hint)])
     try:
         _reach(constants.ENDPOINT)  # the library alone would retry for half a minute
-        return _read_config(Path(hf_hub_download(name, "config.json", revision=revision)))
+        return read_config(Path(hf_hub_download(name, "config.json", revision=revision)))
     except GatedRepoError:
         hint = f"accept its licence at https://huggingface.co/{name}, then set HF_TOKEN or run `hf auth login`"
         raise RecipeError(

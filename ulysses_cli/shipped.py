@@ -47,7 +47,7 @@ def _find(name: str) -> Path:
     names = [known for known, _ in list_recipes()]
     if stem in names:
         return get_folder() / f"{stem}.yaml"
-    close = difflib.get_close_matches(stem, names, n=1)
+    close = difflib.get_close_matches(stem.lower(), names, n=1)
     hint = f"did you mean {close[0]}?" if close else "`ulysses recipes list` shows them all"
     raise RecipeError([Problem("", f"no recipe is called {name}", hint)])
 

@@ -73,7 +73,8 @@ def validate_recipe(
     broken_rules = check_recipe(loaded, source.shape if source else None, num_processes, tokenizer)
     if tokenizer is None and not online:
         broken_rules += _check_tokenizer_name(loaded)
-    known_keys |= {"run.output_dir"} if starts_anew else set()
+    if starts_anew or known_keys:  # with values that could not be read, it is not compared with an earlier run's
+        known_keys |= {"run.output_dir"}
     problems += [problem for problem in broken_rules if not _follows(problem, known_keys)]
     if problems or source is None:
         return Validated(file, tuple(sorted(problems, key=lambda problem: problem.where)), loaded)

@@ -20,7 +20,7 @@ from ulysses_cli.prove.results import Row
 
 SIZES = {"vocab_size": 260, "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.2}
 # Delta rules compute in float32: with wider weights, even one rank's gradients differ from plain torch by up to 2e-2.
-RANGES = dict.fromkeys(("qwen3_5_text", "zamba2"), {"initializer_range": 0.05})
+RANGES = {name: {"initializer_range": 0.05} for name in ("qwen3_5_text", "zamba2")}
 
 
 def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:

@@ -126,6 +126,7 @@ def draw_recipe(
         settings = _draw_settings(dice, order[number % len(order)], is_wide=is_wide)
         words = tuple(_draw_later(seed, number, settings) if later is None else later)
         if is_wide:
+            words += tuple(_draw_disk(seed, number, settings)) if later is None else ()
             words = _write_into(settings, words)
         loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", words)
         shape = read_model_shape(settings["model"]["config"], "the drawn model")
@@ -151,6 +152,14 @@ def _draw_later(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator
         yield f"memory.large_tiles={_draw_flag('large tiles', seed, number)}"
     if memory["offload_optimizer"] == "cpu" and parallel["zero_stage"] == 3:
         yield f"memory.overlap_optimizer={_draw_flag('early steps', seed, number)}"
+
+
+def _draw_disk(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Draws what is on a local disk. Nothing is written there: any folder will do."""
+    memory = settings["memory"]
+    if memory["activation_offloading"] and _draw_flag("activations on a disk", seed, number) == "true":
+        yield "memory.activation_offload_device=nvme"
+        yield "memory.nvme_path=."
 
 
 def _draw_flag(name: str, seed: int, number: int) -> str:

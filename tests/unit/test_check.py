@@ -317,7 +317,7 @@ def test_check_steps() -> None:
     )
     assert only("train.warmup_steps=10") == (
         "command line: train.warmup_steps: 10 leaves no step at the full learning rate: max_steps is 10"
-        "\n\nhint: use fewer than 10"
+        "\n\nhint: use 9 or fewer"
     )
 
 

@@ -390,6 +390,7 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     match = results.find_newest_checkpoint(tmp_path)
     assert match == tmp_path / "checkpoints" / "step-10"
+    assert results.find_resumable_checkpoint(tmp_path) is None, "none has a manifest"
     assert format_interruption({}, match).startswith("interrupted; the newest checkpoint is ")
     assert "--resume auto" in format_interruption({}, match)
     record = {"is_interruption": True, "phase": "loading the model"}

@@ -11,9 +11,9 @@ from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.adapters.modules import Adapters
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers

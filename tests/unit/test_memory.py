@@ -11,10 +11,10 @@ from support.recipes import load, make_shape
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import mlp
+from ulysses_cli.plan.ledger.adapters.modules import Adapters
 from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, make_job, read_engine
 from ulysses_cli.plan.ledger.ledger import PHASES, compute_ledger
-from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero import states
 from ulysses_cli.plan.ledger.zero.gathering import compute_gathered

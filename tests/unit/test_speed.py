@@ -11,8 +11,8 @@ from support.model_shapes import LLAMA, QWEN, SHAPES, get_shape
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.hardware import compute_cost
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.adapters.modules import Adapters
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers
 from ulysses_cli.plan.speed import (

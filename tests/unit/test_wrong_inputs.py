@@ -5,6 +5,7 @@ The commands run in this process, in a folder of their own with a few wrong file
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ FILES = {
     "d/a.jsonl": '{"text": "a"}\n',
     "d/b.jsn": '{"text": "a"}\n',
     "d/empty.txt": "",
+    "broken/config.json": '{"model_type": ',
+    "old/run.json": '{"recipe_hash": "x", "recipe": {"train": {"max_steps": 7}}}',
     "r\u00e9.yaml": "a\u0301: 1\n",
 }
 FILE_BELOW_FILE = 'data.datasets={"path":"d/a.jsonl","data_files":["d.jsonl"]}'
@@ -104,6 +107,10 @@ SETTINGS = (
     ("parallel.zero_stage=three", "hint: leave it out for 3, its default"),
     ("model.config={}", "model.config: is an empty mapping\n\nhint: write something, or leave it out"),
     ("load_in_4bit=true", "write lora.quantize_base: nf4"),
+    ("run.output_dir=t.yaml/x", "run.output_dir: t.yaml/x: t.yaml is a file, not a folder\n\nhint: name a folder"),
+    ("train.optim=Adam_W", "hint: did you mean `adamw`?"),
+    ("train.max_steps=1", "no step at the full learning rate: max_steps is 1\n\nhint: use 0\n"),
+    ("model.config=null model.name_or_path=t.yaml", "model.name_or_path: t.yaml is a file, not a folder"),
 )
 COMMANDS = (
     ("train", "Missing argument 'RECIPE"),
@@ -168,6 +175,25 @@ COMMANDS = (
     ),
     ("models gpt2", "NAME: gpt2 is neither a family proven exact nor a model"),
     ("trian t.yaml", "No such command 'trian'"),
+    ("models broken", "NAME: broken/config.json is not valid JSON"),
+    ("models folder", "NAME: folder/config.json does not exist\n\nhint: a model folder holds config.json"),
+    ("models d/a.jsonl", "NAME: d/a.jsonl is a file, not a folder\n\nhint: name the folder that holds config.json"),
+    ("sample broken hi", "MODEL: broken/config.json is not valid JSON"),
+    ("sample bare hi", "MODEL: bare holds no weights: no *.safetensors\n\nhint: copy the model's folder again"),
+    ("prepare t.yaml --html folder", "--html: folder cannot be written: Is a directory"),
+    ("prepare t.yaml --html t.yaml/x.html", "--html: t.yaml/x.html cannot be written: t.yaml is a file, not a folder"),
+    ("plan QWEN 64Ki --gpus h100:100000000", "100000000 is not a number of GPUs from 1 to 1,048,576"),
+    ("plan QWEN 1Ti", "--tokens: 1,000,000,000, its default, are less than one row of 1,099,511,627,776"),
+    (
+        "launch slurm t.yaml run.device=cuda --gpu h100 --out folder",
+        "folder is a folder\n\nhint: name a file with --out",
+    ),
+    ("launch sky t.yaml run.device=cuda --image i --gpu h100 --bucket /mine", "such as s3://mine\n"),
+    (
+        "launch k8s t.yaml run.device=cuda --image i --gpu h100 --claim A_b",
+        "--claim: 'A_b' is not a name in Kubernetes",
+    ),
+    ("recipes show TINY-CPU", "hint: did you mean tiny-cpu?"),
 )
 
 
@@ -176,7 +202,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "folder").mkdir()
     (folder / "d").mkdir()
-    (folder / "begun").mkdir()
+    for name in ("begun", "broken", "bare", "old"):
+        (folder / name).mkdir()
+    (folder / "bare" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (folder / "t.yaml").write_bytes((TINY_RECIPE).read_bytes())
     (folder / "bytes.yaml").write_bytes(b"model:\n  \xff\xfe")
     for name, content in FILES.items():
@@ -219,3 +247,15 @@ def test_consequences_of_a_wrong_value_are_not_reported(folder: Path, monkeypatc
     assert "data.eval_split: '10%' is not a number" in output
     assert "nothing to evaluate on" not in output
     assert output.rstrip().endswith("1 problem")
+
+
+def test_a_value_that_cannot_be_read_is_not_compared_with_an_earlier_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be shown as if it were the default."""
+    monkeypatch.chdir(folder)
+    words = ["validate-config", "t.yaml", "run.output_dir=old"]
+    assert "old holds the run of another recipe" in CliRunner().invoke(app, words).stderr
+    output = CliRunner().invoke(app, [*words, "train.max_steps=ten"]).stderr
+    assert "train.max_steps: 'ten' is not a whole number" in output
+    assert "another recipe" not in output

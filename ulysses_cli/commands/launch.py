@@ -139,6 +139,8 @@ class Target:
         from ulysses_cli.launch.environments import refuse
         from ulysses_cli.plan.files.whole_files import write_whole
 
+        if self.file.is_dir():
+            raise refuse(f"{self.file} is a folder", "name a file with --out")
         if self.file.exists() and not self.force:
             raise refuse(f"{self.file} exists", "add --force to overwrite it, or name another file with --out")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,7 +74,7 @@ def _find_shape(name: str, families: set[str], *, online: bool) -> ModelShape:
     try:
         return find_shape(name, online=online, key="NAME")
     except RecipeError:
-        if online or "/" in name or "." in name:
+        if online or "/" in name or "." in name or os.path.exists(name):
             raise
     close = difflib.get_close_matches(name, families, n=1, cutoff=0.75)
     message = f"{name} is neither a family proven exact nor a model on this machine"

@@ -69,7 +69,7 @@ OptionalRecipeWords = Annotated[
 
 def write_page(file: Path, text: str) -> None:
     """Writes the page of --html; its folder is made."""
-    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
 
     def write() -> None:
@@ -77,8 +77,7 @@ def write_page(file: Path, text: str) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(printing.hide_known(text), encoding="utf-8")
         except OSError as error:
-            problem = Problem("--html", f"{file} cannot be written: {error.strerror}", "name another file")
-            raise RecipeError([problem]) from None
+            raise RecipeError([_explain_page(file, error)]) from None
 
     or_exit(write)
     printing.print_message(f"wrote {file}")
@@ -107,7 +106,7 @@ def end_with(problems: Sequence[Problem], output: Format) -> NoReturn:
 
 def check_page(file: Path | None) -> None:
     """Checks before long work that its page can be written. Raises RecipeError."""
-    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.problem import RecipeError
 
     if file is None:
         return
@@ -118,5 +117,12 @@ def check_page(file: Path | None) -> None:
         if not file.stat().st_size:
             file.unlink()
     except OSError as error:
-        message = f"{file} cannot be written: {error.strerror}"
-        raise RecipeError([Problem("--html", message, "name another file")]) from None
+        raise RecipeError([_explain_page(file, error)]) from None
+
+
+def _explain_page(file: Path, error: OSError) -> Problem:
+    from ulysses_cli.plan.problem import Problem
+
+    above = next((parent for parent in file.parents if parent.is_file()), None)
+    reason = f"{above} is a file, not a folder" if above else error.strerror
+    return Problem("--html", f"{file} cannot be written: {reason}", "name another file")

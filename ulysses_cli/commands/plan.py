@@ -166,7 +166,8 @@ def read_request(
     num_tokens = DEFAULT_TOKENS if tokens is None else read_length("--tokens", tokens)
     if not longest and num_tokens < length:
         hint = f"write at least {length:,}"
-        raise RecipeError([Problem("--tokens", f"{num_tokens:,} are less than one row of {length:,}", hint)])
+        given = f"{num_tokens:,}" if tokens is not None else f"{num_tokens:,}, its default,"
+        raise RecipeError([Problem("--tokens", f"{given} are less than one row of {length:,}", hint)])
     notes = [] if tokens is not None or longest else [f"--tokens {DEFAULT_TOKENS:,}"]
     _check_model(model, shape, length or 2)
     if find_obstacle(shape):
@@ -227,7 +228,8 @@ def read_offers(text: str | None, table: Hardware) -> list[Offer]:
         gpu = table.get_gpu(name, "--gpus")
         if colon and not (count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_GPUS):
             hint = f"write KIND:MOST, such as {gpu.key}:8"
-            raise RecipeError([Problem("--gpus", f"{count or 'nothing'} is not a number of GPUs", hint)])
+            message = f"{count or 'nothing'} is not a number of GPUs from 1 to {MAX_GPUS:,}"
+            raise RecipeError([Problem("--gpus", message, hint)])
         offers.append(Offer(gpu, int(count) if colon else MAX_MACHINES * gpu.gpus_per_node))
     return offers
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, or_exit, write_page
+from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, check_page, or_exit, write_page
 from ulysses_cli.plan.exit_codes import DONE, USAGE, get_signal_code
 
 ENDED_BY_USER = tuple(code for number in (signal.SIGINT, signal.SIGTERM) for code in (get_signal_code(number), -number))
@@ -57,6 +57,7 @@ def prepare(
     if len(files) != 1:
         printing.print_problems([several_recipes(files) if files else no_recipe(words)])
         raise typer.Exit(USAGE)
+    or_exit(lambda: check_page(html), output)
     or_exit(lambda: bring_inputs(files[0], overrides, printing.print_message), output)
     result = validate_recipe(files[0], overrides, online=True)
     if result.problems:

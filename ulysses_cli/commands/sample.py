@@ -65,6 +65,8 @@ def sample(
     if path.is_dir() and not has_model:
         hint = "name a run whose model is written, or make one with ulysses export"
         end_with([Problem("MODEL", f"{model} holds no model: config.json is missing", hint)], output)
+    if path.is_dir() and (found := _find_problem(path)) is not None:
+        end_with([found], output)
     if empty := [prompt for prompt in prompts if not prompt.strip()]:
         end_with([Problem("PROMPT", f"{empty[0]!r} is empty", "write a text to continue")], output)
     request = {
@@ -112,6 +114,22 @@ def _check_name(model: str, path: Path) -> list[Problem]:
             for problem in error.problems
         ]
     return []
+
+
+def _find_problem(folder: Path) -> Problem | None:
+    """What is wrong with a model's files, before they are loaded."""
+    from ulysses_cli import hub
+    from ulysses_cli.plan.files.weight_files import find_weight_problem
+    from ulysses_cli.plan.problem import Problem, RecipeError, Where
+
+    if not (folder / "config.json").is_file():
+        return None  # adapters alone
+    try:
+        hub.read_config(folder / "config.json")
+    except RecipeError as error:
+        return replace(error.problems[0], key="MODEL", where=Where())
+    problem = find_weight_problem(folder)
+    return Problem("MODEL", problem, "copy the model's folder again, or name another") if problem else None
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ REACH_SECONDS = 10
 @cache
 def find_obstacle() -> str:
     """Why the hub cannot be asked; '' if it can. If it cannot, the libraries of this process go into offline mode."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids downloads"

@@ -62,10 +62,10 @@ def _hold_out(hashes: Keys, share: float, seed: int, *, has_joined: bool) -> NDA
     num_chosen = max(1, round(share * len(hashes)))
     chosen = keys <= np.partition(keys, num_chosen - 1)[num_chosen - 1]
     if chosen.all():
-        count = format_count(len(hashes), "document") + (" of equal content" if len(hashes) > 1 else "")
+        count = f"are {len(hashes):,} documents of equal content" if len(hashes) > 1 else "is 1 document"
         hint = "set data.eval_split: 0 and name data.eval_datasets"
         hint += ", or join_files: false to make each file of a folder a document" if has_joined else ""
-        raise RecipeError([Problem("data.eval_split", f"nothing is left to train on: there is {count}", hint)])
+        raise RecipeError([Problem("data.eval_split", f"nothing is left to train on: there {count}", hint)])
     return chosen
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.run_folder.archive import EVALUATIONS
+from ulysses_cli.run_folder.archive import EVALUATIONS, find_damage, list_checkpoints
 from ulysses_cli.run_folder.manifest import read_model_steps
 from ulysses_cli.run_folder.told import TOLD
 
@@ -71,6 +71,11 @@ def find_newest_checkpoint(run_dir: Path) -> Path | None:
     """Finds it by its name. The ranks check later whether it is valid."""
     checkpoints = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
     return max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def find_resumable_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint whose files have the sizes that its manifest names."""
+    return next((path for path in list_checkpoints(run_dir) if not find_damage(path, is_quick=True)), None)
 
 
 def is_model_of_newest(run_dir: Path) -> bool:

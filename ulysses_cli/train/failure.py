@@ -10,6 +10,7 @@ from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.run_folder.resume import ResumeError
 from ulysses_cli.run_folder.run_lock import LostFolderError
 from ulysses_cli.train.assembly.loading import BuildError
+from ulysses_cli.train.attention.interface import UnservedError
 from ulysses_cli.train.hooks.bad_steps import BadStepsError
 from ulysses_cli.train.memory.disk import OffloadDiskError
 from ulysses_cli.train.processes.consistency import DisagreementError
@@ -32,7 +33,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         text = "; ".join(f"{problem.key}: {problem.message}" if problem.key else problem.message
                          for problem in error.problems)  # fmt: skip
         return {"message": text, "hint": error.problems[0].hint, "exit_code_wanted": USAGE}
-    if isinstance(error, BuildError | StartError | TrackerError | ResumeError):
+    if isinstance(error, BuildError | StartError | TrackerError | ResumeError | UnservedError):
         return {"message": str(error), "exit_code_wanted": USAGE}
     if isinstance(error, GpuMemoryError):
         return {"message": str(error), "hint": error.hint, "exit_code_wanted": FAILED}

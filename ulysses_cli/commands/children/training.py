@@ -322,7 +322,7 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_r
         is_restored = results.restore_results(run_dir, aside)
         where = "are restored" if is_restored else f"are kept in {aside} until a new model is complete"
         printing.print_message(f"the earlier run's results {where}")
-    checkpoint = results.find_newest_checkpoint(run_dir)
+    checkpoint = results.find_resumable_checkpoint(run_dir)
     if outcome.exit_code > FAILED + USAGE:
         printing.print_message(run_end.format_interruption(outcome.failure, checkpoint))
     elif outcome.exit_code != DONE:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.hub_access import explain_absence, find_obstacle
@@ -12,6 +14,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.recipe import Model
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "special_tokens_map.json")
 BEGIN, END, PADDING = BYTE_SPECIALS
 BYTES_TEMPLATE = (
     "{% for message in messages %}{{ '<|begin|>' + message['role'] + '\\n' }}"
@@ -85,9 +88,28 @@ def _load(model: Model) -> Any:
     except RecipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the library raises many kinds; the user needs a place and a remedy
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        hint = "name a folder with tokenizer.json, or set HF_TOKEN for a private model"
-        raise RecipeError([Problem(key, f"the tokenizer of {name} cannot be loaded: {reason}", hint)]) from None
+        raise RecipeError([_explain(error, key, name, Path(source))]) from None
+
+
+def _explain(error: Exception, key: str, name: str, folder: Path) -> Problem:
+    if folder.is_dir():
+        files = [file for pattern in TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
+        if not files:
+            return Problem(key, f"{name} holds no tokenizer.json", "name a folder with the files of a tokenizer")
+        for file in files:
+            if file.suffix == ".json" and (damage := _find_damage(file)):
+                return Problem(key, f"{file} is not valid JSON: {damage}", "copy the tokenizer's files again")
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    hint = "name a folder with tokenizer.json, or set HF_TOKEN for a private model"
+    return Problem(key, f"the tokenizer of {name} cannot be loaded: {reason.rstrip(':')}", hint)
+
+
+def _find_damage(file: Path) -> str:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return str(error)
+    return ""
 
 
 def _is_here(name: str) -> bool:

@@ -6,6 +6,7 @@ whose API is trainer.kubeflow.org/v1alpha1.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ulysses_cli.launch.environments import refuse
@@ -39,6 +40,7 @@ GS_HELP = """\
 # The key of a service account, as a file:
 #   kubectl create secret generic {name} --from-file=key.json="$GOOGLE_APPLICATION_CREDENTIALS"
 """
+NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
 def write_kubernetes(
@@ -46,6 +48,10 @@ def write_kubernetes(
 ) -> str:
     """Returns a YAML file of three documents, with comments that say what it needs. Without a volume `claim` each pod
     has a disk of its own."""
+    for option, name in (("--claim", claim), ("--queue", queue)):
+        if name is not None and not NAME.fullmatch(name):
+            hint = "names in Kubernetes hold small letters, digits, - and ., and begin and end with a letter or a digit"
+            raise refuse(f"{option}: {name!r} is not a name in Kubernetes", hint)
     if claim is None:
         _require_bucket(job)
         job = job.with_key()

@@ -56,7 +56,9 @@ def write_skypilot(
         hint = "give --bucket or --volume, not both, or set run.checkpoint_uri to an address"
         raise refuse("the run needs one place that outlives its machines", hint)
     if bucket is not None and "://" not in bucket:
-        raise refuse(f"--bucket {bucket} is not an address", f"write the store before the name, such as s3://{bucket}")
+        raise refuse(
+            f"--bucket {bucket} is not an address", f"write the store before the name, such as s3://{bucket.strip('/')}"
+        )
     if bucket is not None and job.num_nodes > 1:
         message = (
             f"{job.num_nodes} machines cannot save one checkpoint in a mounted bucket: each sees only what it wrote"

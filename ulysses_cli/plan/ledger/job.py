@@ -11,7 +11,7 @@ from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
-from ulysses_cli.plan.ledger.modules import Adapters, trains
+from ulysses_cli.plan.ledger.adapters.modules import Adapters, trains
 from ulysses_cli.plan.ledger.weights import Weights, count_norms, find_alike, list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from ulysses_cli.plan.ledger.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module, make_beside, make_linear, trains
+from ulysses_cli.plan.ledger.adapters.modules import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    Adapters,
+    Module,
+    make_beside,
+    make_linear,
+    trains,
+)
 from ulysses_cli.plan.ledger.recurrence.modules import (
     walk_convolution,
     walk_delta_net,

@@ -173,7 +173,7 @@ def _suggest_word(accepts: Accepts, value: str, *, is_quoted: bool) -> str:
     parts = [part.strip() for part in value.split(",")]
     if len(parts) > 1 and {*parts} <= {*accepts.literals}:
         return f"write a list: [{', '.join(parts)}]"
-    close = difflib.get_close_matches(value, [str(literal) for literal in accepts.literals], n=1)
+    close = difflib.get_close_matches(value.lower(), [str(literal) for literal in accepts.literals], n=1)
     if close:
         return f"did you mean `{close[0]}`?"
     if bool in accepts.scalars and value.lower() in ("yes", "no", "on", "off"):

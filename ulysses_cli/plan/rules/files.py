@@ -68,6 +68,10 @@ def check_output_dir(recipe: Recipe) -> Problems:
         run = json.loads(run_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
+    except NotADirectoryError:
+        above = next(parent for parent in folder.parents if parent.is_file())
+        yield Problem("run.output_dir", f"{recipe.run.output_dir}: {above} is a file, not a folder", "name a folder")
+        return
     except (OSError, ValueError, RecursionError) as error:
         yield Problem("run.output_dir", f"{run_file} cannot be read: {error}", "choose another run.output_dir")
         return

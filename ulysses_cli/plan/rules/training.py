@@ -83,7 +83,7 @@ def check_steps(recipe: Recipe) -> Problems:
         yield Problem(
             "train.warmup_steps",
             f"{train.warmup_steps} leaves no step at the full learning rate: max_steps is {train.max_steps}",
-            f"use fewer than {train.max_steps}",
+            f"use {train.max_steps - 1:,} or fewer" if train.max_steps > 1 else "use 0",
         )
 
 

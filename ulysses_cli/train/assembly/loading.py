@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -29,6 +30,8 @@ from ulysses_cli.train.assembly.text_part import find_key_mapping, is_text_name
 
 # Buffers that old files hold and that a model computes from its config.
 RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+UNEXPLAINED = (KeyError, AttributeError, TypeError)  # their messages are often a name alone
+MISFITS = (OSError, ValueError, StrictDataclassError, *UNEXPLAINED)  # of transformers, for a config it cannot use
 
 
 class BuildError(ValueError):
@@ -70,7 +73,7 @@ def load_pretrained(options: ModelOptions, path: str, revision: str | None = Non
     except UnpicklingError as error:
         reason = "its pickle holds more than tensors, and is not run; convert the weights to safetensors"
         raise BuildError(f"{path} cannot be loaded: {reason}") from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (*MISFITS, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise BuildError(f"{path} cannot be loaded: {first_line(error)}") from error
@@ -147,7 +150,10 @@ def _list_some(names: Sequence[str]) -> str:
 def start_from_random(options: ModelOptions, seed: int, device: torch.device) -> Any:
     """Collective over all ranks. Gives the same weights for a seed at any layout: rank 0 draws each whole weight and
     sends it to the others."""
-    model = AutoModelForCausalLM.from_config(**options.list_options())
+    try:
+        model = AutoModelForCausalLM.from_config(**options.list_options())
+    except MISFITS as error:
+        raise BuildError(f"transformers makes no model of model.config: {first_line(error)}") from error
     is_first = dist.get_rank() == 0
     if is_first:
         with sharded_loading(None):
@@ -242,5 +248,9 @@ def sharded_loading(ds_config: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The first line of the error's message, with the next ones where it announces them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines or isinstance(error, UNEXPLAINED):
+        return f"{type(error).__name__}: {' '.join(lines)}".removesuffix(": ")
+    last = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: last + 1])

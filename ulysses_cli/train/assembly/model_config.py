@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import __version__ as version
 
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.models.vocabulary import compute_vocab_size, grow_config
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import Resolved
-from ulysses_cli.train.assembly.loading import BuildError, first_line
+from ulysses_cli.train.assembly.loading import MISFITS, BuildError, first_line
 
 
 def load_model_config(recipe: Recipe) -> PretrainedConfig:
@@ -27,9 +30,17 @@ def load_model_config(recipe: Recipe) -> PretrainedConfig:
                 path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
         config = config.get_text_config(decoder=True)
-    except (OSError, ValueError) as error:
-        raise BuildError(f"the model's config cannot be read: {first_line(error)}") from error
+    except MISFITS as error:
+        raise BuildError(f"the model's config cannot be used: {_explain(error, model.config)}") from error
     return config
+
+
+def _explain(error: Exception, config: Mapping[str, Any] | None) -> str:
+    kind = "" if config is None else str(config.get("model_type"))
+    if not kind or kind in CONFIG_MAPPING:
+        return first_line(error)
+    close = difflib.get_close_matches(kind, CONFIG_MAPPING, n=1)
+    return f"transformers {version} knows no model type {kind}{f'; did you mean {close[0]}?' if close else ''}"
 
 
 def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> ModelShape:

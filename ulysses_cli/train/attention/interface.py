@@ -29,6 +29,10 @@ IGNORED_ARGUMENTS = frozenset(
 )
 
 
+class UnservedError(ValueError):
+    """A layer asks for what this tool does not compute, or is not known to compute exactly."""
+
+
 class CachedAttention(Protocol):
     """Attention with a cache, for generation: takes and returns tensors as ulysses_attention does."""
 
@@ -68,12 +72,12 @@ def register_attention(
         if attention_mask is not None:
             raise ValueError(f"{layer} got an attention mask; documents decide which tokens a token attends to")
         if dropout:
-            raise ValueError(f"{layer} asks for attention dropout {dropout}, which this tool does not offer")
+            raise UnservedError(f"{layer} asks for attention dropout {dropout}, which this tool does not offer")
         unknown = {name for name, value in other_arguments.items() if value is not None} - IGNORED_ARGUMENTS
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if unknown or not causal:
             features = ", ".join(sorted(unknown)) or "attention that is not causal"
-            raise ValueError(f"{layer} asks for {features}, which this tool is not known to compute exactly")
+            raise UnservedError(f"{layer} asks for {features}, which this tool is not known to compute exactly")
         rule = Rule(scaling if scaling is not None else query.size(-1) ** -0.5, sliding_window, softcap)
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         name = kernel if isinstance(kernel, str) else kernel[max(query.size(-1), value.size(-1))]

@@ -167,4 +167,6 @@ def describe(choice: ElementwiseChoice, served: Any) -> str:
     """What runs how, for the run's log."""
     counts = {"norm": served.norms, "rotary embedding": served.rotaries, "gated MLP": served.gates}
     named = ", ".join(format_count(count, noun) for noun, count in counts.items() if count)
-    return f"in one pass each: {named or 'nothing'}: {choice.reason}"
+    if not named:
+        return "norms, rotary embedding and MLPs are those of transformers"
+    return f"in one pass each: {named}: {choice.reason}"

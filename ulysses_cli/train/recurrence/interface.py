@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from ulysses_cli.train.attention.documents import Documents
-from ulysses_cli.train.attention.interface import IGNORED_ARGUMENTS
+from ulysses_cli.train.attention.interface import IGNORED_ARGUMENTS, UnservedError
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
 from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
@@ -152,7 +152,8 @@ def _read_options(name: str, options: dict[str, Any], known: tuple[str, ...]) ->
     unknown = {key for key, value in options.items() if value is not None and value is not False}
     unknown -= {*known, *IGNORED_ARGUMENTS, "documents", "generation"}
     if unknown:
-        raise ValueError(f"{name} is asked for {', '.join(sorted(unknown))}, which it is not known to compute exactly")
+        features = ", ".join(sorted(unknown))
+        raise UnservedError(f"{name} is asked for {features}, which it is not known to compute exactly")
     return {key: options[key] for key in known if key in options}
 
 

@@ -1,1 +1,1 @@
-"""Bytes of what adapters bring along beside their own weights: lengths of rows, and a base in few bits."""
+"""Adapters: modules with them, and what they bring along beside their weights: lengths of rows, a base in few bits."""

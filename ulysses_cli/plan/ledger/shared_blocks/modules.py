@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ulysses_cli.plan.ledger.modules import Adapters, Module, make_linear
+from ulysses_cli.plan.ledger.adapters.modules import Adapters, Module, make_linear
 from ulysses_cli.plan.ledger.recurrence.modules import walk_scan
 from ulysses_cli.plan.models.layers import AttentionMixer, DenseMlp, Layer, Mamba2Mixer, SharedBlock
 from ulysses_cli.plan.models.shape import ModelShape

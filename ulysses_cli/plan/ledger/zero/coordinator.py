@@ -8,8 +8,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
+from ulysses_cli.plan.ledger.adapters.modules import Module
 from ulysses_cli.plan.ledger.job import EngineSettings
-from ulysses_cli.plan.ledger.modules import Module
 from ulysses_cli.plan.ledger.weights import NORM_BEHIND, is_adapter
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from ulysses_cli.plan.ledger.modules import LAYERS, Module
+from ulysses_cli.plan.ledger.adapters.modules import LAYERS, Module
 from ulysses_cli.plan.ledger.weights import Weights
 
 NO_LEAVES: frozenset[int] = frozenset()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
+from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
-from ulysses_cli.plan.ledger.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module
 from ulysses_cli.plan.ledger.weights import is_adapter, list_weights
 from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder

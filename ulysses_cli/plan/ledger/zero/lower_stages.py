@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, LAYERS
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.modules import EMBEDDING, LAYERS
 from ulysses_cli.plan.ledger.weights import Weights, count_shard
 
 FREED_GRADIENTS = "freed_gradients"  # a line that is subtracted from the gradients

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ulysses_cli.plan.ledger.modules import EMBEDDING, Module
+from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, Module
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, find_first_trained
 
 LAYER_DEPTH = 2
