@@ -80,7 +80,7 @@ def compare(case: Case, **changes: Any) -> float:
     [ALL, pytest.param(Levers(checkpointing="full", offloaded=9, mlp_tiles=500), marks=pytest.mark.check)],
     ids=["all", "full"],
 )
-@pytest.mark.parametrize("kind", sample(SHAPES, quick=["llama", "gemma2", "phi3", "gpt_oss"]))
+@pytest.mark.parametrize("kind", sample(SHAPES, quick=["llama", "gemma2", "phi3", "gpt_oss", "gemma4_text"]))
 def test_a_family(kind: str, levers: Levers) -> None:
     assert compare(Case(kind, levers)) < TOLERANCE
 
@@ -116,7 +116,7 @@ def test_any_combination(kind: str, lengths: list[int], levers: Levers) -> None:
     assert compare(Case(kind, levers, tuple(lengths), z_loss_weight=0.01)) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma4_text"])
 def test_adapters(kind: str) -> None:
     """Adapters are also on the head, and on an MLP whose own weights are frozen."""
     case = Case(kind, ALL, lora=("q_proj", "gate_proj", "down_proj", *(["lm_head"] if kind == "llama" else [])))
@@ -180,12 +180,38 @@ def test_work_is_done_once(kind: str, mode: str, tiles: int | None, attention: i
     assert counted.tokens == [mlps * sum(LENGTHS)] * num_layers
 
 
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(("mode", "passes"), [("save_attention", 2), ("full", 3), (None, 2)])
+def test_experts_beside_an_mlp_get_tiles_alone(
+    mode: str | None, passes: int, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens pass them once in the forward and once in the backward; also in a recomputation, where the forward has
+    saved no result for it."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+
+    forward, sizes = Gemma4TextExperts.forward, []
+
+    def count(block: nn.Module, *inputs: Tensor) -> Tensor:
+        sizes.append({each.size(0) for each in inputs})
+        return forward(block, *inputs)
+
+    monkeypatch.setattr(Gemma4TextExperts, "forward", count)
+    case = Case("gemma4_text", Levers(mlp_tiles=5, checkpointing=mode), dtype=torch.float32)
+    case.changes["experts_implementation"] = experts
+    model = make_loss_model(case, make_sequence_axis(None))
+    model(**make_row(LENGTHS), documents=make_documents(LENGTHS)).backward()
+    tokens = [len(range(sum(LENGTHS))[part]) for part in split_tokens(sum(LENGTHS), 5)]
+    expected = [{size} for size in tokens] * passes * len(list_layers(model))
+    assert sorted(sizes, key=max) == sorted(expected, key=max)
+
+
 @pytest.mark.parametrize("kind", sample_every(8, list(FAMILIES)))
 def test_every_mlp_of_every_family_is_tiled(kind: str) -> None:
     """Layers that have one have a block, and no experts are outside of all blocks."""
     from transformers import AutoModelForCausalLM
 
-    config = make_hybrid_config(kind) if kind in HYBRIDS else make_config(kind, num_hidden_layers=3)
+    own = SHAPES.get(kind, {})
+    config = make_hybrid_config(kind) if kind in HYBRIDS else make_config(kind, num_hidden_layers=3, **own)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
@@ -249,7 +275,7 @@ def test_sums_are_added_in_the_product_where_a_device_can(monkeypatch: pytest.Mo
     assert 2 not in apart
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe"])
+@pytest.mark.parametrize("kind", sample(["qwen3_moe", "gemma4_text"], quick=["qwen3_moe"]))
 def test_experts_by_grouped_products_equal_single_ones(kind: str) -> None:
     """grouped_mm is what transformers takes by default. In float32, the widest dtype that it has."""
     grouped = {"experts_implementation": "grouped_mm"}
@@ -268,6 +294,30 @@ def test_several_rows_in_a_batch() -> None:
     TiledBlock(block, lambda _: 4)
     result = torch.autograd.grad(block(hidden).square().sum(), [hidden, *block.parameters()])
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("learns", [(True, True, True), (False, True, False), (False, False, True)], ids=str)
+def test_indices_and_weights_are_cut_with_their_tokens(learns: tuple[bool, bool, bool]) -> None:
+    """Experts, tokens and weights may need a gradient or not."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+
+    torch.manual_seed(0)
+    config = make_config("gemma4_text", experts_implementation="eager", **SHAPES["gemma4_text"])
+    experts = Gemma4TextExperts(config).double().requires_grad_(learns[0])
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=0.1)
+    hidden = torch.randn(23, 32, dtype=torch.float64, requires_grad=learns[1])
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(23)])
+    shares = torch.rand(23, 2, dtype=torch.float64, requires_grad=learns[2])
+    leaves = [leaf for leaf in (*experts.parameters(), hidden, shares) if leaf.requires_grad]
+
+    def run() -> list[Tensor]:
+        out = experts(hidden, index, shares)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    expected = run()
+    TiledBlock(experts, lambda _: 4)
+    torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_tile_without_an_expert_leaves_its_gradient_zero() -> None:

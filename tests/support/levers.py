@@ -43,7 +43,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {},
     "mixtral": {},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
 }
+BESIDE = {"gemma4_text"}  # layers with experts beside their MLP
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
         loss = make_tiled_loss(head, rule, levers.loss_tile, gather_whole)
     if levers.mlp_tiles is not None:
         num_tiles = levers.mlp_tiles
-        assert tile_mlps(model, lambda _: num_tiles, gather_whole) == config.num_hidden_layers
+        num_blocks = config.num_hidden_layers * (1 + (case.kind in BESIDE))
+        assert tile_mlps(model, lambda _: num_tiles, gather_whole) == num_blocks
         assert tile_norms(model, lambda _: num_tiles) >= 2 * config.num_hidden_layers + 1
     if levers.checkpointing is not None:
         offloader = None

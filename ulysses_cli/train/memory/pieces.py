@@ -116,7 +116,7 @@ class _Pieces(torch.autograd.Function):
                 elif layer.operators is LINEAR:
                     drows[part] = weights.backward_linear(layer.layer, rows[part], dout[part])
                 else:
-                    drows[part] = backward_tile(layer.whole_forward, rows[part], return_always(dout[part]))
+                    (drows[part],) = backward_tile(layer.whole_forward, [rows[part]], return_always(dout[part]))
         sums = zip(ctx.weights.take_sums(), ctx.weights.weights, strict=True)
         dweights = [total.to(weight.dtype) for total, weight in sums]
         return drows if ctx.needs_input_grad[0] else None, None, None, None, *dweights

@@ -89,7 +89,7 @@ class _Loss(torch.autograd.Function):
                     dtokens[part] = weights.backward_linear(loss.head, tokens[part], dlogits)
                     del dlogits
                 else:
-                    dtokens[part] = backward_tile(loss.compute_logits, tokens[part], compute_grad)
+                    (dtokens[part],) = backward_tile(loss.compute_logits, [tokens[part]], compute_grad)
         ctx.save_for_backward(dtokens.view(hidden.shape), *weights.take_sums())
         ctx.tile_tokens = loss.tile_tokens
         ctx.dtypes = [weight.dtype for weight in weights.weights]

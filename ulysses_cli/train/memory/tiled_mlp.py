@@ -1,5 +1,5 @@
 """Runs MLPs in tiles of tokens, dense and mixture-of-experts: their wide intermediate results exist for one tile at a
-time. Blocks are recognised by their submodules.
+time. Blocks are recognised by their submodules, and experts that their layer itself routes tokens to by their name.
 
 A block runs once in the forward and once, tile by tile, in the backward: the recomputation of a checkpointed layer
 stops before it. Takes no recipe and no group.
@@ -7,7 +7,7 @@ stops before it. Takes no recipe and no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def tile_mlps(
     num_blocks = 0
     for layer in list_layers(model):
         for block in layer.children():
-            if hasattr(block, "experts") or get_last_linear(block) is not None:
+            if is_block(layer, block):
                 if getattr(block, "jitter_noise", 0):
                     raise ValueError(f"{type(block).__name__} adds noise to its input in place: it cannot run in tiles")
                 TiledBlock(block, count_tiles, saves_output=any(hasattr(layer, name) for name in NORMS_AFTER))
@@ -42,6 +42,13 @@ def tile_mlps(
                 if gather_whole is not None:
                     gather_whole(block)
     return num_blocks
+
+
+def is_block(layer: nn.Module, child: nn.Module) -> bool:
+    """Whether this part of a layer is an MLP, or experts beside one, which get indices and weights with their tokens
+    (modeling_gemma4.py: Gemma4TextDecoderLayer.forward)."""
+    are_beside = child is getattr(layer, "experts", None)
+    return are_beside or hasattr(child, "experts") or get_last_linear(child) is not None
 
 
 def get_last_linear(block: nn.Module) -> nn.Module | None:
@@ -55,39 +62,40 @@ class _NotLastError(Exception):
 
 
 class TiledBlock:
-    """A block whose forward is replaced. `saves_output`: the layer's recomputation gets the saved output."""
+    """A block whose forward is replaced. It takes hidden states [..., H], and may take more tensors with a row for each
+    token. `saves_output`: the layer's recomputation gets the saved output."""
 
     def __init__(self, block: nn.Module, count_tiles: Callable[[int], int], *, saves_output: bool = False) -> None:
         self.block, self.count_tiles, self.saves_output = block, count_tiles, saves_output
-        self.whole_forward: Callable[[Tensor], Any] = block.forward
+        self.whole_forward: Callable[..., Any] = block.forward
         last = get_last_linear(block)
         self.last: nn.Linear | None = last if type(last) is nn.Linear else None
         self.num_results = 0  # of a block that returns a tuple; all but its first element become None
         block.forward = self._run
 
-    def compute(self, tokens: Tensor) -> Tensor:
-        """Takes and returns [N, H]."""
-        result = self.whole_forward(tokens[None])
+    def compute(self, *tile: Tensor) -> Tensor:
+        """Takes what the block takes for these tokens, returns [N, H]."""
+        result = self.whole_forward(*tile)
         if isinstance(result, tuple):
             self.num_results, result = len(result), result[0]
-        return result[0]
+        return result.flatten(0, -2)
 
-    def backward_tile(self, weights: WeightSums, tokens: Tensor, grad_output: Tensor) -> Tensor:
-        """Takes tokens [N, H] and the gradient of the result, returns the gradient of the tokens. Does not compute the
-        result of a last linear layer: its backward does not need it."""
+    def backward_tile(self, weights: WeightSums, tile: Sequence[Tensor], grad_output: Tensor) -> list[Tensor]:
+        """Takes what the block takes for these tokens and the gradient of the result [N, H], returns the gradients of
+        all but indices. Does not compute the result of a last linear layer: its backward does not need it."""
         last = self.last
         if last is not None:
-            random_state = _get_random_state(tokens.device)
+            random_state = _get_random_state(grad_output.device)
             try:
                 return backward_tile(
-                    self._compute_before_last, tokens, lambda wide: weights.backward_linear(last, wide, grad_output)
+                    self._compute_before_last, tile, lambda wide: weights.backward_linear(last, wide, grad_output)
                 )
             except _NotLastError:
                 self.last = None
-                _set_random_state(random_state, tokens.device)
-        return backward_tile(self.compute, tokens, lambda _: grad_output)
+                _set_random_state(random_state, grad_output.device)
+        return backward_tile(self.compute, tile, lambda _: grad_output)
 
-    def _compute_before_last(self, tokens: Tensor) -> Tensor:
+    def _compute_before_last(self, *tile: Tensor) -> Tensor:
         """The input of the last linear layer, [N, I]."""
         if self.last is None:
             raise AssertionError("no last linear layer")
@@ -99,39 +107,48 @@ class TiledBlock:
 
         linear_forward, self.last.forward = self.last.forward, return_input
         try:
-            result = self.whole_forward(tokens[None])
+            result = self.whole_forward(*tile)
         finally:
             self.last.forward = linear_forward
         if len(inputs) != 1 or result is not inputs[0]:
             raise _NotLastError
-        return result[0]
+        return result.flatten(0, -2)
 
-    def compute_tiles(self, hidden: Tensor, parts: list[slice]) -> Tensor:
-        tokens = hidden.detach().flatten(0, 1)
-        out = torch.empty_like(tokens)
-        for part in parts:
-            out[part] = self.compute(tokens[part])
-        return out.view(hidden.shape)
+    def compute_tiles(self, inputs: Sequence[Tensor], parts: list[slice]) -> Tensor:
+        out = inputs[0].new_empty(inputs[0].shape)
+        rows = out.flatten(0, -2)
+        for part, tile in _walk_tiles(inputs, parts):
+            rows[part] = self.compute(*tile)
+        return out
 
-    def _run(self, hidden: Tensor) -> Any:
-        num_tokens = hidden.size(0) * hidden.size(1)
+    def _run(self, *inputs: Tensor) -> Any:
+        hidden = inputs[0]
+        num_tokens = hidden.shape[:-1].numel()
         parts = split_tokens(num_tokens, self.count_tiles(num_tokens))
         if len(parts) == 1:
-            return self.whole_forward(hidden)
+            return self.whole_forward(*inputs)
         weights = WeightSums(self.block)
         check_is_whole(self.block, "a tiled MLP")
-        if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
-            if not hidden.requires_grad and hasattr(weights.weights[0], "ds_id"):
+        differentiates = any(each.requires_grad for each in inputs)
+        if torch.is_grad_enabled() and (differentiates or weights.weights):
+            if not differentiates and hasattr(weights.weights[0], "ds_id"):
                 raise RuntimeError(
                     "a tiled MLP's input needs no gradient, so ZeRO-3 would reduce its weights' gradients before they "
                     "are computed: call the model's enable_input_require_grads()"
                 )
-            entered = _Entry.apply(hidden, self, weights, parts, *weights.weights)
-            out = _Exit.apply(entered, self, parts)
+            entered = _Entry.apply(self, weights, parts, len(inputs), *inputs, *weights.weights)
+            out = _Exit.apply(entered, self, parts, [each.detach() for each in inputs[1:]])
         else:
             with torch.no_grad():
-                out = self.compute_tiles(hidden, parts)
+                out = self.compute_tiles(inputs, parts)
         return (out, *[None] * (self.num_results - 1)) if self.num_results else out
+
+
+def _walk_tiles(inputs: Sequence[Tensor], parts: list[slice]) -> Iterator[tuple[slice, list[Tensor]]]:
+    """These tokens of tensors [..., width], with as many dimensions. Rows of a batch lie one behind another."""
+    rows = [each.detach().flatten(0, -2) for each in inputs]
+    for part in parts:
+        yield part, [row[part][(None,) * (each.dim() - 2)] for row, each in zip(rows, inputs, strict=True)]
 
 
 class _Entry(torch.autograd.Function):
@@ -140,44 +157,50 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, block: TiledBlock, weights: WeightSums, parts: list[slice], *_: nn.Parameter
+        ctx: Any, block: TiledBlock, weights: WeightSums, parts: list[slice], num_inputs: int, *tensors: Tensor
     ) -> Tensor:
+        hidden, inputs = tensors[0], tensors[:num_inputs]
         ctx.block, ctx.weights, ctx.parts = block, weights, parts
         ctx.random_state = _get_random_state(hidden.device)
-        ctx.save_for_backward(hidden)
+        ctx.save_for_backward(*inputs)
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        tokens, dout = hidden.detach().flatten(0, 1), dout.flatten(0, 1)
-        dtokens = torch.empty_like(tokens)
-        devices = [hidden.device] if hidden.device.type == "cuda" else []
+        inputs, dout = ctx.saved_tensors, dout.flatten(0, -2)
+        grads = [each.new_empty(each.shape) if each.is_floating_point() else None for each in inputs]
+        rows = [grad.flatten(0, -2) for grad in grads if grad is not None]
+        devices = [dout.device] if dout.device.type == "cuda" else []
         with torch.random.fork_rng(devices), ctx.weights.collect():
-            _set_random_state(ctx.random_state, hidden.device)
-            for part in ctx.parts:
-                dtokens[part] = ctx.block.backward_tile(ctx.weights, tokens[part], dout[part])
+            _set_random_state(ctx.random_state, dout.device)
+            for part, tile in _walk_tiles(inputs, ctx.parts):
+                dtile = ctx.block.backward_tile(ctx.weights, tile, dout[part])
+                for row in reversed(rows):
+                    row[part] = dtile.pop().flatten(0, -2)
         sums = ctx.weights.take_sums()
         dweights: list[Tensor] = []
         while sums:
             dweights.append(sums.pop(0).to(ctx.weights.weights[len(dweights)].dtype))
-        return dtokens.view(hidden.shape) if ctx.needs_input_grad[0] else None, None, None, None, *dweights
+        needed = ctx.needs_input_grad[4:]
+        dinputs = [grad if need else None for grad, need in zip(grads, needed, strict=False)]
+        return None, None, None, None, *dinputs, *dweights
 
 
 class _Exit(torch.autograd.Function):
     """Computes the output, tile by tile. Its backward passes the gradient on to the entry."""
 
     @staticmethod
-    def forward(ctx: Any, entered: Tensor, block: TiledBlock, parts: list[slice]) -> Tensor:
+    def forward(ctx: Any, entered: Tensor, block: TiledBlock, parts: list[slice], others: list[Tensor]) -> Tensor:
+        inputs = (entered, *others)
         if not block.saves_output:
-            return block.compute_tiles(entered, parts)
-        return save_for_recompute(lambda: (block.compute_tiles(entered, parts),))[0]
+            return block.compute_tiles(inputs, parts)
+        return save_for_recompute(lambda: (block.compute_tiles(inputs, parts),))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return dout, None, None
+        return dout, None, None, None
 
 
 def _get_random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

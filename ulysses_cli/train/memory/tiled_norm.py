@@ -93,7 +93,8 @@ class _Tiles(torch.autograd.Function):
         with ctx.weights.collect():
             for part in ctx.parts:
                 tile, grad = cut(hidden, ctx.dim, part), cut(dout, ctx.dim, part)
-                cut(dhidden, ctx.dim, part).copy_(backward_tile(ctx.norm.whole_forward, tile, return_always(grad)))
+                (dtile,) = backward_tile(ctx.norm.whole_forward, [tile], return_always(grad))
+                cut(dhidden, ctx.dim, part).copy_(dtile)
         sums = zip(ctx.weights.take_sums(), ctx.weights.weights, strict=True)
         dweights = [total.to(weight.dtype) for total, weight in sums]
         return dhidden if ctx.needs_input_grad[0] else None, None, None, None, None, *dweights

@@ -130,17 +130,18 @@ class WeightSums:
 
 
 def backward_tile(
-    compute: Callable[[Tensor], Tensor], tokens: Tensor, compute_grad: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Runs a tile forward and backward. Returns the gradient of its tokens. `compute_grad` takes the tile's result,
-    returns the gradient of it."""
-    leaf = tokens.detach().requires_grad_()
+    compute: Callable[..., Tensor], inputs: Sequence[Tensor], compute_grad: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Runs a tile forward and backward. Takes what `compute` takes for its tokens, and returns the gradients of it, but
+    of no indices. `compute_grad` takes the tile's result, returns the gradient of it."""
+    leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in inputs]
     with torch.enable_grad():
-        result = compute(leaf)
+        result = compute(*leaves)
     torch.autograd.backward(result, compute_grad(result.detach()))
-    if leaf.grad is None:
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    if len(grads) != sum(leaf.requires_grad for leaf in leaves):
         raise AssertionError("a tile's result does not depend on its tokens")
-    return leaf.grad
+    return grads
 
 
 def return_always(grad: Tensor) -> Callable[[Tensor], Tensor]:
