@@ -1,5 +1,6 @@
 """Bytes inside a block of experts, per rank: a router, experts of which each token is sent to k, and in some families
-an expert that every token goes to, before the others or after them.
+an expert that every token goes to, before the others or after them. And bytes of experts beside an MLP, which their
+layer routes tokens to.
 
 Letters as in layer.py; i is an expert's inner width, s that of the shared one. "Inside" as in mlp.py. The experts are
 transformers' (integrations/moe.py: grouped_mm_experts_forward).
@@ -7,12 +8,23 @@ transformers' (integrations/moe.py: grouped_mm_experts_forward).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import is_tiled, saves_input
-from ulysses_cli.plan.ledger.weights import SHARED_FIRST, has_norm_behind, is_fused_mlp
-from ulysses_cli.plan.models.layers import ExpertsMlp
+from ulysses_cli.plan.ledger.layer import (
+    compute_layer_input,
+    compute_norm_saved,
+    count_mlp_tile_tokens,
+    is_tiled,
+    saves_input,
+    saves_norm_input,
+    saves_result,
+)
+from ulysses_cli.plan.ledger.weights import BESIDE_MLP, SHARED_FIRST, has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 
 INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
+ENTRY_BYTES = 12  # of those, what experts beside an MLP get: an index and a float32 weight
 # Tokens are cast to float32 for the router (modeling_glm4_moe.py: Glm4MoeTopkRouter).
 PRECISE_ROUTERS = {
     *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe"),
@@ -152,3 +164,62 @@ def _compute_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
 def _count_result_bytes(job: Job) -> int:
     """Of one element of an expert's result times its routing weight."""
     return 4 if job.shape.model_type in PRECISE_RESULTS else job.dtype_bytes
+
+
+def is_beside(job: Job, layer: Layer) -> bool:
+    """Whether experts have norms of their own beside the MLP."""
+    return isinstance(layer.mlp, ExpertsMlp) and job.shape.model_type in BESIDE_MLP
+
+
+def get_alone(layer: Layer) -> ExpertsMlp:
+    """The experts beside an MLP without it: each of the two runs in tiles by itself (train/memory/tiled_mlp.py)."""
+    assert isinstance(layer.mlp, ExpertsMlp)
+    return replace(layer.mlp, shared_size=0)
+
+
+def saves_output(job: Job) -> bool:
+    """A norm behind a block in tiles needs the block's output again, so it is saved (train/memory/tiled_mlp.py)."""
+    return is_tiled(job) and saves_result(job) and has_norm_behind(job.shape)
+
+
+def compute_beside_saved(job: Job, layer: Layer) -> int:
+    """The norms behind the MLP and around the experts, the router's, and what experts in tiles save. Norms that save
+    their inputs alone share the residual, which the norm before the MLP reads too; and where the forward has saved both
+    blocks' outputs, the norms behind them save nothing, and the norm of their sum does."""
+    num_norms = 3 - saves_norm_input(job) * (1 + saves_output(job))
+    saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_router_saved(job)
+    return saved + compute_entry_saved(job, get_alone(layer)) * is_tiled(job)
+
+
+def compute_router_saved(job: Job) -> int:
+    """Its norm has no weights, saves its float32 input and, for the scale's gradient and the router's, two tensors in
+    the model's dtype, (4 + 2 b) h S."""
+    return (4 + 2 * job.dtype_bytes * (job.adapters is None)) * job.shape.hidden_size * job.local_tokens
+
+
+def compute_entry_saved(job: Job, mlp: ExpertsMlp) -> int:
+    """Of experts in tiles, for their backward: all tokens, b h S, and where they go."""
+    return compute_layer_input(job) + ENTRY_BYTES * mlp.num_per_token * job.local_tokens
+
+
+def compute_tiles_forward(job: Job, layer: Layer) -> int:
+    """While experts beside an MLP run in tiles: the residual, the MLP's normed result, the input, the output and the
+    inside of one tile; outputs that are not saved for a recomputation, the MLP's too. Before that, at the router, whose
+    norm runs in no tiles, its float32 input, the normed one and its cast, (8 + b) h S."""
+    own, unsaved = compute_layer_input(job), not saves_output(job)
+    inside = compute_forward(job, get_alone(layer), count_mlp_tile_tokens(job))
+    router = (8 + job.dtype_bytes) * job.shape.hidden_size * job.local_tokens
+    return max((3 + 2 * unsaved) * own + inside, (2 + unsaved) * own + router)
+
+
+def compute_tiles_backward(job: Job, layer: Layer, mlp_backward: int) -> int:
+    """In addition to what is saved: all of one tile's inside, the gradient of the input, and the float32 sums of the
+    weights' gradients. When that is over, five float32 tensors at the norm of the router, which runs in no tiles; and
+    when those are gone, with the result of the MLP, its own `mlp_backward`."""
+    alone, tile, is_trained = get_alone(layer), count_mlp_tile_tokens(job), job.adapters is None
+    own, gone = compute_layer_input(job), compute_entry_saved(job, alone)
+    num_elements = (2 + alone.is_gated) * alone.num_experts * alone.inner_size * job.shape.hidden_size
+    inside = compute_saved(job, alone, tile) + compute_backward(job, alone, tile)
+    router = (20 - 2 * job.dtype_bytes * is_trained) * job.shape.hidden_size * job.local_tokens
+    after_router = mlp_backward - compute_router_saved(job) - 2 * own
+    return max(inside + own + 4 * num_elements * is_trained, router - gone, after_router - gone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ulysses_cli.plan.ledger import attention, latent, layer, mixers, mlp
+from ulysses_cli.plan.ledger import attention, experts, latent, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
@@ -110,6 +110,8 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         yield "mlp" if of_mlp else "attention", take(lengths.name_snapshot(name), of_mixer, of_mlp, lengths=work)
     if kind.mlp is not None:
         yield from _walk_mlp(job, kind, whole_mixer, take)
+        if output := mlp.compute_saved_outputs(job, kind) - mlp.compute_saved_output(job):
+            base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
     if job.num_norms > 1:
         yield "norm", take("norm", whole_mixer, norm_saved, norm_backward=norm_work + own_input)
     if kind.mixers:
@@ -200,7 +202,7 @@ def count_mlp_left(job: Job, kind: Layer) -> int:
     """What is still saved when the MLP's backward begins: a norm behind it has freed its own part, and so has one
     behind experts beside it, whose results have a gradient of their own."""
     saved = mlp.compute_own_saved(job, kind) + vectors.compute_waiting(job)
-    if mlp.is_beside(job, kind):
+    if experts.is_beside(job, kind):
         saved += layer.compute_layer_input(job) - layer.compute_norm_saved(job, job.shape.hidden_size)
     if not has_norm_behind(job.shape):
         return saved

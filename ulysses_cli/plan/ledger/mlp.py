@@ -6,7 +6,7 @@ Letters as in layer.py. "Inside" means the tensors between the MLP's first matri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ulysses_cli.plan.ledger import experts
 from ulysses_cli.plan.ledger.adapters import lengths
@@ -20,12 +20,11 @@ from ulysses_cli.plan.ledger.layer import (
     is_tiled,
     saves_input,
     saves_norm_input,
-    saves_result,
 )
 from ulysses_cli.plan.ledger.token_vectors import vectors
-from ulysses_cli.plan.ledger.weights import BESIDE_MLP, PARALLEL, has_norm_before, has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.ledger.weights import PARALLEL, has_norm_before, has_norm_behind, is_fused_mlp
 from ulysses_cli.plan.models.family import HYBRID
-from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
+from ulysses_cli.plan.models.layers import DenseMlp, ExpertsMlp, Layer
 
 # A block's result is scaled before it is added (modeling_granite.py: residual_multiplier).
 SCALED_RESULTS = {"falcon_h1", "granite", "hyperclovax"}
@@ -62,9 +61,12 @@ def is_parallel(job: Job) -> bool:
 
 
 def compute_saved_output(job: Job) -> int:
-    """b h S: a norm behind a tiled MLP needs the MLP's output again, so it is saved (train/memory/tiled_mlp.py)."""
-    is_saved = is_tiled(job) and saves_result(job) and has_norm_behind(job.shape)
-    return compute_layer_input(job) if is_saved else 0
+    """b h S: of one block."""
+    return compute_layer_input(job) * experts.saves_output(job)
+
+
+def compute_saved_outputs(job: Job, layer: Layer) -> int:
+    return (1 + experts.is_beside(job, layer)) * compute_saved_output(job)
 
 
 def compute_mlp_saved(job: Job, layer: Layer) -> int:
@@ -82,29 +84,9 @@ def compute_own_saved(job: Job, layer: Layer) -> int:
     needs = needs and not (is_parallel(job) and saves_input(job, "q_proj", "k_proj", "v_proj"))
     saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job) * needs
     saved += compute_norm_behind_saved(job) if is_behind else 0
-    if is_beside(job, layer):
-        saved += compute_beside_saved(job)
-        saved += experts.compute_saved(job, _get_alone(layer), job.local_tokens) * is_tiled(job)
+    if experts.is_beside(job, layer):
+        saved += experts.compute_beside_saved(job, layer)
     return saved + (0 if is_tiled(job) else compute_inside_saved(job, layer, job.local_tokens))
-
-
-def is_beside(job: Job, layer: Layer) -> bool:
-    """Whether experts have norms of their own beside the MLP."""
-    return isinstance(layer.mlp, ExpertsMlp) and job.shape.model_type in BESIDE_MLP
-
-
-def _get_alone(layer: Layer) -> ExpertsMlp:
-    """The experts beside an MLP: where that runs in tiles, they do not (train/memory/tiled_mlp.py)."""
-    assert isinstance(layer.mlp, ExpertsMlp)
-    return replace(layer.mlp, shared_size=0)
-
-
-def compute_beside_saved(job: Job) -> int:
-    """The norms behind the MLP and around the experts, and the router's: that one has no weights, saves its float32
-    input and, for the scale's gradient and the router's, two tensors in the model's dtype, (4 + 2 b) h S."""
-    hidden, trained = job.shape.hidden_size, job.adapters is None
-    router = (4 + 2 * job.dtype_bytes * trained) * hidden * job.local_tokens
-    return 3 * compute_norm_saved(job, hidden) + router
 
 
 def compute_norm_behind_saved(job: Job) -> int:
@@ -113,10 +95,14 @@ def compute_norm_behind_saved(job: Job) -> int:
 
 
 def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
+    return 0 if layer.mlp is None else _compute_saved_of(job, layer, layer.mlp, tokens)
+
+
+def _compute_saved_of(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp, tokens: int) -> int:
     """4 i b: gate, activated gate, up and, for the last matrix, their product. A matrix's input is saved only for its
     gradient."""
-    if isinstance(layer.mlp, ExpertsMlp):
-        return experts.compute_saved(job, layer.mlp, tokens)
+    if isinstance(block, ExpertsMlp):
+        return experts.compute_saved(job, block, tokens)
     return compute_dense_saved(job, tokens) + lengths.compute_saved(job, layer, tokens, in_mlp=True)
 
 
@@ -149,11 +135,11 @@ def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
     return round(num) * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens - came
 
 
-def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
+def _compute_backward_of(job: Job, block: DenseMlp | ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved: 2 i b at the product's backward (three gradients are made, one saved tensor is
     freed), or the backward of an activation without gates; or the gradient of one matrix at a time."""
-    if isinstance(layer.mlp, ExpertsMlp):
-        return experts.compute_backward(job, layer.mlp, tokens)
+    if isinstance(block, ExpertsMlp):
+        return experts.compute_backward(job, block, tokens)
     inner = job.shape.intermediate_size
     matrix = job.dtype_bytes * job.shape.hidden_size * inner * (job.adapters is None)
     tensor = job.dtype_bytes * inner * tokens
@@ -185,13 +171,15 @@ def compute_gate_backward(job: Job) -> int:
 
 
 def count_mlp_elements(job: Job, layer: Layer) -> int:
+    return 0 if layer.mlp is None else _count_elements(job, layer.mlp)
+
+
+def _count_elements(job: Job, block: DenseMlp | ExpertsMlp) -> int:
     """Weights of the block, with all its experts."""
-    if layer.mlp is None:
-        return 0
-    inner = layer.mlp.inner_size
-    if isinstance(layer.mlp, ExpertsMlp):
-        inner = layer.num_experts * inner + layer.mlp.shared_size
-    return (2 + layer.mlp.is_gated) * inner * job.shape.hidden_size
+    inner = block.inner_size
+    if isinstance(block, ExpertsMlp):
+        inner = block.num_experts * inner + block.shared_size
+    return (2 + block.is_gated) * inner * job.shape.hidden_size
 
 
 def compute_mlp_forward(job: Job, layer: Layer) -> int:
@@ -199,13 +187,13 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
     the inner tensors of one tile and the output, or the output scaled."""
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
     around = (count_around(job) + is_tiled(job)) * compute_layer_input(job)
-    if is_beside(job, layer) and is_tiled(job):
-        return around + experts.compute_forward(job, _get_alone(layer), job.local_tokens)
-    if isinstance(layer.mlp, ExpertsMlp):
+    is_beside = experts.is_beside(job, layer) and is_tiled(job)
+    if isinstance(layer.mlp, ExpertsMlp) and not is_beside:
         return around + experts.compute_forward(job, layer.mlp, tile)
     activation = find_activation(job)
     num_inner = activation.forward if activation else 3 + _is_fused_mlp(job)
-    return around + max(round(num_inner * b * shape.intermediate_size * tile), compute_scaled(job))
+    dense = around + max(round(num_inner * b * shape.intermediate_size * tile), compute_scaled(job))
+    return max(dense, experts.compute_tiles_forward(job, layer)) if is_beside else dense
 
 
 def _is_fused_mlp(job: Job) -> bool:
@@ -272,23 +260,31 @@ def compute_down_forward(job: Job) -> int:
 
 
 def compute_mlp_backward(job: Job, layer: Layer) -> int:
-    """In addition to what is saved: the inside's backward. In tiles: all of one tile's inside, the gradient of the
-    input, and the weights' gradients, which are summed over tiles in float32 (train/memory/tiling.py: WeightSums)."""
+    """In addition to what is saved: the inside's backward."""
+    assert layer.mlp is not None
     if not is_tiled(job):
         waiting = 0 if layer.num_experts else _compute_waiting(job)
         inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
         beside = round(_count_gradients(job) * inner) + waiting
-        return max(compute_inside_backward(job, layer, job.local_tokens), waiting and beside)
-    if is_beside(job, layer):
-        return experts.compute_backward(job, _get_alone(layer), job.local_tokens) + compute_layer_input(job)
+        return max(_compute_backward_of(job, layer.mlp, job.local_tokens), waiting and beside)
+    if isinstance(layer.mlp, ExpertsMlp) and experts.is_beside(job, layer):
+        dense = DenseMlp(layer.mlp.shared_size, layer.mlp.is_gated)
+        return experts.compute_tiles_backward(job, layer, _compute_tile_backward(job, layer, dense))
+    return _compute_tile_backward(job, layer, layer.mlp)
+
+
+def _compute_tile_backward(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp) -> int:
+    """All of one tile's inside, the gradient of the input, and the weights' gradients, which are summed over tiles in
+    float32 (train/memory/tiling.py: WeightSums)."""
     tile = count_mlp_tile_tokens(job)
-    sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
-    saved = compute_inside_saved(job, layer, tile)
-    inside = saved - lengths.compute_last_saved(job, layer, in_mlp=True) + compute_inside_backward(job, layer, tile)
+    sums = 4 * _count_elements(job, block) * (job.adapters is None)
+    saved = _compute_saved_of(job, layer, block, tile)
+    inside = saved - lengths.compute_last_saved(job, layer, in_mlp=True) + _compute_backward_of(job, block, tile)
     inside = max(inside, lengths.compute_tile_again(job, layer, saved))
-    if job.adapters is not None and job.adapters.drops and not layer.num_experts:
+    is_dense = isinstance(block, DenseMlp)
+    if job.adapters is not None and job.adapters.drops and is_dense:
         inside = max(inside, saved + _compute_dropped(job, layer))
-    if not layer.num_experts and not _adapts_last(job) and job.quantized is None:
+    if is_dense and not _adapts_last(job) and job.quantized is None:
         num_inner = _count_activation_saved(job) + 3 + _count_gradients(job)
         inside = max(inside, round(num_inner) * job.dtype_bytes * job.shape.intermediate_size * tile)
     return inside + compute_layer_input(job) + compute_scaled(job) + sums

@@ -78,12 +78,12 @@ def _sum_saved(job: Job, start: int, stop: int) -> Lines:
 
 @lru_cache(maxsize=16)
 def _list_kept(job: Job) -> dict[Layer, tuple[int, int]]:
-    """Of each kind of layer, the results of its mixers and of its MLP that are kept for the recomputation."""
+    """Of each kind of layer, the results of its mixers and of its MLPs that are kept for the recomputation."""
     saves = layer.saves_result(job)
     kept = {}
     for kind in job.shape.layer_kinds:
         view = job.view(kind)
-        output = block.compute_saved_output(view) if kind.shared else mlp.compute_saved_output(view)
+        output = block.compute_saved_output(view) if kind.shared else mlp.compute_saved_outputs(view, kind)
         kept[kind] = mixers.compute_result(view, kind) * saves, output
     return kept
 

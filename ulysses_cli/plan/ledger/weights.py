@@ -47,6 +47,7 @@ PARALLEL = {"cohere", "cohere2", "cohere2_moe"}
 # Experts read the residual that the MLP beside them reads, and have norms of their own (modeling_gemma4.py:
 # Gemma4TextDecoderLayer.forward). That MLP is what all tokens go to, as in a block with a shared expert.
 BESIDE_MLP = {"gemma4_text"}
+CHILD_DEPTH = 3  # of modules directly inside a layer
 NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
 WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
 # Their layers with attention are built as those of another family, and their other layers are not.

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from ulysses_cli.plan.ledger.adapters.modules import LAYERS, Module
-from ulysses_cli.plan.ledger.weights import Weights
+from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, Weights
 
 NO_LEAVES: frozenset[int] = frozenset()
 
@@ -18,8 +18,8 @@ NO_LEAVES: frozenset[int] = frozenset()
 @dataclass(frozen=True)
 class Flush:
     """The bucket is sent: in the backward of which weight of which layer, how many elements it held, and how many have
-    been sent in all by then. `num_coming`: elements of that weight; `num_waiting`: in an MLP, the same and those of
-    the weights whose gradients are made after it."""
+    been sent in all by then. `num_coming`: elements of that weight; `num_waiting`: in an MLP, or experts beside one,
+    the same and those of the weights whose gradients are made after it."""
 
     layer: int
     name: str
@@ -47,18 +47,18 @@ def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAV
     reduce_independent_p_g_buckets_and_remove_grads). A tied embedding is last. In layers whose MLP is a leaf module its
     gradients wait until all are made, and are added in the order of weights (reduce_leaf_module_grads)."""
     filled, sent, largest, flushes, seen = 0, 0, 0, [], {"embedding"}
-    mlps: dict[int, dict[str, int]] = {}
-    for module in weights.modules:
-        if module.in_mlp and module.is_trained:
-            mlps.setdefault(module.layer, {}).update(module.weights)
-    for module, name, size in _walk_gradients(weights, leaves):
+    blocks: dict[int, dict[str, int]] = {}
+    for number, module in _number_blocks(weights):
+        if module.is_trained:
+            blocks.setdefault(number, {}).update(module.weights)
+    for number, module, name, size in _walk_gradients(weights, leaves):
         if name in seen or weights.first_layers[name] != module.layer:
             continue
         seen.add(name)
         if filled and filled + size > bucket:
             sent += filled
             if module.part == LAYERS:
-                rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
+                rest = size + sum(n for key, n in blocks[number].items() if key not in seen)
                 place = module.layer, name, module.in_mlp
                 flushes.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
             filled = largest = 0
@@ -66,9 +66,19 @@ def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAV
     return tuple(flushes)
 
 
-def _walk_gradients(weights: Weights, leaves: frozenset[int]) -> Iterator[tuple[Module, str, int]]:
-    for is_leaf, group in groupby(reversed(weights.modules), lambda module: module.in_mlp and module.layer in leaves):
-        gradients = [(module, *weight) for module in group if module.is_trained for weight in reversed(module.weights)]
+def _number_blocks(weights: Weights) -> list[tuple[int, Module]]:
+    """The number of a module is that of the part of a layer which it is, or is inside."""
+    numbers = accumulate(int(module.depth <= CHILD_DEPTH) for module in weights.modules)
+    return list(zip(numbers, weights.modules, strict=True))
+
+
+def _walk_gradients(weights: Weights, leaves: frozenset[int]) -> Iterator[tuple[int, Module, str, int]]:
+    for number, group in groupby(reversed(_number_blocks(weights)), lambda numbered: numbered[0]):
+        modules = [module for _, module in group]
+        gradients = [
+            (number, module, *weight) for module in modules if module.is_trained for weight in reversed(module.weights)
+        ]
+        is_leaf = any(module.in_mlp and module.layer in leaves for module in modules)
         yield from reversed(gradients) if is_leaf else gradients
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
-from ulysses_cli.plan.ledger.weights import is_adapter, list_weights
+from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, is_adapter, list_weights
 from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.models.shape import ModelShape
@@ -223,12 +223,14 @@ def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:
 
 
 def _split_mlp(modules: list[Module], model_type: str) -> list[list[Module]]:
-    """The expert that every token goes to may be a module beside the block, and then it is gathered by itself."""
+    """The expert that every token goes to may be a module beside the block, and then it is gathered by itself; and so
+    are experts beside an MLP, their norms and their router."""
     names = [module.name for module in modules]
-    if model_type not in SHARED_APART or "shared" not in names:
-        return [modules]
-    at = names.index("shared")
-    return [modules[:at], modules[at:]]
+    if model_type in SHARED_APART and "shared" in names:
+        bounds = [0, names.index("shared"), len(names)]
+    else:
+        bounds = [at for at, module in enumerate(modules) if at == 0 or module.depth == CHILD_DEPTH] + [len(names)]
+    return [modules[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _rank_as_made(weight: str, model_type: str) -> int:
