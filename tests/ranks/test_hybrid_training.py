@@ -62,6 +62,7 @@ CASES = [
     ("nemotron_h", "2x1", 3, False, "all"),
     ("qwen3_next", "2x1", 3, False, "default"),
     ("zamba2", "2x1", 1, False, "none"),
+    ("zamba2", "2x1", 3, False, "all"),
     ("granitemoehybrid", "2x1", 1, False, "default"),
     *((name, "2x1", 3, False, "host") for name in ("qwen3_5_text", "nemotron_h", "lfm2")),
     ("qwen3_5_text", "2x2", 3, True, "host"),

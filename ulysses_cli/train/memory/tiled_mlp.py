@@ -20,6 +20,7 @@ from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_
 
 # A layer that has one of these after its MLP needs the MLP's output again in the backward.
 NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2", "post_ffn_norm")
+SHARED_BLOCK = "shared_transformer"
 LAST_LINEARS = ("down_proj", "fc2", "c_proj", "w2", "output_linear")  # by which a dense MLP is recognised
 
 
@@ -33,15 +34,24 @@ def tile_mlps(
     """
     num_blocks = 0
     for layer in list_layers(model):
-        for block in layer.children():
-            if is_block(layer, block):
+        for owner, block in _list_parts(layer):
+            if is_block(owner, block):
                 if getattr(block, "jitter_noise", 0):
                     raise ValueError(f"{type(block).__name__} adds noise to its input in place: it cannot run in tiles")
-                TiledBlock(block, count_tiles, saves_output=any(hasattr(layer, name) for name in NORMS_AFTER))
+                is_needed = owner is not layer or any(hasattr(layer, name) for name in NORMS_AFTER)
+                TiledBlock(block, count_tiles, saves_output=is_needed)
                 num_blocks += 1
                 if gather_whole is not None:
                     gather_whole(block)
     return num_blocks
+
+
+def _list_parts(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The parts of a layer, and those of a block that it shares with others, behind which it has a mixer of its own
+    (modeling_zamba2.py: Zamba2HybridLayer), each with the module that it is a part of."""
+    for owner in (layer, getattr(layer, SHARED_BLOCK, None)):
+        if owner is not None:
+            yield from ((owner, child) for child in owner.children())
 
 
 def is_block(layer: nn.Module, child: nn.Module) -> bool:
@@ -71,11 +81,12 @@ class TiledBlock:
         last = get_last_linear(block)
         self.last: nn.Linear | None = last if type(last) is nn.Linear else None
         self.num_results = 0  # of a block that returns a tuple; all but its first element become None
+        self.constants: tuple[Any, ...] = ()  # what it takes besides tensors, such as the layer's number
         block.forward = self._run
 
     def compute(self, *tile: Tensor) -> Tensor:
         """Takes what the block takes for these tokens, returns [N, H]."""
-        result = self.whole_forward(*tile)
+        result = self.whole_forward(*tile, *self.constants)
         if isinstance(result, tuple):
             self.num_results, result = len(result), result[0]
         return result.flatten(0, -2)
@@ -107,7 +118,7 @@ class TiledBlock:
 
         linear_forward, self.last.forward = self.last.forward, return_input
         try:
-            result = self.whole_forward(*tile)
+            result = self.whole_forward(*tile, *self.constants)
         finally:
             self.last.forward = linear_forward
         if len(inputs) != 1 or result is not inputs[0]:
@@ -121,12 +132,15 @@ class TiledBlock:
             rows[part] = self.compute(*tile)
         return out
 
-    def _run(self, *inputs: Tensor) -> Any:
+    def _run(self, *args: Any) -> Any:
+        """Tensors come first."""
+        inputs = tuple(each for each in args if isinstance(each, Tensor))
+        self.constants = args[len(inputs) :]
         hidden = inputs[0]
         num_tokens = hidden.shape[:-1].numel()
         parts = split_tokens(num_tokens, self.count_tiles(num_tokens))
         if len(parts) == 1:
-            return self.whole_forward(*inputs)
+            return self.whole_forward(*args)
         weights = WeightSums(self.block)
         check_is_whole(self.block, "a tiled MLP")
         differentiates = any(each.requires_grad for each in inputs)

@@ -67,9 +67,14 @@ def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAV
 
 
 def _number_blocks(weights: Weights) -> list[tuple[int, Module]]:
-    """The number of a module is that of the part of a layer which it is, or is inside."""
-    numbers = accumulate(int(module.depth <= CHILD_DEPTH) for module in weights.modules)
-    return list(zip(numbers, weights.modules, strict=True))
+    """The number of a module is that of the part of a layer which it is, or is inside. The MLP of a shared block is a
+    part too."""
+    modules = weights.modules
+    begins = (
+        int(module.depth <= CHILD_DEPTH or module.in_mlp != before.in_mlp)
+        for before, module in zip((modules[0], *modules), modules, strict=False)
+    )
+    return list(zip(accumulate(begins), modules, strict=True))
 
 
 def _walk_gradients(weights: Weights, leaves: frozenset[int]) -> Iterator[tuple[int, Module, str, int]]:
