@@ -76,6 +76,9 @@ def describe_layer(layer: Layer) -> str:
         parts.append(f"{layer.mlp.num_per_token} of {format_count(layer.mlp.num_experts, 'expert')}{shared}")
     elif layer.mlp is not None:
         parts.append("MLP")
+    if layer.shared:  # which the mixer of its own comes after
+        mixer = parts.pop(1)
+        return f"{' and '.join(parts)} of shared block {layer.shared.number + 1}, {mixer}"
     return ", ".join(parts)
 
 
