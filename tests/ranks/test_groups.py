@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -26,23 +27,31 @@ def test_ranks_of_one_row_have_a_group_and_a_rank_of_its_own_has_none() -> None:
     assert run_on_ranks(2, describe_groups, Layout(sp_size=2)) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
 
 
-def wait_for_a_late_rank(is_watched: bool) -> str:
-    """Rank 1 comes later than the groups' time-out, as a rank does that writes a large model."""
-    groups = make_groups(Layout(sp_size=2), timedelta(seconds=1))
+def wait_for_a_late_rank(is_watched: bool, events: Path) -> str:
+    """Rank 1 comes later than the groups' time-out, as a rank does that writes a large model. Unwatched, it comes when
+    rank 0 has given up."""
+    limit = 1.0
+    groups = make_groups(Layout(sp_size=2), timedelta(seconds=limit))
     if is_watched:
         groups.wait_without_limit()
-    time.sleep(3 if groups.rank else 0)
+    if groups.rank:
+        while not (events / ("waiting" if is_watched else "given up")).exists():
+            time.sleep(0.01)
+        time.sleep(1.3 * limit if is_watched else 0)
     try:
+        if not groups.rank:
+            (events / "waiting").touch()
         dist.barrier(group=groups.sp_group)
     except RuntimeError as error:
+        (events / "given up").touch()
         return type(error).__name__
     return ""
 
 
 @pytest.mark.check
-def test_a_watched_run_waits_for_a_late_rank() -> None:
-    assert run_on_ranks(2, wait_for_a_late_rank, True) == ["", ""]
-    assert run_on_ranks(2, wait_for_a_late_rank, False)[0], "without, the time-out holds"
+def test_a_watched_run_waits_for_a_late_rank(tmp_path: Path) -> None:
+    assert run_on_ranks(2, wait_for_a_late_rank, True, tmp_path) == ["", ""]
+    assert run_on_ranks(2, wait_for_a_late_rank, False, tmp_path)[0], "without, the time-out holds"
 
 
 def choose(error: Exception | None) -> str:

@@ -476,7 +476,7 @@ def test_the_messages_of_the_process(tmp_path: Path) -> None:
     process = start(tmp_path, "model.tokenizer=owner/missing")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "model.tokenizer: the tokenizer of owner/missing cannot be loaded" in err
+    assert "model.tokenizer: the tokenizer of owner/missing is not on this machine" in err
 
 
 def test_the_embedded_tokenizer(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ulysses_cli.plan.recipe.loader import parse_recipe
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
-NOT_DRAWN = ("nvme_path", "activation_offload_device")  # no disk is drawn
+NOT_DRAWN = ("nvme_path", "activation_offload_device")  # drawn by a wide draw
 
 
 def test_a_seed_and_a_number_give_the_same_recipe() -> None:
@@ -66,6 +66,7 @@ def test_wide_draws_cover_every_family_rings_and_every_kind_of_adapter() -> None
     for values in (
         [each.recipe.parallel.ring_size for each in drawn],
         [bool(each.recipe.data.added_tokens) for each in drawn],
+        [each.recipe.memory.activation_offload_device for each in drawn],
         [lora.use_dora for lora in adapters],
         [bool(lora.modules_to_save) for lora in adapters],
     ):
