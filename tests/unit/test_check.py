@@ -383,6 +383,14 @@ def test_check_dora() -> None:
     assert "are those of rounded weights" in only(dora, "parallel.zero_stage=2", "lora.quantize_base=nf4")
 
 
+def test_layers_that_share_a_block_have_no_formula_for_dora_or_a_quantized_base() -> None:
+    shared = {"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"] * 8, "num_hidden_layers": 16}
+    assert check("lora.r=8", **shared) == []
+    below = ("lora.r=8", "parallel.zero_stage=2")
+    assert "share the weights of a block: there is no memory formula" in only(*below, "lora.use_dora=true", **shared)
+    assert "has other layers" in only(*below, "lora.quantize_base=nf4", **shared)
+
+
 def test_a_score_needs_its_questions() -> None:
     missing = only("run.keep_best=score")
     assert missing.endswith("hint: write run.eval_suite: [niah_single_1] and run.eval_suite_steps: 100")

@@ -31,7 +31,7 @@ def check_quantized_base(recipe: Recipe, shape: ModelShape) -> Problems:
             f"{recipe.model.dtype}",
             "leave quantize_base out; ZeRO-3 shards the base",
         )
-    elif not is_known(shape):
+    elif not is_known(shape) or _shares_blocks(shape):
         yield Problem(
             key,
             f"is proven for plain attention with gated MLPs, and {shape.name} has other layers",
@@ -77,6 +77,17 @@ def check_dora(recipe: Recipe, shape: ModelShape) -> Problems:
             "reads the base's weights outside of their modules, where ZeRO-3 has them in shards",
             "write parallel.zero_stage: 2, or use lora.use_rslora",
         )
+    if _shares_blocks(shape):
+        yield Problem(
+            key,
+            f"layers of {shape.name} share the weights of a block: there is no memory formula for the lengths that "
+            "each of them would have",
+            "leave it out, or use lora.use_rslora",
+        )
+
+
+def _shares_blocks(shape: ModelShape) -> bool:
+    return any(layer.shared for layer in shape.layers)
 
 
 RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (check_quantized_base, check_whole_parts, check_dora)
