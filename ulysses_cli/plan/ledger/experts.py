@@ -193,8 +193,11 @@ def compute_beside_saved(job: Job, layer: Layer) -> int:
 
 def compute_router_saved(job: Job) -> int:
     """Its norm has no weights, saves its float32 input and, for the scale's gradient and the router's, two tensors in
-    the model's dtype, (4 + 2 b) h S."""
-    return (4 + 2 * job.dtype_bytes * (job.adapters is None)) * job.shape.hidden_size * job.local_tokens
+    the model's dtype, (4 + 2 b) h S. A frozen router saves its input under ZeRO-3, as linear layers do (layer.py:
+    saves_input)."""
+    is_trained = job.adapters is None
+    num_saved = is_trained + (is_trained or job.zero_stage == 3)
+    return (4 + num_saved * job.dtype_bytes) * job.shape.hidden_size * job.local_tokens
 
 
 def compute_entry_saved(job: Job, mlp: ExpertsMlp) -> int:
@@ -216,10 +219,10 @@ def compute_tiles_backward(job: Job, layer: Layer, mlp_backward: int) -> int:
     """In addition to what is saved: all of one tile's inside, the gradient of the input, and the float32 sums of the
     weights' gradients. When that is over, five float32 tensors at the norm of the router, which runs in no tiles; and
     when those are gone, with the result of the MLP, its own `mlp_backward`."""
-    alone, tile, is_trained = get_alone(layer), count_mlp_tile_tokens(job), job.adapters is None
+    alone, tile = get_alone(layer), count_mlp_tile_tokens(job)
     own, gone = compute_layer_input(job), compute_entry_saved(job, alone)
     num_elements = (2 + alone.is_gated) * alone.num_experts * alone.inner_size * job.shape.hidden_size
     inside = compute_saved(job, alone, tile) + compute_backward(job, alone, tile)
-    router = (20 - 2 * job.dtype_bytes * is_trained) * job.shape.hidden_size * job.local_tokens
+    router = (4 + 5 * 4) * job.shape.hidden_size * job.local_tokens - compute_router_saved(job)
     after_router = mlp_backward - compute_router_saved(job) - 2 * own
-    return max(inside + own + 4 * num_elements * is_trained, router - gone, after_router - gone)
+    return max(inside + own + 4 * num_elements * (job.adapters is None), router - gone, after_router - gone)
