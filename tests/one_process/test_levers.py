@@ -218,7 +218,7 @@ def test_every_mlp_of_every_family_is_tiled(kind: str) -> None:
     whole: list[nn.Module] = []
     assert tile_mlps(model, lambda _: 2, whole.append) == len(set(whole))
     for layer, facts in zip(list_layers(model), shape.layers, strict=True):
-        assert bool(set(layer.children()) & set(whole)) == (facts.mlp is not None)
+        assert bool(set(layer.modules()) & set(whole)) == (facts.mlp is not None)
     inside = {weight for block in whole for weight in block.parameters()}
     experts = {weight for weight in model.parameters() if weight.dim() == 3 and weight.size(0) == shape.num_experts}
     assert bool(experts) == (shape.num_experts > 0)
