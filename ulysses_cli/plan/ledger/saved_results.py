@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger import layer, mixers, mlp
+from ulysses_cli.plan.ledger.adapters.modules import Module
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.recurrence import convolution
@@ -16,6 +17,7 @@ from ulysses_cli.plan.models.layers import Layer
 # train/memory/offload.py (MAX_LEAVING): what the last two layers to run have saved is on the device, whether it stays
 # or leaves. In the backward one layer's tensors arrive while another's are used.
 MIN_ON_DEVICE = 2
+LAST_PROJECTIONS = ("o_proj", "out_proj")
 NORMED_EMBEDDINGS = {"nanochat"}  # modeling_nanochat.py: NanoChatModel.forward
 
 
@@ -91,9 +93,13 @@ def _list_kept(job: Job) -> dict[Layer, tuple[int, int]]:
 def compute_first_unsaved(job: Job) -> int:
     """What the first layer that saves anything does not save although others do. A frozen embedding's output needs no
     gradient, so the first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the
-    first projections save no input, and that dropout no mask."""
+    first projections save no input, and that dropout no mask. A mixer in which nothing needs a gradient before its last
+    projection saves that projection's input alone."""
     if job.adapters is None or not _skips_first_norm(job):
         return 0
+    trained = [module for module in job.weights.modules if _is_trained_in_first_mixer(job, module)]
+    if all(module.name.startswith(LAST_PROJECTIONS) for module in trained):
+        return _compute_whole_mixer(job) - sum(_compute_input(job, module) for module in trained)
     has_norm = has_norm_before(job.shape)
     unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) * has_norm
     if job.adapters.drops:
@@ -107,6 +113,25 @@ def compute_first_unsaved(job: Job) -> int:
         unsaved += layer.compute_layer_input(job) * (has_norm and layer.saves_input(job, *FIRST_PROJECTIONS))
     first = job.shape.layers[job.weights.first_trained]
     return unsaved + (convolution.compute_first_unsaved(job.view(first)) if mixers.is_convolution(first) else 0)
+
+
+def _is_trained_in_first_mixer(job: Job, module: Module) -> bool:
+    is_inside = module.layer == job.weights.first_trained and not module.in_mlp
+    return is_inside and module.is_trained and bool(module.weights)
+
+
+def _compute_whole_mixer(job: Job) -> int:
+    """What the mixer of the first layer that saves anything would save, with its result and the norm before it."""
+    kind = job.shape.layers[job.weights.first_trained]
+    view = job.view(kind)
+    return mixers.compute_saved(view, kind) + mixers.compute_result(view, kind)
+
+
+def _compute_input(job: Job, module: Module) -> int:
+    """Of a layer with an adapter, from the size of the adapter's first matrix; 0 of its other modules."""
+    if job.adapters is None or not module.name.endswith(".a") or not layer.saves_input(job, module.name[:-2]):
+        return 0
+    return sum(size for _, size in module.weights) // job.adapters.rank * job.dtype_bytes * job.local_tokens
 
 
 def _skips_first_norm(job: Job) -> bool:

@@ -47,6 +47,9 @@ PARALLEL = {"cohere", "cohere2", "cohere2_moe"}
 # Experts read the residual that the MLP beside them reads, and have norms of their own (modeling_gemma4.py:
 # Gemma4TextDecoderLayer.forward). That MLP is what all tokens go to, as in a block with a shared expert.
 BESIDE_MLP = {"gemma4_text"}
+# A layer's result is multiplied by a number that is saved for the backward: in a recomputation the layer is the only
+# module that its backward has entered (modeling_gemma4.py: Gemma4TextDecoderLayer.forward, layer_scalar).
+SCALED_LAYERS, SCALED_LAYER = {"gemma4_text", "gemma4_unified_text"}, "scaled layer"
 CHILD_DEPTH = 3  # of modules directly inside a layer
 NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
 WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
@@ -198,7 +201,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     hidden, inner = shape.hidden_size, layer.mlp.inner_size if layer.mlp else shape.intermediate_size
     before, behind = has_norm_before(shape), has_norm_behind(shape)
     between = [f"norm{number}" for number in range(count_norms(shape) - before - behind)]
-    yield make(2, "layer")
+    yield make(2, SCALED_LAYER if shape.model_type in SCALED_LAYERS else "layer")
     if layer.shared:
         yield from walk_shared_layer(shape, layer, make, partial(make, owner=name_block(layer.shared)), adapters)
         return

@@ -54,7 +54,7 @@ class Coordinator:
         self.copied: set[int] = set()
         self.users: dict[str, set[int]] = {}  # weight -> modules that have entered and not left
         self.in_backward: dict[int, None] = {}  # modules that have entered their backward, in order
-        self.recomputed: dict[int, set[str]] = {}  # frozen weights that a module in its backward releases
+        self.recomputed: dict[int, set[str]] = {}  # frozen weights that a module in its backward holds and releases
         self.saved, self.still_saved = saved, set[str]()  # those that were released and are still in memory
         self.differentiated = {event.module for event in events if event.is_backward}
         self.num_live = self.held = 0  # DeepSpeed's own count; elements in memory
@@ -93,7 +93,9 @@ class Coordinator:
         for name in names:
             self.users.setdefault(name, set()).add(event.module)
             if event.is_recomputing and name in self.frozen:
-                self.recomputed.setdefault(next(reversed(self.in_backward)), set()).add(name)
+                owner = next(reversed(self.in_backward))
+                self.recomputed.setdefault(owner, set()).add(name)
+                self.users[name].add(owner)
             if name in self.in_flight:
                 self._wait(name)
         missing = {name for name in names if self.fetched_for.get(name, -1) < self.step}
@@ -167,6 +169,8 @@ class Coordinator:
             self.still_saved -= used
             again = self.recomputed.pop(event.module, set())
             released |= again
+            for name in again:
+                self.users[name].discard(event.module)
             # Behind a shared expert or a norm, whose backward is first, the product of frozen experts still needs its
             # views.
             is_before = module.name.startswith(("down_proj", NORM_BEHIND))

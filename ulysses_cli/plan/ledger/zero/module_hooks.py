@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, Module
-from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, find_first_trained
+from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, SCALED_LAYER, find_first_trained
 
 LAYER_DEPTH = 2
 
@@ -75,8 +75,9 @@ class ModuleOrder:
     def _walk_recomputed(self, layer: int) -> Iterator[HookEvent]:
         """Modules whose result is the layer's result are entered before the first saved tensor is missing."""
         chain = [layer]
-        while inside := [child for child in self.inside[chain[-1]] if child not in self.left_out]:
-            chain.append(inside[-1])
+        if self.modules[layer].name != SCALED_LAYER:
+            while inside := [child for child in self.inside[chain[-1]] if child not in self.left_out]:
+                chain.append(inside[-1])
         for number in chain:
             yield HookEvent(number, enters=True, is_backward=True)
         for child in self.inside[layer]:
