@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import PROOF_TOKENS, count_mlp_tile_tokens, is_tiled
+from ulysses_cli.plan.ledger.layer import PROOF_TOKENS, count_mlp_tile_tokens, is_tiled, list_adapter_saved, saves_input
 from ulysses_cli.plan.ledger.weights import Weights
 from ulysses_cli.plan.models.layers import Layer
 
@@ -114,10 +114,15 @@ def list_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
 def list_again(job: Job, kind: Layer, attention_saved: int, mlp_saved: int) -> Iterator[tuple[str, int, int, int]]:
     """(Place in a layer, what attention has saved, what the MLP has, bytes of the work) at each adapted layer while a
     layer is computed again. `attention_saved` and `mlp_saved` are those of the whole layer. In tiles the MLP's part is
-    over before its first adapted layer."""
+    over before its first adapted layer. The work is done beside what this layer's adapter and those before it have
+    saved, and what the last matrix reads is there even if only its copy under dropout is saved."""
     b, h, done, tokens = job.dtype_bytes, job.shape.hidden_size, 0, job.local_tokens
+    own, of_adapters = {name: size for name, size, _ in list_adapter_saved(job, kind)}, 0
     for linear in list_adapted(job, kind):
-        work = compute_work(job, linear, tokens, keeps=True)
+        of_adapters += own.get(linear.name, 0)
+        work = compute_work(job, linear, tokens, keeps=True) + of_adapters
+        if linear.name == "down_proj" and not saves_input(job, linear.name):
+            work += b * linear.num_in * tokens
         if linear.in_mlp and not is_tiled(job):
             yield "mlp", attention_saved, mlp_saved - _count_later(job, kind, linear, tokens), work
         elif linear.name == "o_proj":

@@ -130,8 +130,7 @@ def compute_gradients(
         return passing
     before = 0
     if accumulates(job):
-        shard = job.dtype_bytes * count_shard(job.weights.num_trained, job.world_size)
-        before = whole if job.zero_stage == 1 else own if is_compact(job) else min(own, shard)
+        before = whole if job.zero_stage == 1 else own
     if not is_reducing or not (has_sent or is_sending):
         return before + passing
     if not has_sent and not is_compact(job):
