@@ -79,6 +79,12 @@ def compute_norm_saved(job: Job, width: int) -> int:
     return _count_norm_bytes(job) * width * job.local_tokens
 
 
+def compute_norm_input_saved(job: Job, width: int) -> int:
+    """Of that, what only its input's gradient needs: the float32 copy, 4 S width. One kernel, or a tile, saves what it
+    saves for both gradients."""
+    return 0 if saves_norm_input(job) or job.shape.centers_norms else 4 * width * job.local_tokens
+
+
 def compute_query_norm_saved(job: Job, width: int) -> int:
     if job.shape.model_type in MATRIX_NORMS:
         return _count_norm_bytes(job) * width * job.local_tokens

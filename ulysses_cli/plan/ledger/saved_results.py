@@ -92,11 +92,14 @@ def _list_kept(job: Job) -> dict[Layer, tuple[int, int]]:
 
 def compute_first_unsaved(job: Job) -> int:
     """What the first layer that saves anything does not save although others do. A frozen embedding's output needs no
-    gradient, so the first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the
+    gradient, so the first norm, which reads it, saves nothing, or if it is trained what its weight's gradient needs.
+    Where adapters have a dropout, whose copy they save, the
     first projections save no input, and that dropout no mask. A mixer in which nothing needs a gradient before its last
     projection saves that projection's input alone."""
-    if job.adapters is None or not _skips_first_norm(job):
+    if job.adapters is None or job.trains("embed_tokens"):
         return 0
+    if not _skips_first_norm(job):
+        return layer.compute_norm_input_saved(job, job.shape.hidden_size)
     trained = [module for module in job.weights.modules if _is_trained_in_first_mixer(job, module)]
     if all(module.name.startswith(LAST_PROJECTIONS) for module in trained):
         return _compute_whole_mixer(job) - sum(_compute_input(job, module) for module in trained)
