@@ -155,10 +155,19 @@ def _draw_later(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator
 
 
 def _draw_disk(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Draws what is on a local disk. Nothing is written there: any folder will do."""
-    memory = settings["memory"]
-    if memory["activation_offloading"] and _draw_flag("activations on a disk", seed, number) == "true":
-        yield "memory.activation_offload_device=nvme"
+    """Draws what is on a local disk instead of host memory. Nothing is written there: any folder will do."""
+    memory, places = settings["memory"], []
+    if memory["activation_offloading"]:
+        places.append(("activations on a disk", "memory.activation_offload_device=nvme"))
+    if settings["parallel"]["zero_stage"] == 3:
+        for name in ("offload_optimizer", "offload_param"):
+            if memory[name] == "cpu":
+                places.append((f"{name} on a disk", f"memory.{name}=nvme"))
+    words = [word for name, word in places if _draw_flag(name, seed, number) == "true"]
+    if "memory.offload_optimizer=nvme" in words:
+        words.append("memory.overlap_optimizer=auto")  # states on a disk have no early steps
+    yield from words
+    if words:
         yield "memory.nvme_path=."
 
 

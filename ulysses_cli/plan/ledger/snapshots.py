@@ -54,11 +54,14 @@ def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
 
 
 def _settle_swapping(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
-    """Gradients that have no file on the disk stay on the GPU until the optimizer's step has taken them."""
+    """Gradients that have no file on the disk stay on the GPU until the optimizer's step has taken them. A snapshot
+    that does not say how many there are is before the last layer's backward, or in that step."""
     if snapshot.phase not in ("backward", "optimizer_step") or job.levers.offload_optimizer != "nvme":
         return snapshot
-    waiting = swapping.compute_unswapped_gradients(job)
-    return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, "gradients": waiting})
+    lines = dict(snapshot.lines)
+    whole = swapping.compute_unswapped_gradients(job) if snapshot.phase == "optimizer_step" else 0
+    lines["gradients"] = lines.pop(swapping.UNSWAPPED, whole)
+    return MemorySnapshot(snapshot.phase, snapshot.name, lines)
 
 
 def _settle_gradients(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
@@ -123,7 +126,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
         {**held, **saved_results, **fetched, "final_norm": head.compute_final_norm(job)},
     )
     at_loss = {**held, **saved_results, "parameters_gathered": job.dtype_bytes * gathered.loss}
-    yield from _walk_loss(job, at_loss)
+    yield from _walk_loss(job, at_loss, _list_logits(job, gathered))
     tied = {"tied_gradient": head.compute_head_gradient(job) if job.shape.tie_word_embeddings else 0}
     saved = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
     norm = {"norm_backward": head.compute_final_norm_backward(job)}
@@ -217,13 +220,22 @@ def _gather(
         maxima = gathered.list_maxima(snapshot.phase, place, numbers)
     for number, num_elements in maxima or ((job.shape.last_of_kind[kind], 0),):
         lines = drop_layers(job, snapshot.lines, number + 1)
+        if snapshot.phase == "backward":
+            lines = {**lines, **swapping.list_unswapped(job, number)}
         yield MemorySnapshot(
             snapshot.phase, snapshot.name, {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
         )
 
 
-def _walk_loss(job: Job, at_loss: Lines) -> Iterator[MemorySnapshot]:
-    """Head and loss. In tiles the forward computes the gradients, and the backward only passes them on."""
+def _list_logits(job: Job, gathered: Gathered) -> Lines:
+    """While the loss is computed of all logits, the head has been left. In tiles it is read again for each."""
+    num_elements = gathered.loss if job.levers.tiled_loss else gathered.logits
+    return {"parameters_gathered": job.dtype_bytes * num_elements}
+
+
+def _walk_loss(job: Job, at_loss: Lines, of_logits: Lines) -> Iterator[MemorySnapshot]:
+    """Head and loss. In tiles the forward computes the gradients, and the backward only passes them on. `of_logits`:
+    what is gathered until the head's backward."""
     tiled, final = job.levers.tiled_loss, {"final_norm": head.compute_final_norm(job)}
     tiles = {
         "head_accumulator": head.compute_head_accumulator(job),
@@ -232,10 +244,11 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[MemorySnapshot]:
     line = "loss_tile" if tiled else "logits"
     # the sum of the head's gradients is allocated when the first tile is done
     first, phase = {**tiles, "head_accumulator": 0}, "forward" if tiled else "backward"
-    yield MemorySnapshot("forward", "loss", {**at_loss, **final, **first, line: head.compute_loss_forward(job)})
+    own = {**at_loss, **of_logits}
+    yield MemorySnapshot("forward", "loss", {**own, **final, **first, line: head.compute_loss_forward(job)})
     if not tiled:
         final = {"final_norm": head.compute_final_norm_saved(job)}
-    yield MemorySnapshot(phase, "loss", {**at_loss, **final, **first, line: head.compute_loss_backward(job)})
+    yield MemorySnapshot(phase, "loss", {**own, **final, **first, line: head.compute_loss_backward(job)})
     if tiled:
         a_tile = head.count_loss_tokens(job)
         if second := min(a_tile, job.local_tokens - a_tile):
@@ -255,7 +268,7 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[MemorySnapshot]:
 def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """After the layers' backward: the embedding's gradient, the optimizer's step, evaluation and saving."""
     b, embedding = job.dtype_bytes, head.compute_embedding_gradient(job)
-    end = {**held, "parameters_gathered": b * gathered.embedding}
+    end = {**held, "parameters_gathered": b * gathered.embedding, **swapping.list_unswapped(job, -1)}
     end["retained_gradients"] = lower_stages.compute_retained_gradients(job, job.weights.num_trained)
     residual = layer.compute_layer_input(job)
     if job.shape.token_vectors and vectors.have_gradient(job):
@@ -339,7 +352,7 @@ def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[Memo
         most = {"parameters_gathered": job.dtype_bytes * (maxima[-1][1] if maxima else 0)}
         yield MemorySnapshot("evaluation", place, {**held, **residual, **most, **work})
     loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
-    at_loss = {"parameters_gathered": job.dtype_bytes * gathered.loss, "residual": layer.compute_layer_input(job)}
+    at_loss = {**_list_logits(job, gathered), "residual": layer.compute_layer_input(job)}
     yield MemorySnapshot("evaluation", "loss", {**held, **at_loss, **loss})
     all_came = {"parameters_gathered": job.dtype_bytes * gathered.end}
     yield MemorySnapshot("evaluation", "gathered weights are let go", {**held, **all_came})

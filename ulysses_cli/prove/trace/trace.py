@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config
@@ -128,14 +130,16 @@ def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
     import ulysses_cli.train.assembly.build  # noqa: F401 - libraries make tensors while they are imported
     from ulysses_cli.prove.trace.allocator import replay
     from ulysses_cli.prove.trace.counted_file import CountedFile, replace_file
+    from ulysses_cli.prove.trace.counted_swaps import count_file_bytes, forget_files
     from ulysses_cli.prove.trace.fake_device import forget_groups, get_current_stream
     from ulysses_cli.prove.trace.storages import Storages
 
     storages = Storages(get_current_stream, sees_kernels=request["recipe"]["run"]["device"] != "cpu")
     file = CountedFile()
     replace_file(file)
-    with FakeTensorMode(allow_non_fake_inputs=True), storages:
-        run_steps(request, layers, storages)
+    forget_files()
+    with TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), storages:
+        run_steps(request, layers, storages, Path(folder))
     forget_groups()
     events = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
     reserved = {
@@ -143,10 +147,10 @@ def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
         "fixed_segments": replay(events, expandable=False),
     }
     device, host = ({name: size for name, size in place.peaks.items() if name != BETWEEN} for place in storages.places)
-    return TracedPeaks(device, host, reserved, {"activations": file.num_bytes})
+    return TracedPeaks(device, host, reserved, {"activations": file.num_bytes, **count_file_bytes()})
 
 
-def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None:
+def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_folder: Path) -> None:
     """One step, an evaluation, and the step whose peaks count: all later steps are like it."""
     import numpy as np
 
@@ -177,7 +181,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None
     plan, parts = settle(recipe, shape, levers), make_parts()
     if recipe.parallel.zero_stage < 3:  # the model is made in host memory, then moved (train/assembly/loading.py)
         parts = replace(parts, load_weights=_in_phases(storages, (BETWEEN,), parts.load_weights))
-    built = build(plan, groups, DEVICE, 2, parts=parts)
+    built = build(plan, groups, DEVICE, 2, parts=parts, swap_folder=swap_folder)
     engine, wrapped = built.engine, built.engine.wrapped
     numbers = np.zeros((batch, local), np.int64)
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
@@ -285,10 +289,11 @@ def prepare_process(request: Mapping[str, Any]) -> None:
     from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ulysses_cli.prove.trace import fake_device
+    from ulysses_cli.prove.trace import counted_swaps, fake_device
 
     fake_device.install()
     fake_device.replace_parts(MAX_TILES)
+    counted_swaps.replace_swaps()
     if recipe["run"]["device"] != "cpu":  # as a GPU does
         fake_device.copy_on_streams()
         fake_device.drop_as_a_gpu_does()

@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ulysses_cli.plan.ledger.adapters.modules import Module
 from ulysses_cli.plan.ledger.job import EngineSettings
@@ -14,6 +15,17 @@ from ulysses_cli.plan.ledger.weights import NORM_BEHIND, is_adapter
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent
 
 NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class WeightsOnDisk:
+    """Weights whose shares are in files, and how many of them host memory has buffers for."""
+
+    names: frozenset[str] = frozenset()
+    num_buffers: int = 0
+
+
+NOTHING_ON_DISK = WeightsOnDisk()
 
 
 class Coordinator:
@@ -28,10 +40,12 @@ class Coordinator:
         joins_mlps: bool,
         splits: bool = True,
         saved: frozenset[str] = frozenset(),
+        disk: WeightsOnDisk = NOTHING_ON_DISK,
     ) -> None:
         """`splits`: weights are shards on several ranks. A single rank copies each from the host, without a buffer
         (partition_parameters.py: _no_gather_coalesced). `saved`: weights whose memory autograd keeps from the forward
-        to the backward, even if DeepSpeed releases them."""
+        to the backward, even if DeepSpeed releases them. `disk`: weights whose shares are in files."""
+        self.disk, self.read = disk, set[str]()  # whose shares are in host memory
         self.modules, self.engine, self.joins_mlps, self.splits = modules, engine, joins_mlps, splits
         self.names = [[name for name, _ in module.weights] for module in modules]
         self.sizes = {name: size for module in modules for name, size in module.weights}
@@ -111,18 +125,39 @@ class Coordinator:
         if self.num_live >= self.engine.max_live:
             return
         room, wanted, size = min(self.engine.max_live - self.num_live, self.engine.prefetch_bucket), [], 0
-        while self.queue and size < room:
+        while self.queue and size < room and not self._is_in_file(self.queue[0][0]):
             name, used = self.queue.popleft()
             self.fetched_for[name] = max(self.fetched_for.get(name, -1), used)
             if name not in self.available and name not in self.in_flight and name not in wanted:
                 wanted.append(name)
                 size += self.sizes[name]
         self._gather(wanted)
+        if self.disk.names and self.engine.prefetch_bucket:
+            self._read_ahead()
+
+    def _is_in_file(self, name: str) -> bool:
+        """Whether a weight's share must be read before it can be gathered. Prefetching ends at such a weight."""
+        return name in self.disk.names and name not in self.read and name not in self.persistent
+
+    def _read_ahead(self) -> None:
+        """Reads shares of the next weights, up to twice as many elements as are in flight, and at least of one weight,
+        while buffers are free (__prefetch_nvme_param_partitions)."""
+        in_flight = sum(self.sizes[name] for name in self.in_flight)
+        num_free, passed = self.disk.num_buffers - len(self.read), 0
+        wanted: list[str] = []
+        for name, _ in self.queue:
+            if passed > 2 * in_flight or len(wanted) >= num_free:
+                break
+            if self._is_in_file(name):
+                wanted.append(name)
+            passed += self.sizes[name]
+        self.read.update(wanted)
 
     def _gather(self, names: list[str]) -> None:
         if not names:
             return
         size = sum(self.sizes[name] for name in names)
+        self.read.update(self.disk.names.intersection(names))
         self.in_flight |= dict.fromkeys(names, len(self.gathers))
         self.gathers.append(list(names))
         self.flat.append(size if self.splits and len(names) > 1 else 0)  # one alone is its own buffer
@@ -172,13 +207,14 @@ class Coordinator:
             for name in again:
                 self.users[name].discard(event.module)
             # Behind a shared expert or a norm, whose backward is first, the product of frozen experts still needs its
-            # views.
-            is_before = module.name.startswith(("down_proj", NORM_BEHIND))
+            # views. Those of a tile are made and gone before.
+            is_before = module.name.startswith(("down_proj", NORM_BEHIND)) and not self.joins_mlps
             kept = {name for name in again if is_before and ".experts." in name}
             self.in_backward.pop(event.module, None)
         for name in released - self.persistent:
             if name in self.available and name not in self.in_flight and not self.users.get(name):
                 self.available.discard(name)
+                self.read.discard(name)
                 self.num_live -= self.sizes[name]
                 if name in kept or (not event.is_backward and (name in self.saved or self._saves_again(event))):
                     self.still_saved.add(name)

@@ -17,8 +17,9 @@ from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, HEAD, LAYERS, Ad
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
 from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, is_adapter, list_weights
-from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
+from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, Coordinator, WeightsOnDisk
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
+from ulysses_cli.plan.ledger.zero.swapping import find_on_disk
 from ulysses_cli.plan.models.shape import ModelShape
 
 ByLayer = tuple[tuple[int, int], ...]
@@ -43,7 +44,7 @@ class Gathered:
     `forward`, `backward`: by place in a layer, (layer, elements), from the last layer down. `proof`: the most before
     training, when DeepSpeed does not know the order of modules: in the forward that checks the head, or of one trained
     weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final`: in the final norm's
-    forward; `head`: while the head is fetched; `loss`: until its backward; `norm`: in the final norm's backward;
+    forward; `head`: while the head is fetched; `logits`: when it has been left; `loss`: in its backward; `norm`: in the final norm's backward;
     `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all gathers in flight.
     `start`: while embeddings are fetched; `vectors`: while layers' own vectors are normed.
     `at_gradients`: by weight, when its gradient is made, just before its module is left.
@@ -54,6 +55,7 @@ class Gathered:
     proof: int = 0
     final: int = 0
     head: int = 0
+    logits: int = 0
     loss: int = 0
     norm: int = 0
     embedding: int = 0
@@ -93,7 +95,8 @@ def compute_gathered(job: Job, *, trains: bool = True) -> Gathered:
     recomputes = job.levers.gradient_checkpointing is not False
     saves_experts = trains and not (recomputes or is_tiled(job)) and job.shape.model_type not in TRANSPOSED_EXPERTS
     options = {"splits": job.world_size > 1, "saves_experts": saves_experts}
-    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, **options)
+    disk = find_on_disk(job)
+    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, disk, **options)
 
 
 @lru_cache(maxsize=64)
@@ -103,6 +106,7 @@ def _replay(
     engine: EngineSettings,
     recomputes: bool,
     tiles_mlp: bool = False,
+    disk: WeightsOnDisk = NOTHING_ON_DISK,
     *,
     splits: bool = True,
     saves_experts: bool = False,
@@ -112,10 +116,21 @@ def _replay(
     modules = tuple(join_mlps(weights.modules, leaves, shape.model_type))
     events = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
     saved = find_experts(modules) if saves_experts else frozenset()
-    coordinator = Coordinator(modules, events, engine, joins_mlps=bool(leaves), splits=splits, saved=saved)
+    is_joined = bool(leaves)
+    coordinator = Coordinator(modules, events, engine, joins_mlps=is_joined, splits=splits, saved=saved, disk=disk)
     in_layers: dict[tuple[str, str], dict[int, int]] = {}  # (phase, place) -> layer -> elements
     at_gradients: dict[str, int] = {}
-    most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0, "start": 0, "vectors": 0}
+    most = {
+        "final": 0,
+        "head": 0,
+        "logits": 0,
+        "loss": 0,
+        "norm": 0,
+        "embedding": 0,
+        "end": 0,
+        "start": 0,
+        "vectors": 0,
+    }
     for event in events:
         module, before = modules[event.module], coordinator.held
         peak = coordinator.follow(event)
@@ -142,6 +157,8 @@ def _replay(
                 most[name] = max(most[name], coordinator.held)
             elif module.name == "norm":
                 most["final"] = coordinator.held
+        elif module.part == HEAD and not event.is_backward:
+            most["logits"] = coordinator.held
         elif module.part == EMBEDDING and event.enters and not event.is_backward:
             most["start"] = max(most["start"], peak)
             most["vectors"] = coordinator.held

@@ -24,7 +24,7 @@ from ulysses_cli.plan.ledger.weights import (
     NORM_BEHIND,
     Weights,
 )
-from ulysses_cli.plan.ledger.zero import lower_stages, states
+from ulysses_cli.plan.ledger.zero import lower_stages, states, swapping
 from ulysses_cli.plan.ledger.zero.flushes import NO_LEAVES, Flush, list_flushes
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, find_leaves
 from ulysses_cli.plan.models.layers import Layer
@@ -72,6 +72,7 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
             "retained_gradients": lower_stages.compute_retained_gradients(job, flush.num_before),
             # in tiles all weights' gradients leave the MLP at once (train/memory/tiled_mlp.py)
             "coming_gradients": job.dtype_bytes * coming * (not lower_stages.keeps_whole(job)),
+            **swapping.list_unswapped(job, flush.layer),
         }
         name, place = SENT if flush.num_before else FIRST_SENT, get_gradient_place(flush.weight)
         snapshot = make_inside(job, kind, base, name, place, attention_left, mlp_left, work)

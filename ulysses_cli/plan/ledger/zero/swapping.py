@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import lru_cache
+from itertools import accumulate
 
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
+from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import Weights, count_shard
+from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, WeightsOnDisk
+from ulysses_cli.plan.ledger.zero.flushes import list_flushes
+from ulysses_cli.plan.ledger.zero.lower_stages import find_first_sent
 from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 
+UNSWAPPED = "unswapped_gradients"  # a line that replaces the gradients inside a layer's backward
 STATE_FILES, GRADIENT_FILES = 3, 1  # of float32 numbers: weights and two moments; what a step starts from
 NUM_BUFFERS = 4  # offload_config.py: buffer_count
 SMALLEST_FILE_BYTES = 1 << 20  # swap_tensor/utils.py: MIN_AIO_BYTES; what is smaller stays in memory
@@ -93,20 +100,58 @@ def size_weight_buffers(weights: Weights, num_ranks: int, dtype_bytes: int) -> M
     largest = 1
     for module in weights.modules:
         for name, size in module.weights:
-            share = count_shard(size, num_ranks)
-            if share * dtype_bytes >= SMALLEST_FILE_BYTES:
+            if has_file(size, num_ranks, dtype_bytes):
                 in_use[module.part, module.layer].add(name)
-                largest = max(largest, share)
+                largest = max(largest, count_shard(size, num_ranks))
     count = max((len(names) for names in in_use.values()), default=0) + SPARE_BUFFERS
     return {"buffer_count": count, "buffer_size": largest}
 
 
-def compute_unswapped_gradients(job: Job) -> int:
-    """4 n / W on the GPU from the backward to the step, of gradients whose share is too small for a file or is not a
-    multiple of 1 KiB (optimizer_utils.py: unswapped_gradients)."""
+def has_file(size: int, num_ranks: int, dtype_bytes: int) -> bool:
+    """Whether a weight's share is large enough for a file."""
+    return count_shard(size, num_ranks) * dtype_bytes >= SMALLEST_FILE_BYTES
+
+
+def find_on_disk(job: Job) -> WeightsOnDisk:
+    if job.levers.offload_param != "nvme":
+        return NOTHING_ON_DISK
+    weights, num_ranks, dtype_bytes = job.weights, job.world_size, job.dtype_bytes
+    sizes = {name: size for module in weights.modules for name, size in module.weights}
+    names = frozenset(name for name, size in sizes.items() if has_file(size, num_ranks, dtype_bytes))
+    return WeightsOnDisk(names, size_weight_buffers(weights, num_ranks, dtype_bytes)["buffer_count"])
+
+
+def list_unswapped(job: Job, number: int) -> Lines:
+    """The line of a snapshot inside a layer's backward."""
+    return {UNSWAPPED: compute_unswapped_gradients(job, number)} if job.levers.offload_optimizer == "nvme" else {}
+
+
+def compute_unswapped_gradients(job: Job, above: int | None = None) -> int:
+    """4 n / W on the GPU, of gradients whose share is too small for a file or is not a multiple of 1 KiB
+    (optimizer_utils.py: unswapped_gradients): of all weights, or of those that have been sent when the backward begins
+    the layer `above` which they were made. They stay until the optimizer's step has taken them."""
     if job.levers.offload_optimizer != "nvme":
         return 0
-    sizes = {name: size for module in job.weights.modules if module.is_trained for name, size in module.weights}
-    shares = [count_shard(size, job.world_size) for size in sizes.values()]
+    sizes = list_gradient_sizes(job.weights)
+    num_sent = sum(sizes) if above is None else count_sent_above(job.weights, job.engine.reduce_bucket, above)
+    shares = [
+        count_shard(size, job.world_size) for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= num_sent
+    ]
     unswapped = [share for share in shares if FLOAT_BYTES * share < SMALLEST_FILE_BYTES or share % ALIGNED_ELEMENTS]
     return FLOAT_BYTES * sum(unswapped)
+
+
+@lru_cache(maxsize=64)
+def list_gradient_sizes(weights: Weights) -> tuple[int, ...]:
+    """Elements of trained weights, in the order in which a backward makes their gradients."""
+    sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
+    embedding = [sizes.pop("embedding")] if "embedding" in sizes else []
+    return (*reversed(sizes.values()), *embedding)
+
+
+@lru_cache(maxsize=1024)
+def count_sent_above(weights: Weights, bucket: int, number: int) -> int:
+    """Elements of gradients that have been sent when the backward begins a layer."""
+    first = find_first_sent(weights, bucket)
+    sent = [flush.num_sent for flush in list_flushes(weights, bucket) if flush.layer > number]
+    return max([*sent, first.num_elements * (first.layer > number)])
