@@ -160,9 +160,8 @@ def _draw_disk(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[
     if memory["activation_offloading"]:
         places.append(("activations on a disk", "memory.activation_offload_device=nvme"))
     if settings["parallel"]["zero_stage"] == 3:
-        for name in ("offload_optimizer", "offload_param"):
-            if memory[name] == "cpu":
-                places.append((f"{name} on a disk", f"memory.{name}=nvme"))
+        on_host = [name for name in ("offload_optimizer", "offload_param") if memory[name] == "cpu"]
+        places += [(f"{name} on a disk", f"memory.{name}=nvme") for name in on_host]
     words = [word for name, word in places if _draw_flag(name, seed, number) == "true"]
     if "memory.offload_optimizer=nvme" in words:
         words.append("memory.overlap_optimizer=auto")  # states on a disk have no early steps

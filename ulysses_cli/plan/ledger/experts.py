@@ -31,7 +31,9 @@ PRECISE_ROUTERS = {
     *("glm4_moe_lite", "hy_v3", "kimi_linear", "kolibri1", "nemotron_h", "solar_open"),
 }
 # Routing weights are float32, and so are the experts' results times them (modeling_mixtral.py: MixtralTopKRouter).
-PRECISE_RESULTS = (PRECISE_ROUTERS - {"ernie4_5_moe"}) | {"afmoe", "gemma4_text", "mixtral"}
+PRECISE_RESULTS = (PRECISE_ROUTERS - {"ernie4_5_moe"}) | {
+    *("afmoe", "gemma4_text", "hunyuan_v1_moe", "minimax_m2", "mixtral"),
+}
 # The gradient of a block's result is scaled (modeling_granitemoe.py: residual_multiplier), beside the residual's.
 SCALED_BLOCKS = {"granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 # Tensors of the inner width that an expert saves; others save 4. Ungated ones save the activation and its square.

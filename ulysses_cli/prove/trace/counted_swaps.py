@@ -5,7 +5,7 @@ trace counts as host memory.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from ulysses_cli.prove.trace.fake_device import replace_everywhere
 class CountedHandle:
     """Has what DeepSpeed's swappers call of an aio_handle. All handles of a process share its files and buffers."""
 
-    files: dict[str, int] = {}
-    locked: set[int] = set()
+    files: ClassVar[dict[str, int]] = {}
+    locked: ClassVar[set[int]] = set()
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.num_pending = 0

@@ -44,9 +44,9 @@ class Gathered:
     `forward`, `backward`: by place in a layer, (layer, elements), from the last layer down. `proof`: the most before
     training, when DeepSpeed does not know the order of modules: in the forward that checks the head, or of one trained
     weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final`: in the final norm's
-    forward; `head`: while the head is fetched; `logits`: when it has been left; `loss`: in its backward; `norm`: in the final norm's backward;
-    `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all gathers in flight.
-    `start`: while embeddings are fetched; `vectors`: while layers' own vectors are normed.
+    forward; `head`: while the head is fetched; `logits`: when it has been left; `loss`: in its backward; `norm`: in the
+    final norm's backward; `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all
+    gathers in flight. `start`: while embeddings are fetched; `vectors`: while layers' own vectors are normed.
     `at_gradients`: by weight, when its gradient is made, just before its module is left.
     """
 
