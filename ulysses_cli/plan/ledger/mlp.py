@@ -137,7 +137,7 @@ def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
 
 def _compute_backward_of(job: Job, block: DenseMlp | ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved: 2 i b at the product's backward (three gradients are made, one saved tensor is
-    freed), or the backward of an activation without gates; or the gradient of one matrix at a time."""
+    freed; a frozen last matrix has not saved it), or the backward of an activation without gates; or the gradient of one matrix at a time."""
     if isinstance(block, ExpertsMlp):
         return experts.compute_backward(job, block, tokens)
     inner = job.shape.intermediate_size
@@ -149,7 +149,7 @@ def _compute_backward_of(job: Job, block: DenseMlp | ExpertsMlp, tokens: int) ->
 def _count_gradients(job: Job) -> float:
     """Of the inner width, in the backward of the activation, in place of the last matrix's input."""
     activation = find_activation(job)
-    return 2 if activation is None else activation.backward - saves_input(job, "down_proj")
+    return (3 if activation is None else activation.backward) - saves_input(job, "down_proj")
 
 
 def compute_down_backward(job: Job) -> int:

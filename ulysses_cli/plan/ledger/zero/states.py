@@ -101,9 +101,10 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
     takes_norm = job.levers.offload_optimizer != "none"
     if job.zero_stage == 3:
         is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not concatenated
-        sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
-        cast = compute_oversize_gradient(job, num_elements)
         casts_back = job.engine.communication_bytes != job.engine.gradient_bytes
+        is_gone = casts_back and job.world_size == 1  # what a single rank has concatenated, when all of it is cast
+        sent = 0 if is_alone or is_gone else num_elements * _count_sent_bytes(job)
+        cast = compute_oversize_gradient(job, num_elements)
         if casts_back:  # this rank's shares are copies
             sent += job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
         share = count_shard(largest, job.world_size)
