@@ -137,7 +137,8 @@ def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
 
 def _compute_backward_of(job: Job, block: DenseMlp | ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved: 2 i b at the product's backward (three gradients are made, one saved tensor is
-    freed; a frozen last matrix has not saved it), or the backward of an activation without gates; or the gradient of one matrix at a time."""
+    freed; a frozen last matrix has not saved it), or the backward of an activation without gates; or the gradient of
+    one matrix at a time."""
     if isinstance(block, ExpertsMlp):
         return experts.compute_backward(job, block, tokens)
     inner = job.shape.intermediate_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ulysses_cli.plan.ledger.attention import compute_input_norm_saved
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import compute_layer_input, saves_input
+from ulysses_cli.plan.ledger.recurrence.modules import name_last_projection
 
 
 def _count_bytes(job: Job, num_tensors: float) -> int:
@@ -20,7 +21,7 @@ def _count_bytes(job: Job, num_tensors: float) -> int:
 def compute_saved(job: Job) -> int:
     """The norm's part, the projection's input and output (4 c b S), the convolution's input with its halo, its result
     and the input of the output projection."""
-    projected = saves_input(job, "in_proj") + saves_input(job, "o_proj")
+    projected = saves_input(job, "in_proj") + saves_input(job, name_last_projection(job.family))
     return compute_input_norm_saved(job) + _count_bytes(job, 3 + 2 + projected)
 
 
@@ -33,7 +34,7 @@ def compute_first_unsaved(job: Job) -> int:
 
 
 def compute_output_input(job: Job) -> int:
-    return _count_bytes(job, saves_input(job, "o_proj"))
+    return _count_bytes(job, saves_input(job, name_last_projection(job.family)))
 
 
 def compute_forward(job: Job) -> int:

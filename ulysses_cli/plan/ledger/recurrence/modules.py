@@ -30,7 +30,13 @@ def walk_convolution(
     """The convolution's weight is read without its module; DeepSpeed then counts it to the module that reads it."""
     yield make(3, "attention", ("conv", mixer.conv_channels * mixer.conv_tokens))
     yield from linear("in_proj", shape.hidden_size, 3 * mixer.conv_channels)
-    yield from linear("o_proj", mixer.conv_channels, shape.hidden_size)
+    yield from linear(name_last_projection(FAMILIES[shape.model_type]), mixer.conv_channels, shape.hidden_size)
+
+
+def name_last_projection(family: Family) -> str:
+    """The ledger's name of a convolution's last projection. Its own name is `out_proj`, which adapters find; where
+    attention's is called so too, both are `o_proj` here (ledger/job.py: name_linear)."""
+    return "o_proj" if "out_proj" in family.attention_modules else "out_proj"
 
 
 def projects_gate_last(family: Family) -> bool:
