@@ -21,6 +21,7 @@ from ulysses_cli.plan.ledger.weights import (
     has_norm_before,
     has_norm_behind,
 )
+from ulysses_cli.plan.ledger.zero.gathering import FETCH_AGAIN
 from ulysses_cli.plan.models.layers import DenseMlp, Layer
 
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
@@ -77,6 +78,9 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
     if job.levers.gradient_checkpointing is not False:
         again = {"recomputed_attention": mixers.compute_again(job, kind), "recomputed_mlp": 0}
         yield "attention", MemorySnapshot("backward", "recomputation", {**base, **again})
+        if kind.mlp is not None and not kind.shared:
+            before = {"recomputed_attention": whole_mixer, "recomputed_mlp": 0}
+            yield FETCH_AGAIN, MemorySnapshot("backward", "recomputation", {**base, **before})
         for place, of_mixer, of_mlp, work in lengths.list_again(job, kind, whole_mixer, mlp_saved):
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}
             yield place, MemorySnapshot("backward", "recomputation", {**base, **lines})
