@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
 from ulysses_cli.plan.ledger.zero.gathering import find_leaves, join_mlps
 from ulysses_cli.plan.ledger.zero.module_hooks import ModuleOrder
+from ulysses_cli.plan.ledger.zero.swapping import find_on_disk
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 
@@ -28,6 +29,7 @@ SCALED = {
     "hidden_size_per_layer_input": 0,
     "global_head_dim": 64,
 }
+LARGE = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048}  # some shares have files, some not
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "adapters": ({"num_hidden_layers": 3}, ("lora.r=16",)),
     "full": ({"num_hidden_layers": 6}, ()),
@@ -37,6 +39,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "norms behind": ({"model_type": "olmo2", "num_hidden_layers": 5}, ()),
     "four norms": ({"model_type": "gemma2", "num_hidden_layers": 4}, ()),
     "scaled layers, adapters": (SCALED, ("lora.r=16",)),
+    "weights on a disk": (LARGE, ("memory.offload_param=nvme", "memory.nvme_path=.")),
+    "weights on a disk, adapters": (LARGE, ("memory.offload_param=nvme", "memory.nvme_path=.", "lora.r=16")),
     "experts": ({"model_type": "qwen3_moe", "num_hidden_layers": 5, **EXPERTS}, ()),
 }
 
@@ -57,7 +61,7 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     modules = tuple(join_mlps(job.weights.modules, leaves, job.shape.model_type))
     recomputes = job.levers.gradient_checkpointing is not False
     visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
-    coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves))
+    coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves), disk=find_on_disk(job))
     results = []
     for visit in visits:
         coordinator.follow(visit)

@@ -355,6 +355,10 @@ def predict_phases(job: Job) -> dict[str, int]:
 
 
 def trace_phases(drawn: DrawnRecipe) -> dict[str, int]:
+    return dict(start_trace(drawn)["device"])
+
+
+def start_trace(drawn: DrawnRecipe) -> dict[str, Any]:
     """Traces in a process of its own, forked from one that has torch and DeepSpeed loaded."""
     job = make_drawn_job(drawn)
     request = {
@@ -375,7 +379,7 @@ def trace_phases(drawn: DrawnRecipe) -> dict[str, int]:
         process.join()
     if isinstance(result, str):
         raise AssertionError(f"{drawn.describe()}\n{result}")
-    return {name: result[name] for name in result}
+    return dict(result)
 
 
 def _send_trace(request: dict[str, Any], pipe: Connection) -> None:
@@ -383,7 +387,7 @@ def _send_trace(request: dict[str, Any], pipe: Connection) -> None:
 
     try:
         prepare_process(request)
-        pipe.send(trace(request)["device"])
+        pipe.send(trace(request))
     except BaseException:  # noqa: BLE001 - the caller gets it
         pipe.send(traceback.format_exc())
 

@@ -4,7 +4,6 @@ validate."""
 import itertools
 import json
 import resource
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ from support.commands import run
 from support.paths import RECIPES
 from support.tiers import sample
 
-from ulysses_cli.commands.children import tracing
-from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.step_parts import PARTS
 
@@ -259,18 +255,3 @@ def test_validate_config_says_whether_it_fits() -> None:
     assert memory["verdict"] == estimate["verdict"]
     assert memory["levers"] == estimate["levers"]
     assert run("validate-config", RECIPE, "--gpu", "h2000").returncode == 2
-
-
-def test_a_trace_is_refused_where_deepspeed_keeps_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tracing, "compute_key", lambda _: "known")
-    saved = tmp_path / "ulysses/traces/known.json"
-    saved.parent.mkdir(parents=True)
-    saved.write_text('{"peak": 1}')
-    recipe = load_recipe(RECIPE).recipe
-    counted = Levers(offloaded_to="nvme", offloaded_layers=1)  # the trace counts these bytes
-    assert tracing.trace_recipe(recipe, {}, counted) == {"peak": 1, "from_cache": True}
-    with pytest.raises(RecipeError, match=r"memory\.offload_optimizer: nvme cannot be traced"):
-        tracing.trace_recipe(recipe, {}, replace(counted, offload_optimizer="nvme"))
-    with pytest.raises(RecipeError, match=r"memory\.offload_param: nvme cannot be traced"):
-        tracing.trace_recipe(recipe, {}, Levers(offload_param="nvme"))

@@ -86,6 +86,7 @@ def test_wide_draws_cover_every_family_rings_and_every_kind_of_adapter() -> None
             "estimate-random-20270117.json",
             "estimate-random-wide-20261124.json",
             "estimate-random-wide-20261125.json",
+            "estimate-random-wide-20261126.json",
         ],
         quick=[],
         checked=["estimate-random-7001.json", "estimate-random-wide-20261124.json"],
@@ -196,6 +197,23 @@ def test_bytes_that_the_formula_missed_at_a_fifth_seed() -> None:
 )
 def test_bytes_that_the_formula_missed_at_a_sixth_seed(number: int, phase: str) -> None:
     check_phase("estimate-random-20270117.json", number, phase)
+
+
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    [
+        (14, "forward"),  # a layer whose result is scaled is the only module that its backward has entered
+        (15, "backward"),  # a mixer saves nothing before its first adapter, if it reads a frozen embedding's output
+        (41, "backward"),  # ZeRO-2 keeps the sums of weights of which a part is this rank's
+        (3, "backward"),  # DoRA's work is done beside what dropout has saved
+        (16, "backward"),  # a trained norm of a frozen embedding's output saves no float32 copy
+        (67, "backward"),  # a frozen last matrix saves no product
+        (109, "backward"),  # what a single rank concatenates is gone when all of it is cast back
+        (81, "backward"),  # a convolution's last projection is not attention's
+    ],
+)
+def test_bytes_that_the_formula_missed_at_a_seventh_seed(number: int, phase: str) -> None:
+    check_phase("estimate-random-wide-20261126.json", number, phase)
 
 
 def draw_again(record: dict[str, Any], row: dict[str, Any]) -> DrawnRecipe:

@@ -13,6 +13,8 @@ from ulysses_cli.report.ledger import VERDICTS
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib
 
+ON_DISK = {"activations": "what layers save", "states": "the optimizer's states", "weights": "weights"}
+
 
 def describe_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> dict[str, Any]:
     """`gpu_peak_allocated_bytes` is what torch.cuda.max_memory_allocated would return. `difference` is how far the
@@ -24,7 +26,7 @@ def describe_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> dict[str,
         "gpu_peak_reserved_bytes": trace["reserved"],
         "phases": phases,
         "host_phases_per_rank": trace["host"],
-        "disk_bytes_per_rank": trace["disk"]["activations"],
+        "disk_bytes_per_rank": trace["disk"],
         "num_layers": trace["num_layers"],
         "traced_layers": trace["traced_layers"],
         "from_cache": trace["from_cache"],
@@ -91,7 +93,8 @@ def format_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> str:
     reserved = described["gpu_peak_reserved_bytes"]
     layers = ", ".join(map(str, described["traced_layers"]))
     disk = described["disk_bytes_per_rank"]
-    on_disk = f"what layers save below memory.nvme_path: {_gib(disk)} GiB for each GPU\n" if disk else ""
+    parts = [f"{what} {_gib(disk[name])}" for name, what in ON_DISK.items() if disk.get(name)]
+    on_disk = f"below memory.nvme_path, GiB for each GPU: {', '.join(parts)}\n" if parts else ""
     return (
         f"{text}\n\n{on_disk}"
         f"reserved by the allocator: {_gib(reserved['expandable_segments'])} GiB with expandable segments, "

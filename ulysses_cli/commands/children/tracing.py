@@ -24,15 +24,9 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
     """For a recipe that passed its checks. Takes minutes, or no time where the result is in the cache. Raises
     RecipeError where the trace fails."""
     from ulysses_cli.host import children
-    from ulysses_cli.plan.levers import get_key, list_on_disk
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
 
-    if on_disk := [name for name in list_on_disk(levers) if name != "offloaded_to"]:
-        key = f"memory.{get_key(on_disk[0])}"
-        what = "nvme cannot be traced: DeepSpeed keeps it in files, not in tensors"
-        hint = f"leave out --trace, or trace with {key}=cpu: the GPU holds as much or a little more"
-        raise RecipeError([Problem(key, what, hint)])
     request = {
         "recipe": recipe.model_dump(mode="json"),
         "config": dict(config),

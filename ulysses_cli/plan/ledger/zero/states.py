@@ -108,7 +108,9 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         if casts_back:  # this rank's shares are copies
             sent += job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
         share = count_shard(largest, job.world_size)
-        norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
+        # those that go to a disk wait for each other (stage3.py: partition_grads, offload_fp32_gradients)
+        waiting = count_shard(num_elements, job.world_size) if job.levers.offload_optimizer == "nvme" else share
+        norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * waiting
         if is_alone and not casts_back:  # nothing was concatenated: the shares lie in the cast itself
             return own + sent + cast + takes_norm * norm
         return own + sent + max(cast, takes_norm * norm)

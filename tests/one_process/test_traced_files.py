@@ -1,0 +1,39 @@
+"""Traces a step whose optimizer states and weights are in files, and compares it with the ledger's formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.random_recipes import DrawnRecipe, make_drawn_job, predict_phases, start_trace
+from support.training import make_recipe
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes, compute_weight_file_bytes
+
+SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128, "vocab_size": 4096}
+COMMON = ("parallel.sp_size=2", "data.max_length=1024", "memory.nvme_path=.", "run.device=auto")
+STATES, WEIGHTS = "memory.offload_optimizer=nvme", "memory.offload_param=nvme"
+
+
+def trace_and_make_job(*words: str) -> tuple[dict[str, Any], dict[str, int], Job]:
+    recipe = make_recipe(*COMMON, *words, config={"model_type": "llama", "num_hidden_layers": 3, **SIZES})
+    drawn = DrawnRecipe(0, 0, {"model": {"config": dict(recipe.model.config or {})}}, recipe)
+    job = make_drawn_job(drawn)
+    return start_trace(drawn), predict_phases(job), job
+
+
+@pytest.mark.parametrize("words", [(STATES,), (WEIGHTS,), (STATES, WEIGHTS)], ids=["states", "weights", "both"])
+def test_a_trace_counts_files_as_the_formula_does(words: tuple[str, ...]) -> None:
+    traced, formula, job = trace_and_make_job(*words)
+    assert max(formula.values()) == pytest.approx(max(traced["device"].values()), rel=0.03)
+    files = traced["disk"]
+    assert (files["states"] > 0, files["weights"] > 0) == (STATES in words, WEIGHTS in words)
+    # what is too small for a file, or behind the last whole block, stays in memory
+    assert files["states"] == pytest.approx(compute_state_file_bytes(job), rel=0.05)
+    assert files["weights"] == pytest.approx(compute_weight_file_bytes(job), rel=0.05)
+
+
+def test_without_files_none_is_counted() -> None:
+    traced, _, _ = trace_and_make_job("memory.offload_param=cpu", "memory.nvme_path=null")
+    assert traced["disk"] == {"activations": 0, "states": 0, "weights": 0}
