@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.random_recipes import DrawnRecipe, make_drawn_job, predict_phases, start_trace
+from support.real_steps import ZERO, make_case
 from support.training import make_recipe
 
 from ulysses_cli.plan.ledger.job import Job
@@ -37,3 +38,12 @@ def test_a_trace_counts_files_as_the_formula_does(words: tuple[str, ...]) -> Non
 def test_without_files_none_is_counted() -> None:
     traced, _, _ = trace_and_make_job("memory.offload_param=cpu", "memory.nvme_path=null")
     assert traced["disk"] == {"activations": 0, "states": 0, "weights": 0}
+
+
+def test_a_frozen_weight_that_is_soon_used_twice_is_read_once() -> None:
+    """DeepSpeed lists it twice among the weights to read ahead, and then fails."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048}
+    narrow = (f"{ZERO}.max_reuse_distance=700000", f"{ZERO}.max_live_parameters=1500000", "data.max_length=256")
+    recipe = make_case(sizes, "parallel.sp_size=2", *narrow, WEIGHTS, "memory.nvme_path=.", "lora.r=16")
+    traced = start_trace(DrawnRecipe(0, 0, {"model": {"config": dict(recipe.model.config or {})}}, recipe))
+    assert traced["disk"]["weights"] > 0

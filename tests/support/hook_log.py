@@ -1,5 +1,5 @@
-"""Logs every ZeRO-3 hook of a traced step but those of rotary embeddings: reads the step's request as JSON on stdin,
-writes the hooks of the counted step to stdout.
+"""Logs every ZeRO-3 hook of a traced step: reads the step's request as JSON on stdin, writes the hooks of the counted
+step to stdout.
 
 It runs as a process of its own, like the trace, since it patches DeepSpeed.
 """
@@ -41,13 +41,11 @@ class HookLog:
             self.is_fetching = True
             fetch(itself, module, forward)
             self.is_fetching = False
-            if not is_rotary(module):
-                self.hooks.append((True, forward, self.num_bytes))
+            self.hooks.append((True, forward, self.num_bytes))
 
         def release_and_note(itself: Any, module: Any, forward: bool = False) -> None:
             release(itself, module, forward)
-            if not is_rotary(module):
-                self.hooks.append((False, forward, self.num_bytes))
+            self.hooks.append((False, forward, self.num_bytes))
 
         def reset_and_forget(itself: Any) -> None:
             reset(itself)
@@ -59,10 +57,6 @@ class HookLog:
 
         coordinator.fetch_sub_module, coordinator.release_sub_module = fetch_and_note, release_and_note
         coordinator.reset_step, storages._note = reset_and_forget, count_and_note
-
-
-def is_rotary(module: Any) -> bool:
-    return "RotaryEmbedding" in type(module).__name__
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.memory.replica_copies import OrderedCopies
 from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.shards import get_shape
+from ulysses_cli.train.optimizer.swap_files import read_each_once
 from ulysses_cli.train.optimizer.unlocked_adam import unlock
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
@@ -112,6 +113,8 @@ def build(
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
     if recipe.parallel.zero_stage == 3 and plan.layout.dp_replicate_size > 1:
         OrderedCopies(module.parameters(), get_accelerator())
+    if plan.levers.offload_param == "nvme":
+        read_each_once(module.parameters())
     if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
         if not unlock(optimizer):
             report(LOCKED)

@@ -6,7 +6,9 @@ Between steps the states exist only in these files. Uses the swapper's attribute
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,16 @@ def is_swapped(optimizer: Any, master: Tensor) -> bool:
     """Whether the sub-group is on the disk. Small ones stay in memory."""
     swapper = getattr(optimizer, "optimizer_swapper", None)
     return swapper is not None and getattr(master, "ds_id", None) in swapper.swap_params_info
+
+
+def read_each_once(parameters: Iterable[nn.Parameter]) -> None:
+    """DeepSpeed reads the next weights ahead. It lists one that is soon used twice, as a recomputation and its backward
+    use a frozen one, twice, and fails when it finds no second buffer for it (partitioned_param_coordinator.py:
+    __prefetch_nvme_param_partitions)."""
+    swappers = {id(swapper): swapper for each in parameters if (swapper := getattr(each, "nvme_swapper", None))}
+    for swapper in swappers.values():
+        swapper.swap_in = partial(_read_each_once, swapper.swap_in)
+
+
+def _read_each_once(read: Callable[..., None], weights: Sequence[nn.Parameter], *args: Any, **kwargs: Any) -> None:
+    read(list(dict.fromkeys(weights)), *args, **kwargs)
