@@ -104,8 +104,10 @@ def make_reference(recipe: Recipe) -> Trajectory:
     if recipe.lora is not None:
         from peft import LoraConfig, get_peft_model
 
+        targets: Any = recipe.lora.target_modules
+        targets = targets if isinstance(targets, str) else list(targets)
         torch.manual_seed(recipe.run.seed)
-        get_peft_model(model, LoraConfig(r=recipe.lora.r, lora_alpha=recipe.lora.alpha, target_modules="all-linear"))
+        get_peft_model(model, LoraConfig(r=recipe.lora.r, lora_alpha=recipe.lora.alpha, target_modules=targets))
     rows, batching = MemoryRows(ROWS), make_batching(recipe)
     per_step = batching.rows_per_step
     steps = [list(plan_step(rows, batching, step * per_step, 1000).rows) for step in range(NUM_STEPS)]

@@ -63,6 +63,8 @@ CASES = [
     ("qwen3_next", "2x1", 3, False, "default"),
     ("zamba2", "2x1", 1, False, "none"),
     ("zamba2", "2x1", 3, False, "all"),
+    ("zamba2", "2x1", 3, True, "default"),
+    ("zamba2", "2x2", 1, True, "all"),
     ("granitemoehybrid", "2x1", 1, False, "default"),
     *((name, "2x1", 3, False, "host") for name in ("qwen3_5_text", "nemotron_h", "lfm2")),
     ("qwen3_5_text", "2x2", 3, True, "host"),
@@ -84,3 +86,10 @@ def test_training_equals_plain_torch(model_type: str, layout: str, stage: int, l
 def test_eight_ranks_of_a_row(model_type: str, stage: int) -> None:
     config = {**CONFIGS[model_type], **EIGHT_HEADS[model_type]}
     check_training("8x1", 1, stage, False, config=config, tolerance=TOLERANCE, floor=FLOOR)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "stage"), [("2x1", 3), ("2x2", 2)])
+def test_adapters_on_the_attention_of_shared_blocks(layout: str, stage: int) -> None:
+    targets = "lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
+    check_training(layout, 1, stage, True, targets, config=CONFIGS["zamba2"], tolerance=TOLERANCE, floor=FLOOR)

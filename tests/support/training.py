@@ -102,8 +102,11 @@ def train_plainly(
             total = total + functional.cross_entropy(logits.double(), torch.from_numpy(labels), reduction="sum")
             count += int((labels >= 0).sum())
         (total / count).backward()
+        for parameter in trained.values():
+            if parameter.grad is None:  # DeepSpeed steps these too: they decay
+                parameter.grad = torch.zeros_like(parameter)
         losses.append((total / count).item())
-        grads.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
+        grads.append({name: p.grad.clone() for name, p in trained.items()})
         norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), train.max_grad_norm or float("inf")).item())
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -23,7 +23,7 @@ from ulysses_cli.plan.ledger.recurrence.modules import (
     walk_latent_attention,
     walk_scan,
 )
-from ulysses_cli.plan.ledger.shared_blocks.modules import name_block, walk_shared_layer
+from ulysses_cli.plan.ledger.shared_blocks.modules import list_idle_adapters, name_block, walk_shared_layer
 from ulysses_cli.plan.ledger.token_vectors.modules import walk_all_vectors, walk_own_vector
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -119,6 +119,7 @@ def list_weights(shape: ModelShape, adapters: Adapters | None) -> Weights:
     for module in modules:
         for name, size in module.weights:
             sizes[name] = size, module.is_trained
+    sizes |= {name: (size, True) for name, size in list_idle_adapters(shape, modules)}
     trained = [size for size, is_trained in sizes.values() if is_trained]
     frozen = [size for size, is_trained in sizes.values() if not is_trained]
     counted, known = sum(trained) + sum(frozen), shape.num_parameters

@@ -3,7 +3,7 @@ modeling_zamba2.py, Zamba2HybridLayer)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from ulysses_cli.plan.ledger.adapters.modules import Adapters, Module, make_linear
@@ -70,6 +70,25 @@ def walk_shared_layer(
     yield from walk_scan(
         shape, scan, partial(_make_deeper, in_mixer), partial(make_linear(in_mixer, adapters), depth=5)
     )
+
+
+def list_idle_adapters(shape: ModelShape, modules: Sequence[Module]) -> Iterator[tuple[str, int]]:
+    """LoRA's weights that no forward uses. Every layer has a copy of its block, with the block's own adapters of each
+    layer that uses it. Copies share these weights, and not what peft puts on them."""
+    users = [(number, layer.shared.number) for number, layer in enumerate(shape.layers) if layer.shared]
+    own = {
+        number: {
+            name.partition(".")[2]: size
+            for module in modules
+            if module.layer == number and module.is_trained
+            for name, size in module.weights
+            if name.split(".")[1] in (*QUERY_ADAPTERS, GATE_ADAPTER) and name.endswith((".a", ".b"))
+        }
+        for number, _ in users
+    }
+    for number, block in users:
+        for other in (each for each, same in users if same == block and each != number):
+            yield from ((f"{number}.of {other}.{name}", size) for name, size in own[other].items())
 
 
 def _make_inside(make: Make, prefix: str, depth: int, name: str, *weights: tuple[str, int], **more: bool) -> Module:
