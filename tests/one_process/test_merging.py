@@ -28,6 +28,7 @@ from ulysses_cli.train.export.merging import Merging, add_adapters
 
 SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 NAMED = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # where peft refuses all-linear
+UNSHARED = ["in_proj", "out_proj", "linear"]  # of layers that share a block
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,6 +77,8 @@ TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projec
 def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if model_type in REFUSED_BY_PEFT:
         monkeypatch.setitem(SETTINGS, "target_modules", NAMED)
+    if FAMILIES[model_type].shares_blocks:
+        monkeypatch.setitem(SETTINGS, "target_modules", UNSHARED)
     config, adapted, checkpoint = adapt(tmp_path, model_type)
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
@@ -90,6 +93,16 @@ def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, m
     changed = {name for name in ours if not torch.equal(ours[name], before[name])}
     assert changed == {name for name in reference if not torch.equal(reference[name], before[name])}
     assert len(changed) >= (2 * 4 if SETTINGS["target_modules"] == "all-linear" else 1)
+
+
+@pytest.mark.check
+def test_adapters_on_a_weight_that_layers_share_are_not_merged(tmp_path: Path) -> None:
+    """Each layer has its own, and the merged weight would be one."""
+    config, _, checkpoint = adapt(tmp_path, "zamba2")
+    message = r"layers\.0\S+q_proj\.weight and \S+layers\.1\S+q_proj\.weight are one weight with an adapter for each"
+    with pytest.raises(CheckpointError, match=message):
+        merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
+    assert not (tmp_path / "ours").exists()
 
 
 DORA = {"use_dora": True}

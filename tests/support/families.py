@@ -74,8 +74,8 @@ FIXED_VALUES: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "zamba2": {
-        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 8, "num_mem_blocks": 2,
-        "layers_block_type": ["mamba", "hybrid"], "adapter_rank": 4, "tie_word_embeddings": True,
+        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 8, "num_mem_blocks": 1,
+        "layers_block_type": ["hybrid", "hybrid", "mamba"], "adapter_rank": 4, "tie_word_embeddings": True,
     },
     **{key: {"layer_types": ["conv", "full_attention"]} for key in ("lfm2", "lfm2_moe")},
     "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 32},

@@ -110,7 +110,8 @@ class Merging:
         for name, tensor in carried.read():
             writer.add_unchanged(name, tensor)
         written = writer.finish()
-        if missing := sorted({in_files(name) for name in wanted} - set(written)):
+        copies = layout.name_in_files({name: state[name] for name in _find_copies(skeleton)}).keys()
+        if missing := sorted({in_files(name) for name in wanted.keys() - copies} - set(written)):
             raise CheckpointError(f"the base model's files lack {', '.join(missing[:3])}")
         return written
 
@@ -118,7 +119,7 @@ class Merging:
         """The adapters in the order of the model's layers."""
         adapted = copy.deepcopy(skeleton)
         add_adapters(adapted, self.adapter_config)
-        adapters, parameters = [], dict(skeleton.named_parameters())
+        adapters, parameters = [], dict(skeleton.named_parameters(remove_duplicate=False))
         for name, module in adapted.named_modules():
             if "default" in getattr(module, "lora_A", {}):
                 part = getattr(module, "parameter_name", "weight")  # an expert's adapter names its parameter
@@ -132,6 +133,14 @@ class Merging:
             expected |= {PREFIX + name for name, value in adapted.named_parameters() if value.requires_grad}
         if unmatched := sorted(expected ^ self.sources.keys()):
             raise CheckpointError(f"the adapters do not fit the base model: {', '.join(unmatched[:3])}")
+        of_weight: dict[int, str] = {}
+        for adapter in adapters:
+            other = of_weight.setdefault(id(parameters[adapter.parameter]), adapter.parameter)
+            if other != adapter.parameter:
+                raise CheckpointError(
+                    f"{other} and {adapter.parameter} are one weight with an adapter for each layer: no merged weight "
+                    "has both; export the adapters alone"
+                )
         return adapters
 
     def _find_whole_parts(self, skeleton: Any, layout: FileLayout) -> dict[str, str]:
@@ -223,6 +232,12 @@ def _find_tables(skeleton: Any) -> dict[str, Tensor]:
     tables = [part.weight for part in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())]
     named = skeleton.named_parameters(remove_duplicate=False)
     return {name: value for name, value in named if any(value is table for table in tables)}
+
+
+def _find_copies(skeleton: Any) -> list[str]:
+    """Further names of parameters that layers share. Files need not hold them."""
+    first = {name for name, _ in skeleton.named_parameters()}
+    return [name for name, _ in skeleton.named_parameters(remove_duplicate=False) if name not in first]
 
 
 def _match(name: str, wanted: Collection[str]) -> str:
