@@ -679,6 +679,16 @@ def test_check_lora_targets_that_peft_refuses() -> None:
     assert check(f"lora.target_modules=[{own}]", **pattern) == []
 
 
+def test_check_lora_targets_that_are_numbers() -> None:
+    """The adapters inside a shared block are called 0 and 1, as decoder layers are."""
+    shared = {"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"] * 8, "num_hidden_layers": 16}
+    assert only('lora.target_modules=["0", "1"]', **shared) == (
+        "command line: lora.target_modules: 0, 1: no linear layer of owner/model that takes an adapter\n\n"
+        "hint: use all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj, in_proj, out_proj, "
+        "linear"
+    )
+
+
 def test_check_dropout() -> None:
     assert only(attention_dropout=0.1) == (
         "r.yaml:2:17: model.name_or_path: the config of owner/model asks for attention_dropout 0.1, which is not "

@@ -191,7 +191,8 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
-    """Adapters go on linear layers that the model has. Experts' matrices are parts of one tensor and not layers."""
+    """Adapters go on linear layers that the model has. Experts' matrices are parts of one tensor and not layers. A
+    number is also the name of a decoder layer, which peft refuses."""
     if recipe.lora is None or not shape.linear_modules:
         return
     if recipe.lora.target_modules == "all-linear":
@@ -204,14 +205,15 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
         if not shape.adapts_all:
             yield Problem("lora.target_modules", message, f"use [{', '.join(shape.linear_modules)}]")
         return
-    unknown = [name for name in recipe.lora.target_modules if name not in shape.linear_modules]
+    names = [name for name in shape.linear_modules if not name.isdigit()]
+    unknown = [name for name in recipe.lora.target_modules if name not in names]
     if unknown:
         yield Problem(
             "lora.target_modules",
             f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
             f"write a list: [{', '.join(filter(None, (name.strip() for name in unknown[0].split(','))))}]"
             if "," in unknown[0]
-            else f"use {'all-linear, or ' if shape.adapts_all else ''}some of {', '.join(shape.linear_modules)}",
+            else f"use {'all-linear, or ' if shape.adapts_all else ''}some of {', '.join(names)}",
         )
 
 
