@@ -242,9 +242,12 @@ def count_cached(model_type: str, ring_size: int = 1) -> int:
     return generator.cache.count_bytes()
 
 
+FURTHER_CACHES = ("llama", "qwen3_next", "bamba", "lfm2", "zamba2")
+
+
 @pytest.mark.parametrize(
     "model_type",
-    ["gemma2", *(pytest.param(each, marks=pytest.mark.full) for each in ("llama", "qwen3_next", "bamba", "lfm2"))],
+    ["gemma2", *(pytest.param(each, marks=pytest.mark.full) for each in FURTHER_CACHES)],
 )
 def test_the_predicted_cache_is_the_counted_one(model_type: str) -> None:
     from test_generation import make

@@ -1,14 +1,26 @@
 """Training of models with convolutions and recurrences on ranks equals plain torch on one process: loss, every gradient
-and the weights after five steps, with packed documents."""
+and the weights after five steps, with packed documents. An evaluation between steps has the plain model's loss."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
-from support.hybrids import HYBRIDS, TINY
+import torch
+from support.hybrids import HYBRIDS, TINY, describe_hybrid
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
 from support.tiers import mark_by
-from test_exact_training import LEVERS, check_training
+from support.training import MemoryRows, make_recipe
+from test_exact_training import LEVERS, ROWS, check_training
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.train.evaluation import evaluate
+from ulysses_cli.train.loop import train
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -93,3 +105,66 @@ def test_eight_ranks_of_a_row(model_type: str, stage: int) -> None:
 def test_adapters_on_the_attention_of_shared_blocks(layout: str, stage: int) -> None:
     targets = "lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
     check_training(layout, 1, stage, True, targets, config=CONFIGS["zamba2"], tolerance=TOLERANCE, floor=FLOOR)
+
+
+HELD_OUT = [[(20, 0), (9, 0), (31, 12)], [(64, 0)], [(1, 0), (50, 3)]]
+NUM_EVALUATED = 3  # steps with an evaluation before each
+
+
+@torch.no_grad()
+def compute_plain_loss(harness: RunHarness, rows: MemoryRows) -> float:
+    """The loss of the plain model with the weights of training, document by document."""
+    config = deepcopy(harness.built.config)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    weights = {name.removeprefix("model."): value for name, value in harness.read_weights().items()}
+    assert weights.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(weights, strict=False)  # weights that layers share have further names
+    total, num_targets = 0.0, 0
+    for tokens, labels in (document for row in rows.documents for document in row):
+        logits = plain(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+        total += functional.cross_entropy(logits.double(), torch.from_numpy(labels), reduction="sum").item()
+        num_targets += int((labels >= 0).sum())
+    return total / num_targets
+
+
+def train_and_evaluate(recipe: Recipe) -> tuple[list[float], list[float], list[float]]:
+    """On one rank: the losses of steps, of evaluations between them, and of the plain model."""
+    harness, held_out = RunHarness(recipe, MemoryRows(ROWS), NUM_EVALUATED), MemoryRows(HELD_OUT)
+    state, batching = harness.train_state, make_eval_batching(harness.plan.shape, harness.plan.resolved)
+    found: list[tuple[float, float]] = []
+
+    def evaluate_both(*_: object) -> None:
+        own = evaluate(state.engine, state.groups, held_out, batching)
+        found.append((own["loss"], compute_plain_loss(harness, held_out)))
+
+    state.pre_step_hooks = (evaluate_both,)
+    train(state)
+    ours, plain = map(list, zip(*found, strict=True))
+    return harness.losses, ours, plain
+
+
+def train_alone(recipe: Recipe) -> list[float]:
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_EVALUATED)
+    train(harness.train_state)
+    return harness.losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("zamba2", ("parallel.sp_size=2",)),
+        ("zamba2", ("parallel.dp_shard_size=2", "parallel.zero_stage=2")),
+        ("nemotron_h", ("parallel.sp_size=2",)),
+        ("qwen3_5_text", ("parallel.sp_size=2", "parallel.zero_stage=1")),
+    ],
+)
+def test_an_evaluation_between_steps_is_the_plain_models_and_changes_no_step(
+    model_type: str, words: tuple[str, ...]
+) -> None:
+    recipe = make_recipe(*words, config=describe_hybrid(model_type, initializer_range=0.1))
+    expected = run_on_ranks(2, train_alone, recipe)[0]
+    for losses, ours, plain in run_on_ranks(2, train_and_evaluate, recipe):
+        assert losses == expected
+        assert ours == pytest.approx(plain, rel=1e-5)
+        assert len({round(loss, 4) for loss in ours}) == NUM_EVALUATED

@@ -29,7 +29,7 @@ ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50,
 ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
 # With the usual weights, losses hardly show what convolutions and recurrences do. Delta rules compute in float32: wider
 # weights would show that.
-RANGES = {"qwen3_5_text": 0.05, "nemotron_h": 0.2, "lfm2": 0.2}
+RANGES = {"qwen3_5_text": 0.05, "nemotron_h": 0.2, "lfm2": 0.2, "zamba2": 0.2}
 HYBRID_STEPS = 6  # of models whose steps take long: past the ends of several epochs too
 History = tuple[list[tuple[int, ...]], list[float]]
 # (ranks, sp_size), and which of them `make test` and `make check` include
@@ -141,6 +141,7 @@ def test_a_ring_resumes_what_another_order_wrote(storage: Path, writer: str, rea
 READERS = {
     "sp 4, stage 3": (4, (SP_4, "parallel.zero_stage=3")),
     "sp 1, stage 1": (1, ("parallel.zero_stage=1",)),
+    "dp 2, stage 2": (2, ("parallel.dp_shard_size=2", "parallel.zero_stage=2")),
     "dp 2 x sp 2": (4, (SP_2, "parallel.dp_shard_size=2")),
     "the same": (2, WRITERS["sp 2, stage 3"]),
 }
@@ -150,7 +151,7 @@ READERS = {
     ("model_type", "reader"),
     [
         pytest.param(name, reader, marks=mark_by(False, (name, reader) == ("lfm2", "sp 1, stage 1")))
-        for name in RANGES  # a delta net; Mamba2 with experts; short convolutions
+        for name in RANGES  # a delta net; Mamba2 with experts; short convolutions; blocks that layers share
         for reader in READERS
     ],
 )
