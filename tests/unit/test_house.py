@@ -39,6 +39,7 @@ IMPORT_DEEPSPEED = {
     "train/assembly/optimizer",
     "train/assembly/recurrent_layers",
     "train/generation/on_engine",
+    "prove/trace/counted_swaps",
     "prove/trace/fake_device",
     "prove/verify/recorded_run",
 }

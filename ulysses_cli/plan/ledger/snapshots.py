@@ -38,7 +38,9 @@ def walk_snapshots(job: Job) -> Iterator[MemorySnapshot]:
     """Every time at which a rank's memory may be fullest, in order."""
     for snapshot in _walk_all(job):
         below = job.zero_stage < 3
-        yield _settle_gradients(job, snapshot) if below else _settle_swapping(job, _settle_shards(job, snapshot))
+        yield (
+            _settle_gradients(job, snapshot) if below else swapping.settle_gradients(job, _settle_shards(job, snapshot))
+        )
 
 
 def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
@@ -51,17 +53,6 @@ def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
     gathered_bytes = 0 if goes_again else snapshot.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, gathered_bytes)
     return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, "parameters_second_shard": second})
-
-
-def _settle_swapping(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
-    """Gradients that have no file on the disk stay on the GPU until the optimizer's step has taken them. A snapshot
-    that does not say how many there are is before the last layer's backward, or in that step."""
-    if snapshot.phase not in ("backward", "optimizer_step") or job.levers.offload_optimizer != "nvme":
-        return snapshot
-    lines = dict(snapshot.lines)
-    whole = swapping.compute_unswapped_gradients(job) if snapshot.phase == "optimizer_step" else 0
-    lines["gradients"] = lines.pop(swapping.UNSWAPPED, whole)
-    return MemorySnapshot(snapshot.phase, snapshot.name, lines)
 
 
 def _settle_gradients(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
-from ulysses_cli.plan.ledger.memory_snapshot import Lines
+from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import Weights, count_shard
 from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, WeightsOnDisk
@@ -139,6 +139,17 @@ def compute_unswapped_gradients(job: Job, above: int | None = None) -> int:
     ]
     unswapped = [share for share in shares if FLOAT_BYTES * share < SMALLEST_FILE_BYTES or share % ALIGNED_ELEMENTS]
     return FLOAT_BYTES * sum(unswapped)
+
+
+def settle_gradients(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
+    """Gradients that have no file on the disk stay on the GPU until the optimizer's step has taken them. A snapshot
+    that does not say how many there are is before the last layer's backward, or in that step."""
+    if snapshot.phase not in ("backward", "optimizer_step") or job.levers.offload_optimizer != "nvme":
+        return snapshot
+    lines = dict(snapshot.lines)
+    whole = compute_unswapped_gradients(job) if snapshot.phase == "optimizer_step" else 0
+    lines["gradients"] = lines.pop(UNSWAPPED, whole)
+    return MemorySnapshot(snapshot.phase, snapshot.name, lines)
 
 
 @lru_cache(maxsize=64)
