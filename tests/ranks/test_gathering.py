@@ -21,6 +21,14 @@ from ulysses_cli.plan.models.shape import read_model_shape
 LOG = ROOT / "tests" / "support" / "hook_log.py"
 NARROW = (f"{ZERO}.max_reuse_distance=700000", f"{ZERO}.max_live_parameters=1500000", "data.max_length=256")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
+SHARED = {
+    "model_type": "zamba2", "n_mamba_heads": 16, "mamba_ngroups": 2, "mamba_d_state": 16, "chunk_size": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "adapter_rank": 16, "num_mem_blocks": 2, "use_mem_rope": True,
+    "use_shared_attention_adapter": True, "tie_word_embeddings": True,
+}  # fmt: skip
+LAYERS = ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba"]
+FEWER = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_mem_blocks": 1}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "adapters": ({"num_hidden_layers": 3}, ("lora.r=16",)),
     "full": ({"num_hidden_layers": 6}, ()),
@@ -30,6 +38,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "norms behind": ({"model_type": "olmo2", "num_hidden_layers": 5}, ()),
     "four norms": ({"model_type": "gemma2", "num_hidden_layers": 4}, ()),
     "experts": ({"model_type": "qwen3_moe", "num_hidden_layers": 5, **EXPERTS}, ()),
+    "scans": ({"model_type": "bamba", "num_hidden_layers": 5, "attn_layer_indices": [2], **MAMBA}, ()),
+    "shared blocks": ({**SHARED, "num_hidden_layers": 6, "layers_block_type": LAYERS}, ()),
+    "shared blocks, tiles": ({**SHARED, **FEWER}, ("memory.tiled_mlp=true",)),
+    "shared blocks, adapters": ({**SHARED, **FEWER}, ("lora.r=16",)),
 }
 
 
@@ -46,7 +58,7 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     real = [(enters, is_forward, num_bytes // 4) for enters, is_forward, num_bytes in json.loads(done.stdout)]
     job = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers(**request["levers"]))
     leaves = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp)
-    modules = tuple(join_mlps(job.weights.modules, leaves, job.shape.model_type))
+    modules = tuple(join_mlps(job.weights.modules, leaves, job.shape))
     recomputes = job.levers.gradient_checkpointing is not False
     visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
     coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves))

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from ulysses_cli.plan.ledger.adapters.modules import (
+    ATTENTION,
     EMBEDDING,
     HEAD,
     LAYERS,
+    UNREAD_EMBEDDING,
     Adapters,
     Module,
     make_beside,
@@ -23,7 +25,7 @@ from ulysses_cli.plan.ledger.recurrence.modules import (
     walk_latent_attention,
     walk_scan,
 )
-from ulysses_cli.plan.ledger.shared_blocks.modules import list_idle_adapters, name_block, walk_shared_layer
+from ulysses_cli.plan.ledger.shared_blocks.modules import list_copied_adapters, name_block, walk_shared_layer
 from ulysses_cli.plan.ledger.token_vectors.modules import walk_all_vectors, walk_own_vector
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -119,7 +121,8 @@ def list_weights(shape: ModelShape, adapters: Adapters | None) -> Weights:
     for module in modules:
         for name, size in module.weights:
             sizes[name] = size, module.is_trained
-    sizes |= {name: (size, True) for name, size in list_idle_adapters(shape, modules)}
+    for _, name, size in list_copied_adapters(shape, modules):
+        sizes.setdefault(name, (size, True))
     trained = [size for size, is_trained in sizes.values() if is_trained]
     frozen = [size for size, is_trained in sizes.values() if not is_trained]
     counted, known = sum(trained) + sum(frozen), shape.num_parameters
@@ -157,7 +160,8 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
     if vectors := shape.token_vectors:
         make = partial(make_beside, adapters)
         yield from walk_all_vectors(shape.hidden_size, vectors, make, make_linear(make, adapters))
-    yield Module("", -1, 2, "rotary_emb")
+    if shape.rope_type:
+        yield Module("", -1, 2, "rotary_emb")
     for index, layer in enumerate(shape.layers):
         yield from _walk_layer(shape, adapters, index, layer)
     yield Module(HEAD, -1, 2, "norm", tuple(list_norm("norm", shape)), trains(adapters, "norm"))
@@ -188,11 +192,13 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         in_mlp: bool = False,
         is_trained: bool | None = None,
         owner: str = str(index),
+        reads: tuple[tuple[str, int], ...] = (),
     ) -> Module:
-        own = tuple((f"{owner}.{key}", size) for key, size in weights)
+        own, read = (tuple((f"{owner}.{key}", size) for key, size in each) for each in (weights, reads))
         whole = full or (norms and "norm" in name)
         is_beside = in_mlp and shape.model_type in PARALLEL
-        return Module(LAYERS, index, depth, name, own, whole if is_trained is None else is_trained, in_mlp, is_beside)
+        is_own = whole if is_trained is None else is_trained
+        return Module(LAYERS, index, depth, name, own, is_own, in_mlp, is_beside, read)
 
     linear = make_linear(make, adapters)
 
@@ -202,7 +208,9 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     hidden, inner = shape.hidden_size, layer.mlp.inner_size if layer.mlp else shape.intermediate_size
     before, behind = has_norm_before(shape), has_norm_behind(shape)
     between = [f"norm{number}" for number in range(count_norms(shape) - before - behind)]
-    yield make(2, SCALED_LAYER if shape.model_type in SCALED_LAYERS else "layer")
+    is_unread = family.shares_blocks and not layer.shared and trains(adapters, "embed_tokens")
+    is_scaled = shape.model_type in SCALED_LAYERS
+    yield make(2, UNREAD_EMBEDDING if is_unread else SCALED_LAYER if is_scaled else "layer")
     if layer.shared:
         yield from walk_shared_layer(shape, layer, make, partial(make, owner=name_block(layer.shared)), adapters)
         return
@@ -305,7 +313,7 @@ def _walk_attention(
         return
     family, head_dim = FAMILIES[shape.model_type], attention.head_dim
     hidden, query, kv = shape.hidden_size, attention.num_heads * head_dim, attention.num_kv_heads * head_dim
-    yield make(3, "attention", *([("sinks", attention.num_heads)] if attention.has_sinks else []))
+    yield make(3, ATTENTION, *([("sinks", attention.num_heads)] if attention.has_sinks else []))
     if "qkv_proj" in family.attention_modules:
         yield from linear("qkv_proj", hidden, query + 2 * kv)
     else:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
+# DeepSpeed's hook does not see the end of their backward (runtime/zero/parameter_offload.py): the input of the first is
+# a keyword argument, and the second gets the trained embedding beside its own input and does not read it.
+ATTENTION, UNREAD_EMBEDDING = "attention", "layer beside the embedding"
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ def trains(adapters: Adapters | None, part: str) -> bool:
 class Module:
     """One module: its place, its own weights as (name, elements), and whether they are trained. The modules that follow
     it with a greater depth are inside it. An MLP in tiles is gathered as a whole: its modules are `in_mlp`.
-    `is_beside`: it is of an MLP that does not read attention's result."""
+    `is_beside`: it is of an MLP that does not read attention's result. `reads`: weights of modules inside it that it
+    reads itself, so that DeepSpeed gathers them with its own (parameter_offload.py: ZeROOrderedDict)."""
 
     part: str
     layer: int
@@ -44,6 +48,16 @@ class Module:
     is_trained: bool = True
     in_mlp: bool = False
     is_beside: bool = False
+    reads: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def gathered(self) -> tuple[tuple[str, int], ...]:
+        return self.weights + self.reads
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a hook runs at the end of its backward."""
+        return self.name not in (ATTENTION, UNREAD_EMBEDDING)
 
 
 def make_beside(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from ulysses_cli.plan.ledger.adapters.modules import ATTENTION
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
 from ulysses_cli.plan.models.layers import (
@@ -19,6 +20,8 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 M = TypeVar("M")
+# Their layers call a scan with the hidden state as a positional argument (modeling_nemotron_h.py: NemotronHBlock).
+GIVES_POSITION = {"nemotron_h"}
 
 
 def walk_convolution(
@@ -28,7 +31,7 @@ def walk_convolution(
     linear: Callable[[str, int, int], Iterator[M]],
 ) -> Iterator[M]:
     """The convolution's weight is read without its module; DeepSpeed then counts it to the module that reads it."""
-    yield make(3, "attention", ("conv", mixer.conv_channels * mixer.conv_tokens))
+    yield make(3, ATTENTION, ("conv", mixer.conv_channels * mixer.conv_tokens))
     yield from linear("in_proj", shape.hidden_size, 3 * mixer.conv_channels)
     yield from linear(name_last_projection(FAMILIES[shape.model_type]), mixer.conv_channels, shape.hidden_size)
 
@@ -54,7 +57,7 @@ def walk_delta_net(
     """transformers: modeling_qwen3_5.py, Qwen3_5GatedDeltaNet."""
     hidden, heads, values = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.value_head_dim
     conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
-    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), conv)
+    yield make(3, ATTENTION, ("dt_bias", heads), ("A_log", heads), conv)
     if projects_gate_last(FAMILIES[shape.model_type]):
         keys = mixer.num_key_heads * mixer.key_head_dim
         for name, width in (("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("b_proj", heads)):
@@ -82,10 +85,11 @@ def walk_scan(
     make: Callable[..., M],
     linear: Callable[[str, int, int], Iterator[M]],
 ) -> Iterator[M]:
-    """transformers: modeling_bamba.py, BambaMixer."""
+    """transformers: modeling_bamba.py, BambaMixer. It hands its last weight to a kernel that may do all in one."""
     hidden, heads, inner = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.head_dim
     conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
-    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), ("D", heads), conv)
+    name = "mixer" if shape.model_type in GIVES_POSITION else ATTENTION
+    yield make(3, name, ("dt_bias", heads), ("A_log", heads), ("D", heads), conv, reads=(("out_proj", inner * hidden),))
     yield from linear("in_proj", hidden, inner + mixer.conv_channels + heads)
     if mixer.gating != "alone":
         yield make(4, "gated_norm", ("gated_norm", inner))
@@ -105,7 +109,7 @@ def walk_kimi_delta(
         else:
             yield from linear(f"{name}_proj", hidden, width)
 
-    yield make(3, "attention", ("conv", mixer.conv_channels * mixer.conv_tokens))
+    yield make(3, ATTENTION, ("conv", mixer.conv_channels * mixer.conv_tokens))
     for name in ("q_proj", "k_proj", "v_proj"):
         yield from linear(name, hidden, width)
     yield make(4, "forget_gate", ("dt_bias", width), ("A_log", heads))
@@ -125,7 +129,7 @@ def walk_latent_attention(
 ) -> Iterator[M]:
     """transformers: modeling_deepseek_v3.py, DeepseekV3Attention."""
     query, values = attention.num_heads * attention.head_dim, attention.num_heads * attention.value_head_dim
-    yield make(3, "attention")
+    yield make(3, ATTENTION)
     if latent.query_rank is None:
         yield from linear("q_proj", hidden, query)
     else:

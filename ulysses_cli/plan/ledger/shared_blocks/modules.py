@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from ulysses_cli.plan.ledger.adapters.modules import Adapters, Module, make_linear
+from ulysses_cli.plan.ledger.adapters.modules import ATTENTION, Adapters, Module, make_linear
 from ulysses_cli.plan.ledger.recurrence.modules import walk_scan
 from ulysses_cli.plan.models.layers import AttentionMixer, DenseMlp, Layer, Mamba2Mixer, SharedBlock
 from ulysses_cli.plan.models.shape import ModelShape
@@ -51,7 +52,7 @@ def walk_shared_layer(
 
     yield make(3, "block")
     yield make_shared(4, BLOCK_NORM, (BLOCK_NORM, both))
-    yield make(4, "attention")
+    yield make(4, ATTENTION)
     for name, width in (("q_proj", query), ("k_proj", kv), ("v_proj", kv)):
         yield from of_block(name, both, width, depth=5)
     for name in QUERY_ADAPTERS * shared.adapts_attention:
@@ -72,29 +73,34 @@ def walk_shared_layer(
     )
 
 
-def list_idle_adapters(shape: ModelShape, modules: Sequence[Module]) -> Iterator[tuple[str, int]]:
-    """LoRA's weights that no forward uses. Every layer has a copy of its block, with the block's own adapters of each
-    layer that uses it. Copies share these weights, and not what peft puts on them."""
+def list_copied_adapters(shape: ModelShape, modules: Sequence[Module]) -> Iterator[tuple[int, str, int]]:
+    """(Layer, weight, elements): a layer has a copy of its block, with the block's own adapters of each other layer
+    that uses it. No forward uses these. Copies share the weights, and not what LoRA puts on them."""
     users = [(number, layer.shared.number) for number, layer in enumerate(shape.layers) if layer.shared]
     own = {
-        number: {
-            name.partition(".")[2]: size
-            for module in modules
-            if module.layer == number and module.is_trained
-            for name, size in module.weights
-            if name.split(".")[1] in (*QUERY_ADAPTERS, GATE_ADAPTER) and name.endswith((".a", ".b"))
-        }
+        number: {name: size for module in modules if module.layer == number for name, size in module.weights}
         for number, _ in users
     }
     for number, block in users:
         for other in (each for each, same in users if same == block and each != number):
-            yield from ((f"{number}.of {other}.{name}", size) for name, size in own[other].items())
+            for name, size in own[other].items():
+                if name.split(".")[1] in (*QUERY_ADAPTERS, GATE_ADAPTER):
+                    yield number, f"{number}.of {name}" if name.endswith((".a", ".b")) else name, size
 
 
-def _make_inside(make: Make, prefix: str, depth: int, name: str, *weights: tuple[str, int], **more: bool) -> Module:
+def _make_inside(
+    make: Make,
+    prefix: str,
+    depth: int,
+    name: str,
+    *weights: tuple[str, int],
+    reads: tuple[tuple[str, int], ...] = (),
+    **more: bool,
+) -> Module:
     """With weights whose names begin with that of the module around it."""
-    return make(depth, name, *((f"{prefix}.{key}", size) for key, size in weights), **more)
+    own, read = (tuple((f"{prefix}.{key}", size) for key, size in each) for each in (weights, reads))
+    return make(depth, name, *own, reads=read, **more)
 
 
-def _make_deeper(make: Make, depth: int, name: str, *weights: tuple[str, int], **more: bool) -> Module:
+def _make_deeper(make: Make, depth: int, name: str, *weights: tuple[str, int], **more: Any) -> Module:
     return make(depth + 1, name, *weights, **more)

@@ -47,15 +47,15 @@ class Coordinator:
         to the backward, even if DeepSpeed releases them. `disk`: weights whose shares are in files."""
         self.disk, self.read = disk, set[str]()  # whose shares are in host memory
         self.modules, self.engine, self.joins_mlps, self.splits = modules, engine, joins_mlps, splits
-        self.names = [[name for name, _ in module.weights] for module in modules]
-        self.sizes = {name: size for module in modules for name, size in module.weights}
-        frozen = {name for module in modules if not module.is_trained for name, _ in module.weights}
+        self.names = [[name for name, _ in module.gathered] for module in modules]
+        self.sizes = {name: size for module in modules for name, size in module.gathered}
+        frozen = {name for module in modules if not module.is_trained for name, _ in module.gathered}
         self.frozen = {name for name in frozen if not is_adapter(name)}
         self.available = {name for name, size in self.sizes.items() if size <= engine.persistence_threshold}
         self.persistent = frozenset(self.available)
         self.order = [event.module for event in events if event.enters]
         self.queue: deque[tuple[str, int]] = deque(
-            (name, step) for step, number in enumerate(self.order) for name, _ in modules[number].weights
+            (name, step) for step, number in enumerate(self.order) for name, _ in modules[number].gathered
         )
         self.near = Distances([self._list_own(number) for number in self.order])
         # DeepSpeed measures the reuse distance of a whole MLP over everything inside each module that follows.
@@ -75,14 +75,14 @@ class Coordinator:
 
     def _list_own(self, number: int) -> list[tuple[str, int]]:
         module = self.modules[number]
-        return [] if self.joins_mlps and module.in_mlp else list(module.weights)
+        return [] if self.joins_mlps and module.in_mlp else list(module.gathered)
 
     def _list_all(self, number: int) -> list[tuple[str, int]]:
-        depth, weights = self.modules[number].depth, list(self.modules[number].weights)
+        depth, weights = self.modules[number].depth, list(self.modules[number].gathered)
         for module in self.modules[number + 1 :]:
             if module.depth <= depth:
                 break
-            weights += module.weights
+            weights += module.gathered
         return weights
 
     def follow(self, event: HookEvent) -> int:
@@ -188,11 +188,11 @@ class Coordinator:
 
     def _release(self, event: HookEvent) -> None:
         module = self.modules[event.module]
-        if not module.weights and not event.is_backward:
+        if not module.gathered and not event.is_backward:
             return
         near = self.near_mlp if module.in_mlp else self.near
         released = set()
-        for name, _ in module.weights:
+        for name, _ in module.gathered:
             self.users[name].discard(event.module)
             is_near = near.count(name, self.step) < self.engine.max_reuse_distance
             if not is_near and self.fetched_for.get(name, -1) <= self.step:

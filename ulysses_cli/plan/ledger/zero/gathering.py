@@ -16,6 +16,7 @@ from itertools import groupby, pairwise
 from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
+from ulysses_cli.plan.ledger.shared_blocks.modules import GATE_ADAPTER, list_copied_adapters
 from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, is_adapter, list_weights
 from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, Coordinator, WeightsOnDisk
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
@@ -114,7 +115,7 @@ def _replay(
 ) -> Gathered:
     weights = list_weights(shape, adapters)
     leaves = find_leaves(shape, tiles_mlp=tiles_mlp)
-    modules = tuple(join_mlps(weights.modules, leaves, shape.model_type))
+    modules = tuple(join_mlps(weights.modules, leaves, shape))
     events = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
     saved = find_experts(modules) if saves_experts else frozenset()
     is_joined = bool(leaves)
@@ -254,6 +255,8 @@ def _split_mlp(modules: list[Module], model_type: str) -> list[list[Module]]:
 
 def _rank_as_made(weight: str, model_type: str) -> int:
     if is_adapter(weight):
+        return 4
+    if f".{GATE_ADAPTER}." in weight:
         return 3
     is_router, are_experts = ".router" in weight, ".experts." in weight
     if model_type in EXPERTS_LAST:
@@ -268,15 +271,20 @@ def find_experts(modules: tuple[Module, ...]) -> frozenset[str]:
     return frozenset(name for name in names if name.endswith((".experts.gate_up", ".experts.down")))
 
 
-def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int], model_type: str) -> Iterator[Module]:
+def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int], shape: ModelShape) -> Iterator[Module]:
     """Joins the modules of each MLP that is a ZeRO-3 leaf module, as tiled ones are, because it is gathered as a whole:
     weights in the order in which they were made (record_parameters), adapters last. Most blocks make their experts
-    before the router and the expert that every token goes to, whichever runs first."""
+    before the router and the expert that every token goes to, whichever runs first. A shared block's MLP has adapters
+    of other layers in it."""
+    copied: dict[int, list[tuple[str, int]]] = {}
+    for number, name, size in list_copied_adapters(shape, modules):
+        copied.setdefault(number, []).extend([(name, size)] * (GATE_ADAPTER in name))
     for (in_mlp, number), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         if in_mlp and number in leaves:
-            for inside in _split_mlp(list(group), model_type):
+            for inside in _split_mlp(list(group), shape.model_type):
                 weights = dict.fromkeys(weight for module in inside for weight in module.weights)
-                order = sorted(weights, key=lambda each: _rank_as_made(each[0], model_type))
+                weights |= dict.fromkeys(copied.get(number, ()))
+                order = sorted(weights, key=lambda each: _rank_as_made(each[0], shape.model_type))
                 yield replace(inside[0], weights=tuple(order))
         else:
             yield from group

@@ -69,7 +69,7 @@ class ModuleOrder:
         yield HookEvent(number, enters=True, is_backward=True)
         for child in reversed(self.inside[number]):
             yield from self._walk_backward(child, recomputes=recomputes)
-        if module.name != "attention":  # its input is a keyword argument, which DeepSpeed's hook does not see
+        if module.is_left:
             yield HookEvent(number, enters=False, is_backward=True)
 
     def _walk_recomputed(self, layer: int) -> Iterator[HookEvent]:
@@ -93,7 +93,8 @@ class ModuleOrder:
             for child in reversed(self.inside[number]):
                 if child != entered:
                     yield from self._walk_backward(child, recomputes=False)
-            yield HookEvent(number, enters=False, is_backward=True)
+            if self.modules[number].is_left:
+                yield HookEvent(number, enters=False, is_backward=True)
 
     def _has_no_gradient(self, module: Module) -> bool:
         """No result of a frozen embedding needs a gradient, or of a frozen layer or matrix that reads only frozen
