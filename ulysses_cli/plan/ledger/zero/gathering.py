@@ -23,7 +23,7 @@ from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.ledger.zero.swapping import find_on_disk
 from ulysses_cli.plan.models.shape import ModelShape
 
-FETCH_AGAIN = "fetch again"  # the place in a layer where its MLP is fetched to be computed again
+FETCH_AGAIN = "fetch again"  # the place in a layer where its MLP is fetched for its recomputation or backward
 ByLayer = tuple[tuple[int, int], ...]
 TRANSPOSED_EXPERTS = {"gpt_oss"}  # their weights lie as the product reads them; those of others are transposed for it
 # Blocks that make the router before the experts, and those that make the experts last.
@@ -148,8 +148,9 @@ def _replay(
                 key = "backward" if event.is_backward else "forward", place
                 layers = in_layers.setdefault(key, {})
                 layers[module.layer] = max(layers.get(module.layer, 0), num_elements)
-            if event.enters and module.in_mlp and not event.is_backward:
-                key = ("backward", FETCH_AGAIN) if event.is_recomputing else ("forward", "fetch")
+            if event.enters and module.in_mlp:
+                is_again = event.is_recomputing or event.is_backward
+                key = ("backward", FETCH_AGAIN) if is_again else ("forward", "fetch")
                 layers = in_layers.setdefault(key, {})
                 layers[module.layer] = max(layers.get(module.layer, 0), peak)
         elif module.part == HEAD and event.enters:
