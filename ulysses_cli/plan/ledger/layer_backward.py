@@ -17,6 +17,7 @@ from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_GATE, VECTOR_NORM, VECTOR_OUTPUT
 from ulysses_cli.plan.ledger.weights import (
     INPUT_NORM,
+    LAST_PROJECTIONS,
     NORM_BEHIND,
     has_norm_before,
     has_norm_behind,
@@ -76,10 +77,13 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
     whole_mixer = mixer_saved + result
     left = count_mlp_left(job, kind) if kind.mlp is not None else 0
     if job.levers.gradient_checkpointing is not False:
-        again = {"recomputed_attention": mixers.compute_again(job, kind), "recomputed_mlp": 0}
+        beside = [(name, size) for name, size, in_mlp in layer.list_adapter_saved(job, kind) if not in_mlp]
+        first = sum(size for name, size in beside if name not in LAST_PROJECTIONS)
+        again = {"recomputed_attention": mixers.compute_again(job, kind), "recomputed_mlp": 0, "lora": first}
         yield "attention", MemorySnapshot("backward", "recomputation", {**base, **again})
         if kind.mlp is not None and not kind.shared:
-            before = {"recomputed_attention": whole_mixer, "recomputed_mlp": 0}
+            adapters = sum(size for _, size in beside)
+            before = {"recomputed_attention": whole_mixer, "recomputed_mlp": 0, "lora": adapters}
             yield FETCH_AGAIN, MemorySnapshot("backward", "recomputation", {**base, **before})
         for place, of_mixer, of_mlp, work in lengths.list_again(job, kind, whole_mixer, mlp_saved):
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}

@@ -11,13 +11,12 @@ from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.recurrence import convolution
 from ulysses_cli.plan.ledger.shared_blocks import block, waiting
 from ulysses_cli.plan.ledger.token_vectors import vectors
-from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, has_norm_before
+from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, LAST_PROJECTIONS, has_norm_before
 from ulysses_cli.plan.models.layers import Layer
 
 # train/memory/offload.py (MAX_LEAVING): what the last two layers to run have saved is on the device, whether it stays
 # or leaves. In the backward one layer's tensors arrive while another's are used.
 MIN_ON_DEVICE = 2
-LAST_PROJECTIONS = ("o_proj", "out_proj")
 NORMED_EMBEDDINGS = {"nanochat"}  # modeling_nanochat.py: NanoChatModel.forward
 
 

@@ -70,6 +70,7 @@ RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "
 LATE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")  # of a delta net whose gate comes last
 LATENT_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa"}
 FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *LATENT_PROJECTIONS, *RECURRENT_PROJECTIONS}
+LAST_PROJECTIONS = ("o_proj", "out_proj")
 WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 

@@ -17,7 +17,7 @@ from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, HEAD, LAYERS, Ad
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
 from ulysses_cli.plan.ledger.shared_blocks.modules import GATE_ADAPTER, list_copied_adapters
-from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, is_adapter, list_weights
+from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, LAST_PROJECTIONS, is_adapter, list_weights
 from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, Coordinator, WeightsOnDisk
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.ledger.zero.swapping import find_on_disk
@@ -197,7 +197,7 @@ def name_place(module: Module, event: HookEvent) -> str:
         return _name_mlp_place(module, event)
     if module.in_mlp:
         return _name_mlp_backward(module, event)
-    if module.name in ("o_proj", "out_proj"):
+    if module.name in LAST_PROJECTIONS:
         return "attention" if event.enters != event.is_backward else ""
     if not event.enters or "norm" not in module.name:
         return ""
