@@ -17,6 +17,9 @@ from support.tiers import mark_by, sample_every
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
+from ulysses_cli.plan.ledger.adapters.modules import BIAS, Adapters
+from ulysses_cli.plan.ledger.job import name_linear
+from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
@@ -128,6 +131,49 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     }
     experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
     assert set(shape.linear_modules) == linear - experts - {"router", REFUSED_BY_PEFT.get(model_type)}
+
+
+BIASED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("qwen2", "jais2", "starcoder2", "granitemoehybrid", "bamba", "nemotron_h", "zamba2")),
+    *((name, {"attention_bias": True, "mlp_bias": True}) for name in ("llama", "glm", "deepseek_v3")),
+    ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True, "mlp_bias": True}),
+    ("lfm2", {"conv_bias": True}),
+    ("nemotron_h", {"use_bias": True}),
+    ("zamba2", {"add_bias_linear": True}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), sample_every(4, BIASED))
+def test_the_ledger_lists_every_weight_and_a_bias_beside_its_matrix(model_type: str, changes: dict[str, Any]) -> None:
+    is_hybrid = model_type in HYBRIDS
+    config = make_hybrid_config(model_type, **changes) if is_hybrid else make_config(model_type, **LAYERS, **changes)
+    model = make_model(config)
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    weights = list_weights(shape, None)
+    assert sorted(weights.persistent_sizes) == sorted(parameter.numel() for parameter in model.parameters())
+    layers = {id(each.weight): each for each in model.modules() if isinstance(each, torch.nn.Linear)}
+    pairs = [(each.weight.numel(), each.bias.numel()) for each in layers.values() if each.bias is not None]
+    linear = {module.weights for module in weights.modules if "norm" not in module.name and len(module.weights) == 2}
+    ours = [(matrix, bias) for (_, matrix), (name, bias) in linear if name.endswith(BIAS) and "conv" not in name]
+    assert sorted(ours) == sorted(pairs)
+
+
+@pytest.mark.parametrize(("model_type", "changes"), sample_every(4, BIASED))
+def test_the_ledger_counts_what_peft_trains_and_freezes(model_type: str, changes: dict[str, Any]) -> None:
+    """Also what peft puts on copies of a shared block's adapters."""
+    is_hybrid = model_type in HYBRIDS
+    config = make_hybrid_config(model_type, **changes) if is_hybrid else make_config(model_type, **LAYERS, **changes)
+    model = make_model(config)
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    targets: Any = "all-linear" if shape.adapts_all else list(shape.linear_modules)
+    get_peft_model(model, LoraConfig(r=2, target_modules=targets), autocast_adapter_dtype=False)
+    names = () if shape.adapts_all else tuple(name_linear(name, FAMILIES[model_type]) for name in targets)
+    counted = list_weights(shape, Adapters(2, names))
+    trained, frozen = (
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad is is_trained)
+        for is_trained in (True, False)
+    )
+    assert (counted.num_trained, counted.num_frozen) == (trained, frozen)
 
 
 @pytest.mark.parametrize(("model_type", "positions"), [("kimi_linear", 8192), ("nemotron_h", 8192), ("lfm2", 64)])

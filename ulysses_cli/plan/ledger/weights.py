@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache, partial
 
 from ulysses_cli.plan.ledger.adapters.modules import (
     ATTENTION,
+    BIAS,
     EMBEDDING,
     HEAD,
     LAYERS,
@@ -149,6 +150,11 @@ def _find_largest_drawn(shape: ModelShape) -> int:
     return max(most, *together)
 
 
+def name_weight(name: str) -> str:
+    """Without its layer. A bias has the name of its matrix, beside whose gradient its own is made."""
+    return name.partition(".")[2].removesuffix(BIAS)
+
+
 def is_adapter(weight: str) -> bool:
     return weight.endswith(ADAPTER_NAMES)
 
@@ -172,7 +178,7 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
 
 def list_norm(name: str, shape: ModelShape) -> Iterator[tuple[str, int]]:
     """Its weights: none, one, or one and a bias."""
-    names = (name, f"{name}.bias")
+    names = (name, f"{name}{BIAS}")
     return ((each, shape.hidden_size) for each in names[: FAMILIES[shape.model_type].norm_parts])
 
 
@@ -202,6 +208,9 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         return Module(LAYERS, index, depth, name, own, is_own, in_mlp, is_beside, read)
 
     linear = make_linear(make, adapters)
+
+    def of_mlp(name: str, num_in: int, num_out: int) -> Iterator[Module]:
+        return linear(name, num_in, num_out, in_mlp=True, num_biases=num_out * shape.biases.mlp)
 
     def norm(name: str) -> Module:
         return make(3, name, *list_norm(name, shape))
@@ -236,17 +245,17 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     if isinstance(layer.mlp, ExpertsMlp):
         yield from _walk_experts(shape, layer.mlp, make, linear)
     elif not layer.mlp.is_gated:
-        yield from linear("up_proj", hidden, inner, in_mlp=True)
+        yield from of_mlp("up_proj", hidden, inner)
         yield make(4, "act_fn", in_mlp=True)
-        yield from linear("down_proj", inner, hidden, in_mlp=True)
+        yield from of_mlp("down_proj", inner, hidden)
     else:
         fused = is_fused_mlp(family)
-        yield from linear("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused), in_mlp=True)
+        yield from of_mlp("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused))
         if shape.model_type not in WITHOUT_ACTIVATION:
             yield make(4, "act_fn", in_mlp=True)
         if not fused:
-            yield from linear("up_proj", hidden, inner, in_mlp=True)
-        yield from linear("down_proj", inner, hidden, in_mlp=True)
+            yield from of_mlp("up_proj", hidden, inner)
+        yield from of_mlp("down_proj", inner, hidden)
     if behind:
         yield norm(NORM_BEHIND)
     if vectors := shape.token_vectors:
@@ -307,40 +316,41 @@ def _walk_attention(
     shape: ModelShape,
     attention: AttentionMixer,
     make: Callable[..., Module],
-    linear: Callable[[str, int, int], Iterator[Module]],
+    linear: Callable[..., Iterator[Module]],
 ) -> Iterator[Module]:
     if attention.latent is not None:
-        yield from walk_latent_attention(shape.hidden_size, attention, attention.latent, make, linear)
+        yield from walk_latent_attention(shape.hidden_size, shape.biases, attention, attention.latent, make, linear)
         return
-    family, head_dim = FAMILIES[shape.model_type], attention.head_dim
+    family, head_dim, biases = FAMILIES[shape.model_type], attention.head_dim, shape.biases
     hidden, query, kv = shape.hidden_size, attention.num_heads * head_dim, attention.num_kv_heads * head_dim
     yield make(3, ATTENTION, *([("sinks", attention.num_heads)] if attention.has_sinks else []))
     if "qkv_proj" in family.attention_modules:
-        yield from linear("qkv_proj", hidden, query + 2 * kv)
+        yield from linear("qkv_proj", hidden, query + 2 * kv, num_biases=(query + 2 * kv) * biases.qkv)
     else:
         is_full = shape.query_key_norm == "full"
         has_weights = family.norm_parts > 0
         q_norm = make(4, "q_norm", *[("q_norm", query if is_full else head_dim)] * has_weights)
         k_norm = make(4, "k_norm", *[("k_norm", kv if is_full else head_dim)] * has_weights)
         together = shape.model_type in NORMS_AFTER_ALL
-        yield from linear("q_proj", hidden, query + attention.gate_width)  # gates are a part of its result
+        wide = query + attention.gate_width  # gates are a part of its result
+        yield from linear("q_proj", hidden, wide, num_biases=query * biases.qkv)
         if shape.query_key_norm and not together:
             yield q_norm
         if attention.borrows_kv:
-            yield from linear("o_proj", query, hidden)
+            yield from linear("o_proj", query, hidden, num_biases=hidden * biases.out)
             return
-        yield from linear("k_proj", hidden, kv)
+        yield from linear("k_proj", hidden, kv, num_biases=kv * biases.qkv)
         if shape.query_key_norm and not (together or shape.model_type in NORMS_OF_VALUES):
             yield k_norm
         if not attention.keys_are_values:
-            yield from linear("v_proj", hidden, kv)
+            yield from linear("v_proj", hidden, kv, num_biases=kv * biases.qkv)
         if shape.query_key_norm and together:
             yield q_norm
             yield k_norm
         if shape.model_type in NORMS_OF_VALUES:
             yield k_norm
             yield make(4, "v_norm")
-    yield from linear("o_proj", query, hidden)
+    yield from linear("o_proj", query, hidden, num_biases=hidden * biases.out)
 
 
 def find_alike(shape: ModelShape, layer: Layer) -> str:

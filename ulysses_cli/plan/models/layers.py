@@ -22,6 +22,22 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Biases:
+    """Which layers have a bias beside their matrix: those that make queries, keys and values, and attention's last one;
+    an MLP's; the first and the last of a Mamba2 mixer; convolutions, with the layers around short ones."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+    scan: bool = False
+    scan_out: bool = False
+    convolution: bool = False
+
+
+NO_BIASES = Biases()
+
+
+@dataclass(frozen=True)
 class AttentionMixer:
     """Softmax attention. `window_tokens`: None reaches back to the document's start. `keys_are_values`: one projection
     makes both. `borrows_kv`: an earlier layer's keys and values are used. `gate_width`: outputs are multiplied with

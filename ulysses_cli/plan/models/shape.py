@@ -19,7 +19,9 @@ from ulysses_cli.plan.models.config_layers import LayerReader, count_written_lay
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from ulysses_cli.plan.models.layers import (
+    NO_BIASES,
     AttentionMixer,
+    Biases,
     ConvolutionMixer,
     DeltaNetMixer,
     DenseMlp,
@@ -89,6 +91,7 @@ class ModelShape:
     has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
     token_vectors: TokenVectors | None = None
+    biases: Biases = NO_BIASES
 
     @property
     def crosses_documents(self) -> bool:
@@ -257,6 +260,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
         token_vectors=_read_token_vectors(facts, family, num_layers),
+        biases=_read_biases(facts, family) if family else NO_BIASES,
     )
 
 
@@ -288,6 +292,18 @@ def _check_heads(facts: ConfigFacts, reader: LayerReader, layers: tuple[Layer, .
     if not reader.head_dim or (not is_free and reader.hidden_size % reader.num_heads):
         what = f"hidden_size {reader.hidden_size} is not a multiple of {reader.num_heads} attention heads"
         raise facts.complain(what)
+
+
+def _read_biases(facts: ConfigFacts, family: Family) -> Biases:
+    has_scans = family.recurrence == "mamba2"
+    return Biases(
+        qkv=facts.decide(family.qkv_bias),
+        out=facts.decide(family.out_bias),
+        mlp=facts.decide(family.mlp_bias),
+        scan=facts.decide(family.recurrence_bias),
+        scan_out=facts.decide(family.recurrence_out_bias),
+        convolution=facts.decide(family.recurrence_conv_bias if has_scans else "conv_bias"),
+    )
 
 
 def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tuple[Layer, ...]) -> tuple[str, ...]:

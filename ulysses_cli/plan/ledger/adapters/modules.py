@@ -10,6 +10,8 @@ EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 # a keyword argument, and the second gets the trained embedding beside its own input and does not read it.
 ATTENTION, UNREAD_EMBEDDING = "attention", "layer beside the embedding"
 
+BIAS = ".bias"  # stands behind the name of the weight that it belongs to
+
 
 @dataclass(frozen=True)
 class Adapters:
@@ -76,17 +78,20 @@ def make_beside(
 def make_linear(
     make: Callable[..., Module], adapters: Adapters | None, make_base: Callable[..., Module] | None = None
 ) -> Callable[..., Iterator[Module]]:
-    """Returns what makes a linear layer with its adapter. `make_base` makes the matrix, if not `make`."""
+    """Returns what makes a linear layer with its adapter. `make_base` makes the matrix and its bias, if not `make`."""
     make_base = make_base or make
 
-    def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False, depth: int = 4) -> Iterator[Module]:
+    def linear(
+        name: str, num_in: int, num_out: int, in_mlp: bool = False, depth: int = 4, num_biases: int = 0
+    ) -> Iterator[Module]:
+        weights = [(name, num_in * num_out)] + [(f"{name}{BIAS}", num_biases)] * (num_biases > 0)
         if adapters is None or (adapters.targets and name not in adapters.targets):
-            yield make_base(depth, name, (name, num_in * num_out), in_mlp=in_mlp)
+            yield make_base(depth, name, *weights, in_mlp=in_mlp)
             return
         # peft reads the first adapter's dtype in the outer module, for which DeepSpeed then fetches that adapter
         yield make(depth, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
         depth += 1
-        yield make_base(depth, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
+        yield make_base(depth, f"{name}.base", *weights, in_mlp=in_mlp)
         yield make(depth, f"{name}.dropout", in_mlp=in_mlp)
         yield make(depth, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
         yield make(depth, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, is_trained=True)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ulysses_cli.plan.ledger.adapters.modules import ATTENTION
+from ulysses_cli.plan.ledger.adapters.modules import ATTENTION, BIAS
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
+    Biases,
     ConvolutionMixer,
     DeltaNetMixer,
     KimiDeltaMixer,
@@ -28,12 +29,14 @@ def walk_convolution(
     shape: ModelShape,
     mixer: ConvolutionMixer,
     make: Callable[..., M],
-    linear: Callable[[str, int, int], Iterator[M]],
+    linear: Callable[..., Iterator[M]],
 ) -> Iterator[M]:
     """The convolution's weight is read without its module; DeepSpeed then counts it to the module that reads it."""
-    yield make(3, ATTENTION, ("conv", mixer.conv_channels * mixer.conv_tokens))
-    yield from linear("in_proj", shape.hidden_size, 3 * mixer.conv_channels)
-    yield from linear(name_last_projection(FAMILIES[shape.model_type]), mixer.conv_channels, shape.hidden_size)
+    hidden, channels, has_bias = shape.hidden_size, mixer.conv_channels, shape.biases.convolution
+    last = name_last_projection(FAMILIES[shape.model_type])
+    yield make(3, ATTENTION, ("conv", channels * mixer.conv_tokens), *[(f"conv{BIAS}", channels)] * has_bias)
+    yield from linear("in_proj", hidden, 3 * channels, num_biases=3 * channels * has_bias)
+    yield from linear(last, channels, hidden, num_biases=hidden * has_bias)
 
 
 def name_last_projection(family: Family) -> str:
@@ -52,7 +55,7 @@ def walk_delta_net(
     shape: ModelShape,
     mixer: DeltaNetMixer,
     make: Callable[..., M],
-    linear: Callable[[str, int, int], Iterator[M]],
+    linear: Callable[..., Iterator[M]],
 ) -> Iterator[M]:
     """transformers: modeling_qwen3_5.py, Qwen3_5GatedDeltaNet."""
     hidden, heads, values = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.value_head_dim
@@ -83,17 +86,21 @@ def walk_scan(
     shape: ModelShape,
     mixer: Mamba2Mixer,
     make: Callable[..., M],
-    linear: Callable[[str, int, int], Iterator[M]],
+    linear: Callable[..., Iterator[M]],
 ) -> Iterator[M]:
     """transformers: modeling_bamba.py, BambaMixer. It hands its last weight to a kernel that may do all in one."""
     hidden, heads, inner = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.head_dim
-    conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
+    biases, projected = shape.biases, inner + mixer.conv_channels + heads
+    conv = [("conv", mixer.conv_channels * mixer.conv_tokens)]
+    conv += [(f"conv{BIAS}", mixer.conv_channels)] * biases.convolution
     name = "mixer" if shape.model_type in GIVES_POSITION else ATTENTION
-    yield make(3, name, ("dt_bias", heads), ("A_log", heads), ("D", heads), conv, reads=(("out_proj", inner * hidden),))
-    yield from linear("in_proj", hidden, inner + mixer.conv_channels + heads)
+    yield make(
+        3, name, ("dt_bias", heads), ("A_log", heads), ("D", heads), *conv, reads=(("out_proj", inner * hidden),)
+    )
+    yield from linear("in_proj", hidden, projected, num_biases=projected * biases.scan)
     if mixer.gating != "alone":
         yield make(4, "gated_norm", ("gated_norm", inner))
-    yield from linear("out_proj", inner, hidden)
+    yield from linear("out_proj", inner, hidden, num_biases=hidden * biases.scan_out)
 
 
 def walk_kimi_delta(
@@ -122,10 +129,11 @@ def walk_kimi_delta(
 
 def walk_latent_attention(
     hidden: int,
+    biases: Biases,
     attention: AttentionMixer,
     latent: Latent,
     make: Callable[..., M],
-    linear: Callable[[str, int, int], Iterator[M]],
+    linear: Callable[..., Iterator[M]],
 ) -> Iterator[M]:
     """transformers: modeling_deepseek_v3.py, DeepseekV3Attention."""
     query, values = attention.num_heads * attention.head_dim, attention.num_heads * attention.value_head_dim
@@ -133,10 +141,11 @@ def walk_latent_attention(
     if latent.query_rank is None:
         yield from linear("q_proj", hidden, query)
     else:
-        yield from linear("q_a_proj", hidden, latent.query_rank)
+        yield from linear("q_a_proj", hidden, latent.query_rank, num_biases=latent.query_rank * biases.qkv)
         yield make(4, "q_a_norm", ("q_a_norm", latent.query_rank))
         yield from linear("q_b_proj", latent.query_rank, query)
-    yield from linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim)
+    narrow = latent.kv_rank + latent.rope_dim
+    yield from linear("kv_a_proj_with_mqa", hidden, narrow, num_biases=narrow * biases.qkv)
     yield make(4, "kv_a_norm", ("kv_a_norm", latent.kv_rank))
     yield from linear("kv_b_proj", latent.kv_rank, query - attention.num_heads * latent.rope_dim + values)
-    yield from linear("o_proj", values, hidden)
+    yield from linear("o_proj", values, hidden, num_biases=hidden * biases.out)

@@ -42,6 +42,7 @@ def walk_shared_layer(
     shared, attention, mlp, scan = split_layer(layer)
     hidden, inner, both = shape.hidden_size, mlp.inner_size, attention.num_inputs * shape.hidden_size
     query, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    has_bias = shape.biases.mlp
     linear, of_block = make_linear(make, adapters), make_linear(make, adapters, make_shared)
 
     def adapter(name: str, num_in: int, num_out: int, *, in_mlp: bool = False) -> Iterator[Module]:
@@ -60,10 +61,10 @@ def walk_shared_layer(
     yield from of_block("o_proj", query, hidden, depth=5)
     yield make_shared(4, MLP_NORM, (MLP_NORM, hidden))
     yield make(4, "mlp", in_mlp=True)
-    yield from of_block("gate_up_proj", hidden, 2 * inner, in_mlp=True, depth=5)
+    yield from of_block("gate_up_proj", hidden, 2 * inner, in_mlp=True, depth=5, num_biases=2 * inner * has_bias)
     yield from adapter(GATE_ADAPTER, hidden, 2 * inner, in_mlp=True)
     yield make(5, "act_fn", in_mlp=True)
-    yield from of_block("down_proj", inner, hidden, in_mlp=True, depth=5)
+    yield from of_block("down_proj", inner, hidden, in_mlp=True, depth=5, num_biases=hidden * has_bias)
     yield from linear(LAST_MATRIX, hidden, hidden, depth=3)
     in_mixer = partial(_make_inside, make, OF_MIXER)
     yield make(3, "mixer")

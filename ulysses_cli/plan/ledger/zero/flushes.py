@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from ulysses_cli.plan.ledger.adapters.modules import LAYERS, Module
-from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, Weights
+from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, Weights, name_weight
 
 NO_LEAVES: frozenset[int] = frozenset()
 
@@ -33,7 +33,7 @@ class Flush:
     @property
     def weight(self) -> str:
         """Its name in the layer, or in a block that layers share."""
-        return self.name.partition(".")[2]
+        return name_weight(self.name)
 
     @property
     def num_before(self) -> int:

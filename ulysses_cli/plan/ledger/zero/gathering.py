@@ -175,7 +175,7 @@ def _replay(
         backward={place: by_layer for (phase, place), by_layer in by_place.items() if phase == "backward"},
         proof=max(
             weights.largest_trained,
-            *(count_proof(module, engine.persistence_threshold, splits=splits) for module in modules),
+            *(count_proof(module, splits=splits) for module in modules),
         ),
         persistent=persistent,
         at_gradients=at_gradients,
@@ -183,11 +183,10 @@ def _replay(
     )
 
 
-def count_proof(module: Module, threshold: int, *, splits: bool) -> int:
-    """One module's weights at a time: several arrive in one buffer and are copied out of it, except on a single
-    rank."""
-    sizes = [size for _, size in module.weights if size > threshold]
-    return sum(sizes) * (1 + (splits and len(sizes) > 1))
+def count_proof(module: Module, *, splits: bool) -> int:
+    """One module's weights at a time: several arrive in one buffer and are copied out of it, except on a single rank.
+    Those that stay from then on arrive for the first time, too."""
+    return sum(size for _, size in module.weights) * (1 + (splits and len(module.weights) > 1))
 
 
 def name_place(module: Module, event: HookEvent) -> str:

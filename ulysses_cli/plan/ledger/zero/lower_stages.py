@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, LAYERS
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import Weights, count_shard
+from ulysses_cli.plan.ledger.weights import Weights, count_shard, name_weight
 
 FREED_GRADIENTS = "freed_gradients"  # a line that is subtracted from the gradients
 NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
@@ -108,7 +108,7 @@ def find_first_sent(weights: Weights, bucket: int) -> Sent:
             if not module.is_trained or name in seen or weights.first_layers[name] != module.layer:
                 continue
             if filled and filled + size > bucket:
-                return Sent(module.layer if module.part == LAYERS else ABOVE_LAYERS, filled, name.partition(".")[2])
+                return Sent(module.layer if module.part == LAYERS else ABOVE_LAYERS, filled, name_weight(name))
             seen.add(name)
             filled += size
     return Sent(NEVER, filled)
