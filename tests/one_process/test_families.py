@@ -143,12 +143,15 @@ BIASED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "changes"), sample_every(4, BIASED))
-def test_the_ledger_lists_every_weight_and_a_bias_beside_its_matrix(model_type: str, changes: dict[str, Any]) -> None:
+def make_biased(model_type: str, changes: dict[str, Any]) -> tuple[Any, ModelShape]:
     is_hybrid = model_type in HYBRIDS
     config = make_hybrid_config(model_type, **changes) if is_hybrid else make_config(model_type, **LAYERS, **changes)
-    model = make_model(config)
-    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    return make_model(config), read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+
+
+@pytest.mark.parametrize(("model_type", "changes"), sample_every(4, BIASED))
+def test_the_ledger_lists_every_weight_and_a_bias_beside_its_matrix(model_type: str, changes: dict[str, Any]) -> None:
+    model, shape = make_biased(model_type, changes)
     weights = list_weights(shape, None)
     assert sorted(weights.persistent_sizes) == sorted(parameter.numel() for parameter in model.parameters())
     layers = {id(each.weight): each for each in model.modules() if isinstance(each, torch.nn.Linear)}
@@ -161,10 +164,7 @@ def test_the_ledger_lists_every_weight_and_a_bias_beside_its_matrix(model_type: 
 @pytest.mark.parametrize(("model_type", "changes"), sample_every(4, BIASED))
 def test_the_ledger_counts_what_peft_trains_and_freezes(model_type: str, changes: dict[str, Any]) -> None:
     """Also what peft puts on copies of a shared block's adapters."""
-    is_hybrid = model_type in HYBRIDS
-    config = make_hybrid_config(model_type, **changes) if is_hybrid else make_config(model_type, **LAYERS, **changes)
-    model = make_model(config)
-    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    model, shape = make_biased(model_type, changes)
     targets: Any = "all-linear" if shape.adapts_all else list(shape.linear_modules)
     get_peft_model(model, LoraConfig(r=2, target_modules=targets), autocast_adapter_dtype=False)
     names = () if shape.adapts_all else tuple(name_linear(name, FAMILIES[model_type]) for name in targets)

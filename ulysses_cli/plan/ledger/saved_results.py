@@ -92,9 +92,8 @@ def _list_kept(job: Job) -> dict[Layer, tuple[int, int]]:
 def compute_first_unsaved(job: Job) -> int:
     """What the first layer that saves anything does not save although others do. A frozen embedding's output needs no
     gradient, so the first norm, which reads it, saves nothing, or if it is trained what its weight's gradient needs.
-    Where adapters have a dropout, whose copy they save, the
-    first projections save no input, and that dropout no mask. A mixer in which nothing needs a gradient before its last
-    projection saves that projection's input alone."""
+    Where adapters have a dropout, whose copy they save, the first projections save no input, and that dropout no mask.
+    A mixer in which nothing needs a gradient before its last projection saves that projection's input alone."""
     if job.adapters is None or job.trains("embed_tokens"):
         return 0
     if not _skips_first_norm(job):
