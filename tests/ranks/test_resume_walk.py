@@ -101,6 +101,20 @@ def test_a_signal_ends_a_run_in_every_phase(runs: Runs, event: str) -> None:
     check_resumed_run(runs, run)
 
 
+@pytest.mark.parametrize(
+    "who", [pytest.param("all", marks=pytest.mark.full), pytest.param("this", marks=pytest.mark.check)]
+)
+def test_a_signal_before_the_first_step_leaves_no_checkpoint(runs: Runs, who: str) -> None:
+    """All ranks are about to make it, and one or all of them know that they were asked to stop."""
+    run, plan = f"first-{who}", {"phase": "comparing plans", "step": 0, "seconds": 1.0}
+    command = runs.start(run, "run.rehearsal=false", plan={**plan, "who": who, "signal": signal.SIGTERM})
+    _, output = command.communicate(timeout=240)
+    assert command.has_fired
+    assert command.returncode == 143, output
+    assert "before a checkpoint was written: the same command starts from the beginning" in output
+    assert runs.list_checkpoints(run) == []
+
+
 @pytest.mark.parametrize("event", [pytest.param(event, marks=pytest.mark.full) for event in PHASES])
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_a_killed_rank_in_every_phase(runs: Runs, event: str, who: str) -> None:

@@ -132,7 +132,7 @@ def watch_phases(note: Callable[[str, int | None], None]) -> None:
 
 class KillAtPhase:
     """Sends the signal once, when a phase begins whose name starts with the plan's, after the plan's step if it has
-    one. `who` is all, one, agent or command."""
+    one. `who` is all, one, this, agent or command. With `seconds` this rank waits for the signal to be noted."""
 
     def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
         self.plan, self.pids, self.is_done = plan, pids, False
@@ -144,6 +144,7 @@ class KillAtPhase:
         (self.pids / "fired").touch()
         for process in self.find():
             os.kill(process, self.plan["signal"])
+        time.sleep(self.plan.get("seconds", 0))
 
     def find(self) -> list[int]:
         agent = os.getppid()
@@ -152,6 +153,8 @@ class KillAtPhase:
                 return [find_rank(self.pids, rank) for rank in reversed(range(int(os.environ["WORLD_SIZE"])))]
             case "one":
                 return [find_rank(self.pids, 1)]
+            case "this":
+                return [os.getpid()]
             case "agent":
                 return [agent]
         return [int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])]

@@ -35,7 +35,7 @@ from ulysses_cli.train.connection import Connected, connect
 from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.generation.on_engine import agree_on_stop_tokens
 from ulysses_cli.train.guard.interruption import STOP_SHARE
-from ulysses_cli.train.guard.stop_conditions import check_progress
+from ulysses_cli.train.guard.stop_conditions import SIGNAL, check_progress
 from ulysses_cli.train.guard.watchdog import Watchdog
 from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
@@ -173,6 +173,8 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         saves.finish_uploads(state)
         raise
     check_progress(reason, state.step - steps_before)
+    if reason == SIGNAL and not state.step:
+        launch.interruption.end_with_others()
     finish(launch, inputs, run, saves, evaluation, samples, suite, record, reason)
     watchdog.stop()
 

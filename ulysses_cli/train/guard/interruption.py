@@ -71,8 +71,8 @@ class Interruption:
     """The request to stop that this rank has received, and when it ends the rank.
 
     Before the first step and after the last save nothing can be lost: the rank ends at once. Between them the loop
-    reads `is_asked` and stops at a step boundary with a checkpoint. A rank that is not there in time ends, also in a
-    save: no reader takes an unfinished checkpoint, so the last complete one counts.
+    reads `is_asked` and stops at a step boundary, with a checkpoint if a step was made. A rank that is not there in
+    time ends, also in a save: no reader takes an unfinished checkpoint, so the last complete one counts.
     """
 
     def __init__(
@@ -115,6 +115,10 @@ class Interruption:
         """Call before the first step: from then on there is something to save. `stop_seconds`: from a signal to the end
         of the run."""
         self.grace_seconds = STOP_SHARE * stop_seconds
+
+    def end_with_others(self) -> None:
+        """Call where all ranks know that one of them was asked to stop, and that nothing is to be saved."""
+        self.end(self.number or ORPHANED)
 
     def end_if_asked(self) -> None:
         if self.number is not None:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.train.processes.consistency import compare_facts
 
+SIGNAL = "a signal"
 LIMITS = ("run.max_hours", "run.max_cost")
-REASONS = ("a signal", *LIMITS)
+REASONS = (SIGNAL, *LIMITS)
 
 
 def check_progress(reason: str, num_steps: int) -> None:
