@@ -28,6 +28,7 @@ from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.prove.results import find_version
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove.bench import bench as subject
 from ulysses_cli.prove.bench.calibration import calibrate
@@ -96,7 +97,7 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
     longer = run_sweep(monkeypatch, lambda *_: make_timed({"mlp": 0.5}), place, sp_sizes=(2,))
     page = make_findings_page(longer.describe())
     assert "sp 2 x dp 1, predicted" in page
-    assert f"torch {torch.__version__}" in page
+    assert f"torch {find_version('torch')}" in page
     assert page.count("<svg ") >= 5
 
 
