@@ -297,6 +297,18 @@ def test_functions_of_other_names_are_refused() -> None:
     assert "model.layers.0.mamba (BambaMixer) has no torch_chunk_gated_delta_rule or" in message
 
 
+def test_a_layer_that_documents_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LFM2's convolution in transformers 5.17."""
+    model = make_hybrid("lfm2", "eager")
+
+    def forward(self: Any, hidden_states: Tensor, past_key_values: Any = None, seq_idx: Any = None) -> Tensor:
+        raise AssertionError("was called")
+
+    monkeypatch.setattr(type(model.model.layers[0].conv), "forward", forward)
+    with pytest.raises(UnknownLayersError, match=r"conv \(Lfm2ShortConv\) is not told of documents; another release"):
+        serve_recurrent_layers(model, SequenceAxis(None, 1, 0))
+
+
 def test_a_layer_that_calls_other_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     axis = SequenceAxis(None, 1, 0)
     model = make_split_model("lfm2", axis)

@@ -7,6 +7,7 @@ that are replaced here. A function that gets none does what it did before: nothi
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -79,8 +80,8 @@ def serve_recurrent_layers(model: nn.Module, axis: SequenceAxis, kernels: Mappin
     unserved = find_unserved_layers(model)
     if unserved:
         raise UnknownLayersError(
-            f"transformers {transformers.__version__} computes these layers with functions that this version does not "
-            f"know, so they cannot be exact on split rows: {'; '.join(unserved)}"
+            f"transformers {transformers.__version__} has these layers in a form that ulysses does not know, so they "
+            f"cannot be exact on split rows: {'; '.join(unserved)}; another release of transformers may have them"
         )
     for name, layer in layers.items():
         layer.register_forward_pre_hook(_make_entry(name, axis, kernels or {}), with_kwargs=True)
@@ -107,16 +108,24 @@ def list_functions(model: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def find_unserved_layers(model: nn.Module) -> list[str]:
-    """Says for each kind of layer which functions its modeling module lacks."""
+    """Says for each kind of layer which functions its modeling module lacks, or that no documents can reach it."""
     unserved: dict[type[nn.Module], str] = {}
     for name, layer in list_recurrent_layers(model):
         module = sys.modules[type(layer).__module__]
         wanted = [(CONVOLUTION,)] + ([RECURRENCES] if _has_state(layer) else [])
         lacking = [names for names in wanted if not any(hasattr(getattr(module, n, None), "is_served") for n in names)]
-        if lacking:
-            text = ", ".join(" or ".join(names) for names in lacking)
-            unserved.setdefault(type(layer), f"{name} ({type(layer).__name__}) has no {text}")
+        text = "has no " + ", ".join(" or ".join(names) for names in lacking) if lacking else ""
+        if not lacking and not _takes_options(layer):
+            text = "is not told of documents"
+        if text:
+            unserved.setdefault(type(layer), f"{name} ({type(layer).__name__}) {text}")
     return list(unserved.values())
+
+
+def _takes_options(layer: nn.Module) -> bool:
+    """Whether what a model's forward gets in addition reaches this layer: transformers names it in no signature."""
+    kinds = {parameter.kind for parameter in inspect.signature(layer.forward).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _has_state(layer: nn.Module) -> bool:
