@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import rank_pool
 from support.forked import PRELOADED
 from support.paths import ROOT
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples, get_turn
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"{name} is not built, which takes minutes: make test-full"))
         if item.get_closest_marker("gpu") and not _has_gpu():  # keywords would also hold names of folders
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_unconfigure() -> None:
+    """A process of pytest-xdist runs no exit handlers. Ranks that are killed write down no coverage."""
+    rank_pool.stop_pools()
 
 
 @pytest.fixture(autouse=True)

@@ -167,6 +167,6 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
 
 
 @atexit.register
-def _stop_all() -> None:
-    for pool in _pools.values():
-        pool.stop()
+def stop_pools() -> None:
+    while _pools:
+        _pools.popitem()[1].stop()
