@@ -28,6 +28,7 @@ TIME_LIMIT = 300.0
 START_LIMIT = 180.0
 STALE_SECONDS = 120.0
 BUILD_SECONDS = 60.0
+END_SECONDS = 2.0  # for what a signal lets a rank write down, as coverage does
 _pools: dict[int, Pool] = {}
 
 
@@ -127,6 +128,9 @@ class Pool:
 
     def kill(self) -> None:
         for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join(END_SECONDS)
             process.kill()
             process.join()
         self.folder.cleanup()
