@@ -107,17 +107,23 @@ def test_a_norms_formula_is_found_by_running_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rotation", "width"), [(apply_rotary_pos_emb, 16), (rotate_partly, 8)])
-def test_rotation_equals_transformers_own(rotation: Any, width: int, dtype: torch.dtype) -> None:
-    query, dout = draw(2, 37, 3, 16, dtype=dtype).transpose(1, 2), draw(2, 3, 37, 16, dtype=dtype, seed=1)
-    query.requires_grad_()
+@pytest.mark.parametrize("heads_dim", [1, 2], ids=["heads first", "tokens first"])
+def test_rotation_equals_transformers_own(
+    rotation: Any, width: int, dtype: torch.dtype, heads_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formulas, "BLOCK_ELEMENTS", 1000)
+    query = draw(2, 37, 3, 16, dtype=dtype).transpose(1, 3 - heads_dim).requires_grad_()
+    dout = draw(*query.shape, dtype=dtype, seed=1)
     cos, sin = draw(2, 37, width, dtype=dtype, seed=2), draw(2, 37, width, dtype=dtype, seed=3)
-    expected = rotation(query.float(), query.float(), cos.float(), sin.float())[0]
+    expected = rotation(query.float(), query.float(), cos.float(), sin.float(), heads_dim)[0]
     (expected_grad,) = torch.autograd.grad(expected, query, dout.float())
-    out = Rotate.apply(query, cos.unsqueeze(1), sin.unsqueeze(1), "blocks")
+    angles = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+    out = Rotate.apply(query, *angles, "blocks")
     (grad,) = torch.autograd.grad(out, query, dout)
     assert out.stride() == query.stride()
-    check_close(out, expected, dtype)
-    check_close(grad, expected_grad, dtype)
+    for rotated, turned in ((out, grad), (formulas.rotate(query, *angles), formulas.rotate_backward(dout, *angles))):
+        check_close(rotated, expected, dtype)
+        check_close(turned, expected_grad, dtype)
 
 
 def test_another_rotation_is_not_taken_for_this_one() -> None:
@@ -146,15 +152,15 @@ def make_pair(model_type: str) -> tuple[Any, Any]:
     return models[0], models[1]
 
 
-SERVED = {"llama": (5, 1, 2), "qwen3": (9, 1, 2), "gemma2": (9, 1, 0), "olmo2": (9, 1, 2), "gpt_oss": (5, 0, 0),
-          "phi3": (5, 1, 0), "mixtral": (5, 1, 0)}  # fmt: skip
+SERVED = {"llama": (5, 2, 2), "qwen3": (9, 2, 2), "gemma2": (9, 2, 0), "olmo2": (9, 2, 2), "gpt_oss": (5, 0, 0),
+          "phi3": (5, 2, 0), "mixtral": (5, 2, 0)}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", sample(SERVED, quick=["qwen3"]))
 def test_a_served_model_keeps_its_values(model_type: str) -> None:
     plain, served = make_pair(model_type)
     counts = serve_elementwise(served, ALL_BLOCKS)
-    assert (counts.norms, counts.rotaries, counts.gates) == SERVED[model_type]
+    assert (counts.norms, counts.rotations, counts.gates) == SERVED[model_type]
     ids = torch.arange(24)[None] % 60
     losses = [model(ids, labels=ids).loss for model in (plain, served)]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
@@ -339,7 +345,9 @@ def test_each_kind_of_norm_has_a_way_of_its_own(
 
 
 def test_a_cpu_takes_what_was_measured_there() -> None:
-    assert choose_ways(torch.device("cpu"), torch.float32, Widths(64, 16, 128), ["rounded"]).ways == CPU_WAYS
+    cpu, widths = torch.device("cpu"), Widths(64, 16, 128)
+    assert choose_ways(cpu, torch.float32, widths, ["rounded"]).ways == CPU_WAYS
+    assert choose_ways(cpu, torch.bfloat16, widths, ["rounded"]).ways == {**CPU_WAYS, "rotary": "transformers"}
 
 
 @pytest.mark.parametrize("part", CANDIDATES)

@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.small_run import CONFIG
+from support.tiers import sample
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.hardware import GIB
@@ -31,10 +34,13 @@ from ulysses_cli.train.attention.kernels import choice as choosing
 from ulysses_cli.train.attention.kernels.presence import Presence
 from ulysses_cli.train.attention.kernels.trial import TrialResult
 from ulysses_cli.train.attention.kernels.workload import ANY_MIX
+from ulysses_cli.train.elementwise import operators
 from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice
+from ulysses_cli.train.loop import train
 from ulysses_cli.train.processes.groups import make_groups
 
 GPU = torch.device("cuda")
+STAGE_3 = (3, True)
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
@@ -70,6 +76,21 @@ def report_norms() -> list[str]:
 @pytest.mark.full
 def test_a_run_says_at_its_start_that_norms_cost_more() -> None:
     assert len(run_on_ranks(1, report_norms)[0]) == 1
+
+
+def count_rotations(*words: str) -> int:
+    """Returns how often queries or keys are rotated in one pass, in a step of one row."""
+    harness = RunHarness(make_recipe(*words), MemoryRows([[(40, 0)]] * 2), 1)
+    with mock.patch.object(operators, "rotate", side_effect=operators.rotate) as rotate:
+        train(harness.train_state)
+    return rotate.call_count
+
+
+@pytest.mark.parametrize(("stage", "recomputes"), sample([STAGE_3, (3, False), (2, False)], quick=[STAGE_3]))
+def test_rotations_of_one_pass_run_inside_the_engine(stage: int, recomputes: bool) -> None:
+    """In each forward and recomputation, also at stage 3, whose hooks copy what modules return."""
+    words = (f"parallel.zero_stage={stage}", f"memory.gradient_checkpointing={str(recomputes).lower()}")
+    assert run_on_ranks(1, count_rotations, *words) == [CONFIG["num_hidden_layers"] * 2 * (1 + recomputes)]
 
 
 def choose_in_vain(error: Exception) -> str:

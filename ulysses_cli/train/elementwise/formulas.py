@@ -93,6 +93,33 @@ def rotate_backward(dout: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _join(pairs * cos + (pairs * _negate_first_half(sin)).roll(half, -1), dout)
 
 
+def rotate_in_blocks(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = sin.chunk(2, -1)
+    return _rotate_in_blocks(hidden, cos, -1, first, second)
+
+
+def rotate_backward_in_blocks(dout: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = sin.chunk(2, -1)
+    return _rotate_in_blocks(dout, cos, 1, second, first)
+
+
+def _rotate_in_blocks(hidden: Tensor, cos: Tensor, sign: int, of_second: Tensor, of_first: Tensor) -> Tensor:
+    """Adds, with the sign, a share of the second element of each pair to the first; with the other sign, a share of the
+    first to the second."""
+    half = cos.size(-1) // 2
+    out = torch.empty_like(hidden)
+    out[..., 2 * half :] = hidden[..., 2 * half :]
+    dim = max(range(cos.dim() - 1), key=cos.size)  # tokens: the only rows whose angles differ
+    for part in walk_blocks(hidden.size(dim), hidden.numel() // hidden.size(dim)):
+        rows, angles, rotated, first, second = (
+            each.narrow(dim, part.start, part.stop - part.start) for each in (hidden, cos, out, of_first, of_second)
+        )
+        torch.mul(rows[..., : 2 * half], angles, out=rotated[..., : 2 * half])
+        rotated[..., :half].addcmul_(rows[..., half : 2 * half], second, value=sign)
+        rotated[..., half : 2 * half].addcmul_(rows[..., :half], first, value=-sign)
+    return out
+
+
 def _negate_first_half(sin: Tensor) -> Tensor:
     places = torch.arange(sin.size(-1), device=sin.device)
     return torch.where(places < sin.size(-1) // 2, -sin, sin)

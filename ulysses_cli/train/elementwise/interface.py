@@ -5,8 +5,8 @@ computes what the formula does on small random tensors; any other part, and any 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, Literal, get_args
@@ -24,7 +24,6 @@ Part = Literal[NormKind, "rotary", "gate"]  # norms by their formula
 Ways = Mapping[Part, Way]
 DTYPES = (torch.bfloat16, torch.float32)
 ROTARY = "apply_rotary_pos_emb"
-MARK = "rotary_way"  # on the cosines that a served model's rotary embedding returns
 WIDTH, EPS = 64, 1e-2
 TOLERANCE = 1e-5
 
@@ -34,13 +33,13 @@ class Served:
     """How many parts of a model run by the operators."""
 
     norms: int = 0
-    rotaries: int = 0
+    rotations: int = 0
     gates: int = 0
 
 
 def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
     """Replaces forwards of the model's parts in place."""
-    norms = rotaries = gates = 0
+    norms = rotations = gates = 0
     for module in list(model.modules()):
         if (kind := recognise_norm(module)) and ways[kind] != "transformers":
             _FusedNorm(module, kind, ways[kind])
@@ -48,10 +47,10 @@ def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
         elif ways["gate"] != "transformers" and is_gated_mlp(module):
             _FusedMlp(module, ways["gate"])
             gates += 1
-        elif ways["rotary"] != "transformers" and _is_rotary(module) and _serve_rotary_function(module):
-            module.register_forward_hook(_make_marker(ways["rotary"]))
-            rotaries += 1
-    return Served(norms, rotaries, gates)
+        elif ways["rotary"] != "transformers" and _serve_rotation(module):
+            _choose_rotation(module, ways["rotary"])
+            rotations += 1
+    return Served(norms, rotations, gates)
 
 
 def find_norm_kinds(model: nn.Module) -> set[NormKind]:
@@ -153,22 +152,38 @@ class _FusedMlp:
         return self.block.down_proj(Gate.apply(gates, values, self.way))
 
 
-def _is_rotary(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RotaryEmbedding")
+_rotary_way: ContextVar[Way] = ContextVar("rotary_way", default="transformers")
 
 
-def _serve_rotary_function(rotary: nn.Module) -> bool:
-    """Replaces the function of the modeling module that applies the embedding. It looks at each call's cosines: those
-    of a model that is not served are rotated by transformers' code."""
-    module = sys.modules[type(rotary).__module__]
-    original = getattr(module, ROTARY, None)
-    if original is None:
+def _choose_rotation(layer: Any, way: Way) -> None:
+    """While the attention layer runs, rotations go the chosen way. A mark on its cosines would not do: ZeRO-3's hooks
+    copy what modules return."""
+    original: Callable[..., Any] = layer.forward
+
+    @wraps(original)
+    def run(*args: Any, **options: Any) -> Any:
+        token = _rotary_way.set(way)
+        try:
+            return original(*args, **options)
+        finally:
+            _rotary_way.reset(token)
+
+    layer.forward = run
+
+
+def _serve_rotation(layer: nn.Module) -> bool:
+    """Replaces the function that the layer's code calls to rotate queries and keys, for all layers of that code. Inside
+    a layer that is not served it does what it did."""
+    forward = inspect.unwrap(type(layer).forward)
+    names: dict[str, Any] = getattr(forward, "__globals__", {})
+    original = names.get(ROTARY)
+    if original is None or ROTARY not in forward.__code__.co_names:
         return False
     with _disable_current_modes():
         if not _computes_rotation(getattr(original, "__wrapped__", original)):
             return False
     if not hasattr(original, "is_served"):
-        setattr(module, ROTARY, _make_rotation(original))
+        names[ROTARY] = _make_rotation(original)
     return True
 
 
@@ -195,20 +210,13 @@ def _computes_rotation(function: Callable[..., Any]) -> bool:
 def _make_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
-        way = getattr(cos, MARK, None)
+        way = _rotary_way.get()
         dim = args[0] if args else options.get("unsqueeze_dim", 1)
-        if way is None or len(args) > 1 or options.keys() - {"unsqueeze_dim"} or q.dtype != cos.dtype:
+        is_plain = len(args) <= 1 and not options.keys() - {"unsqueeze_dim"} and not cos.requires_grad
+        if way == "transformers" or not is_plain or q.dtype != cos.dtype:
             return original(q, k, cos, sin, *args, **options)
         cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         return Rotate.apply(q, cos, sin, way), Rotate.apply(k, cos, sin, way)
 
     apply.is_served = True  # type: ignore[attr-defined]
     return apply
-
-
-def _make_marker(way: Way) -> Callable[..., None]:
-    def mark(_: nn.Module, __: Any, result: Any) -> None:
-        if isinstance(result, tuple) and isinstance(result[0], Tensor) and not result[0].requires_grad:
-            setattr(result[0], MARK, way)
-
-    return mark

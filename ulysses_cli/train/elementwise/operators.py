@@ -88,7 +88,10 @@ def _(dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way
 
 @library.custom_op("ulysses::rotate", mutates_args=())
 def rotate(hidden: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
-    return _pick(formulas.rotate, way, hidden, cos)(hidden, cos, sin)
+    compute = formulas.rotate_in_blocks
+    if way == "compiled":
+        compute = _compile(formulas.rotate, hidden.size(-1), cos.size(-1))
+    return compute(hidden, cos, sin)
 
 
 @rotate.register_fake
@@ -98,7 +101,10 @@ def _(hidden: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
 
 @library.custom_op("ulysses::rotate_backward", mutates_args=())
 def rotate_backward(dout: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
-    return _pick(formulas.rotate_backward, way, dout, cos)(dout, cos, sin)
+    compute = formulas.rotate_backward_in_blocks
+    if way == "compiled":
+        compute = _compile(formulas.rotate_backward, dout.size(-1), cos.size(-1))
+    return compute(dout, cos, sin)
 
 
 @rotate_backward.register_fake
@@ -108,7 +114,8 @@ def _(dout: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
 
 @library.custom_op("ulysses::gate", mutates_args=())
 def gate(gates: Tensor, values: Tensor, way: str) -> Tensor:
-    return _pick(formulas.gate, way, gates)(gates, values)
+    compute = _compile(formulas.gate, gates.size(-1)) if way == "compiled" else formulas.gate
+    return compute(gates, values)
 
 
 @gate.register_fake
@@ -118,16 +125,13 @@ def _(gates: Tensor, values: Tensor, way: str) -> Tensor:
 
 @library.custom_op("ulysses::gate_backward", mutates_args=())
 def gate_backward(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Tensor]:
-    return _pick(formulas.gate_backward, way, gates)(dout, gates, values)
+    compute = _compile(formulas.gate_backward, gates.size(-1)) if way == "compiled" else formulas.gate_backward
+    return compute(dout, gates, values)
 
 
 @gate_backward.register_fake
 def _(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gates), torch.empty_like(values)
-
-
-def _pick(function: Callable[..., Any], way: str, *tensors: Tensor) -> Callable[..., Any]:
-    return _compile(function, *(tensor.size(-1) for tensor in tensors)) if way == "compiled" else function
 
 
 @cache
