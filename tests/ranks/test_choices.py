@@ -62,6 +62,7 @@ def test_norms_that_the_plan_did_not_count_cost_bytes() -> None:
     served = ElementwiseChoice({**NO_WAYS, "rounded": "torch"}, "measured")
     assert parts.describe_plain_norms(plan, served, ["rounded"]) == ""
     assert parts.describe_plain_norms(plan, served, ["rounded", "offset"])
+    assert parts.describe_plain_norms(plan, served, []) == told, "norms of an unknown formula, as another release has"
 
 
 def report_norms() -> list[str]:

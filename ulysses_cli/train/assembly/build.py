@@ -35,7 +35,7 @@ from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.attention.kernels.workload import ANY_MIX, LengthMix
 from ulysses_cli.train.attention.rotary import serve_rotary
 from ulysses_cli.train.elementwise.choice import describe
-from ulysses_cli.train.elementwise.interface import find_norm_kinds, serve_elementwise
+from ulysses_cli.train.elementwise.interface import find_norm_widths, serve_elementwise
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.memory.replica_copies import OrderedCopies
@@ -98,7 +98,7 @@ def build(
     serve_layers(model, plan, groups, device, parts.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
-    norms = find_norm_kinds(model)
+    norms = find_norm_widths(model)
     choice = parts.choose_ways(plan, groups, device, norms)
     report(describe(choice, serve_elementwise(model, choice.ways)))
     if cost := describe_plain_norms(plan, choice, norms):

@@ -5,7 +5,7 @@ arguments of the assembler, so that a trace can use others.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from ulysses_cli.plan.attention import list_needs
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.layer import is_one_kernel
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
@@ -34,7 +35,8 @@ from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import enter_device
 from ulysses_cli.train.processes.groups import Groups
 
-ChooseWays = Callable[[RunPlan, Groups, torch.device, Collection[NormKind]], ElementwiseChoice]
+NormWidths = Mapping[NormKind, Collection[int]]
+ChooseWays = Callable[[RunPlan, Groups, torch.device, NormWidths], ElementwiseChoice]
 
 
 def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
@@ -96,24 +98,27 @@ def _measure_rows(plan: RunPlan) -> RowSizes:
     )
 
 
-def choose_common_ways(
-    plan: RunPlan, groups: Groups, device: torch.device, norms: Collection[NormKind]
-) -> ElementwiseChoice:
+def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device, norms: NormWidths) -> ElementwiseChoice:
     """Collective over all ranks: all use rank 0's choice, since times differ from rank to rank. `norms`: the formulas
-    of the model's norms."""
+    of the model's norms, with their widths."""
     recipe, shape = plan.recipe, plan.shape
     if not recipe.model.fused_kernels:
         return ElementwiseChoice(NO_WAYS, "as the recipe says")
-    widths = Widths(shape.hidden_size, shape.head_dim, shape.intermediate_size or shape.hidden_size)
-    return choose_on_first(groups, lambda: choose_ways(device, getattr(torch, recipe.model.dtype), widths, norms))
+    inner = shape.intermediate_size or shape.hidden_size
+    widths = Widths(shape.hidden_size, shape.num_heads, shape.head_dim, inner, norms)
+    dtype, num_tokens = getattr(torch, recipe.model.dtype), plan.resolved.local_tokens
+    return choose_on_first(groups, lambda: choose_ways(device, dtype, widths, num_tokens))
 
 
 def describe_plain_norms(plan: RunPlan, choice: ElementwiseChoice, norms: Collection[NormKind]) -> str:
-    """What it costs that norms run by transformers' own code where the ledger counted on fused ones, or ''."""
-    if not plan.recipe.model.fused_kernels or all(choice.ways[kind] != "transformers" for kind in norms):
-        return ""
+    """What it costs that norms run by transformers' own code where the ledger counted on fused ones, or ''. The
+    installed transformers may have norms that no formula is recognised in."""
+    is_served = bool(norms) and all(choice.ways[kind] != "transformers" for kind in norms)
     job = make_job(plan.recipe, plan.shape, plan.levers)
-    planned, needed = (compute_ledger(replace(job, fused_norms=fused)).gpu_peak_bytes for fused in (True, False))
+    plain = replace(job, fused_norms=False)
+    if is_served or is_one_kernel(job) == is_one_kernel(plain):
+        return ""
+    planned, needed = (compute_ledger(each).gpu_peak_bytes for each in (job, plain))
     return (
         f"norms run by transformers' own code, which takes {(needed - planned) / GIB:.2f} GiB more at the peak than "
         f"the plan counts: {needed / GIB:.2f} GiB in all; model.fused_kernels=false plans with it"

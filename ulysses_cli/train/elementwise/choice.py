@@ -34,9 +34,10 @@ GPU_WAYS: Ways = {part: candidates[0] for part, candidates in CANDIDATES.items()
 # in float32 and nothing in bfloat16, a gate nothing.
 CPU_WAYS: Ways = {part: "transformers" if part == "gate" else "blocks" for part in CANDIDATES}
 NO_WAYS: Ways = dict.fromkeys(CANDIDATES, "transformers")
-TRIAL_TOKENS, NUM_TIMED = 4096, 10
+NUM_COMPARED, NUM_TIMED = 4096, 10  # rows; repetitions
+TIMED_BYTES = 1 << 27  # of a tensor: more than a cache holds, so that memory decides and not the starts of kernels
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # of the largest value; bfloat16 keeps 8 bits
-EPS, HEADS = 1e-5, 8
+EPS = 1e-5
 
 Inputs = Sequence[Tensor]
 Run = Callable[..., Tensor]
@@ -50,17 +51,23 @@ class ElementwiseChoice:
 
 @dataclass(frozen=True)
 class Widths:
-    """Of the model's rows, heads and gated MLPs."""
+    """Of the model's rows, heads and gated MLPs; `norms`: of each kind of norm in the model."""
 
     hidden: int
+    num_heads: int
     head_dim: int
     inner: int
+    norms: Mapping[NormKind, Collection[int]]
+
+    def list_rows(self, part: Part) -> list[tuple[int, tuple[int, ...]]]:
+        """How many rows a token has in the part's tensors, and their shape."""
+        if part in NORM_KINDS:
+            return [(max(1, self.hidden // width), (width,)) for width in sorted(self.norms.get(part, ()))]
+        return [(1, (self.num_heads, self.head_dim) if part == "rotary" else (self.inner,))]
 
 
-def choose_ways(
-    device: torch.device, dtype: torch.dtype, widths: Widths, norms: Collection[NormKind]
-) -> ElementwiseChoice:
-    """Tries all candidates where there is a GPU. `norms`: the formulas of the model's norms."""
+def choose_ways(device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int) -> ElementwiseChoice:
+    """Tries all candidates where there is a GPU. `num_tokens`: of a rank's rows."""
     if device.type == "cpu":
         rotary: Way = CPU_WAYS["rotary"] if dtype == torch.float32 else "transformers"
         return ElementwiseChoice({**CPU_WAYS, "rotary": rotary}, "in blocks that fit a processor's cache")
@@ -69,50 +76,61 @@ def choose_ways(
     ways: dict[Part, Way] = dict(NO_WAYS)
     reasons = []
     for part, candidates in CANDIDATES.items():
-        if part not in NORM_KINDS or part in norms:
-            ways[part], reason = _choose_part(candidates, _Trial(part, device, dtype, widths))
+        trials = [
+            _Trial(part, device, dtype, shape, per_token * num_tokens) for per_token, shape in widths.list_rows(part)
+        ]
+        if trials:
+            ways[part], reason = _choose_part(candidates, trials)
             reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {ways[part]} ({reason})")
+    torch.cuda.empty_cache()
     return ElementwiseChoice(ways, ", ".join(reasons))
 
 
-def _choose_part(candidates: Sequence[Way], trial: _Trial) -> tuple[Way, str]:
-    seconds: dict[Way, float] = {"transformers": trial.measure("transformers")}
+def _choose_part(candidates: Sequence[Way], trials: Sequence[_Trial]) -> tuple[Way, str]:
+    ways: tuple[Way, ...] = ("transformers", *candidates)
+    seconds: dict[Way, float] = {}
     notes = []
-    for way in candidates:
+    for way in ways:
         try:
-            error = trial.compare(way)
-            if math.isnan(error) or error > TOLERANCE[trial.dtype]:
-                notes.append(f"{way} differs by {error:.2g}")
-                continue
-            seconds[way] = trial.measure(way)
+            errors = [trial.compare(way) for trial in trials]
+            if all(error <= TOLERANCE[trials[0].dtype] for error in errors):
+                seconds[way] = sum(trial.measure(way) for trial in trials)
+            else:  # or not a number
+                notes.append(f"{way} differs by {max(errors):.2g}")
         except Exception as error:  # noqa: BLE001 - a compiler may be missing, or may raise anything
             lines = str(error).strip().splitlines() or [type(error).__name__]
             notes.append(f"{way} failed: {lines[0][:120]}")
     times = [f"{way} {1e3 * value:.2f} ms" for way, value in sorted(seconds.items(), key=lambda each: each[1])]
-    return min(seconds, key=lambda way: seconds[way]), "; ".join([", ".join(times), *notes])
+    best = min(seconds, key=lambda way: seconds[way], default=ways[0])
+    return best, "; ".join([", ".join(times), *notes])
 
 
 class _Trial:
-    """One part on random rows of the model's widths."""
+    """One part on random rows of a shape: few to compare values, and as many as a rank has to measure time."""
 
     def __init__(
-        self, part: Part, device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int = TRIAL_TOKENS
+        self, part: Part, device: torch.device, dtype: torch.dtype, row: tuple[int, ...], num_rows: int = NUM_COMPARED
     ) -> None:
-        self.part, self.device, self.dtype = part, device, dtype
-        generator = torch.Generator(device).manual_seed(0)
+        self.part, self.device, self.dtype, self.row = part, device, dtype, row
+        self.num_timed = max(1, min(num_rows, TIMED_BYTES // (math.prod(row) * dtype.itemsize)))
+        self.num_compared = min(NUM_COMPARED, self.num_timed)
+
+    def draw(self, num_rows: int) -> tuple[Inputs, Tensor]:
+        """The part's inputs, and a gradient of its output."""
+        generator = torch.Generator(self.device).manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+            return torch.randn(*shape, generator=generator, device=self.device, dtype=self.dtype)
 
-        if part in NORM_KINDS:
-            self.inputs = [draw(1, num_tokens, widths.hidden), 1 + 0.1 * draw(widths.hidden)]
-        elif part == "rotary":
-            rows = draw(1, num_tokens, HEADS, widths.head_dim).transpose(1, 2)
-            angles = draw(1, 1, num_tokens, widths.head_dim // 2).repeat(1, 1, 1, 2)
-            self.inputs = [rows, angles.cos(), angles.sin()]
+        rows = draw(1, num_rows, *self.row)
+        if self.part in NORM_KINDS:
+            inputs = [rows, 1 + 0.1 * draw(*self.row)]
+        elif self.part == "rotary":
+            angles = draw(1, 1, num_rows, self.row[-1] // 2).repeat(1, 1, 1, 2)
+            inputs = [rows.transpose(1, 2), angles.cos(), angles.sin()]
         else:
-            self.inputs = [draw(1, num_tokens, widths.inner), draw(1, num_tokens, widths.inner)]
-        self.dout = draw(*self.inputs[0].shape)
+            inputs = [rows, draw(1, num_rows, *self.row)]
+        return inputs, draw(*inputs[0].shape)
 
     def run(self, way: str, inputs: Inputs, dout: Tensor) -> list[Tensor]:
         """Forward and backward."""
@@ -123,22 +141,24 @@ class _Trial:
 
     def compare(self, way: Way) -> float:
         """The largest difference from transformers' formula in float32, as a share of the largest value."""
-        expected = self.run("transformers", [tensor.float() for tensor in self.inputs], self.dout.float())
-        results = self.run(way, self.inputs, self.dout)
+        inputs, dout = self.draw(self.num_compared)
+        expected = self.run("transformers", [tensor.float() for tensor in inputs], dout.float())
+        results = self.run(way, inputs, dout)
         return max(
             ((ours.float() - right).abs().max() / right.abs().max()).item()
             for ours, right in zip(results, expected, strict=True)
         )
 
     def measure(self, way: Way) -> float:
-        best = math.inf
-        for _ in range(1 + NUM_TIMED):
+        inputs, dout = self.draw(self.num_timed)
+        seconds = []
+        for _ in range(1 + NUM_TIMED):  # the first compiles
             torch.cuda.synchronize(self.device)
             start = time.perf_counter()
-            self.run(way, self.inputs, self.dout)
+            self.run(way, inputs, dout)
             torch.cuda.synchronize(self.device)
-            best = min(best, time.perf_counter() - start)
-        return best
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
 
 
 def _run_norm(kind: NormKind, way: str, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -80,17 +80,20 @@ def normalize_backward_in_blocks(
 
 def rotate(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates pairs of the first cos.size(-1) elements, half of them apart. The others pass unchanged. The result is
-    laid out in memory as `hidden`. torch's compiler makes one kernel of this; it takes no `out=` of a part."""
+    laid out in memory as `hidden`, and rounded to its dtype where the angles are more precise. torch's compiler makes
+    one kernel of this; it takes no `out=` of a part."""
     half = cos.size(-1) // 2
     pairs = hidden[..., : 2 * half]
-    return _join(pairs * cos + pairs.roll(half, -1) * _negate_first_half(sin), hidden)
+    rotated = pairs * cos + pairs.roll(half, -1) * _negate_first_half(sin)
+    return _join(rotated.to(hidden.dtype), hidden)
 
 
 def rotate_backward(dout: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The transposed rotation: for equal halves of cos and sin, that by the negative angle."""
     half = cos.size(-1) // 2
     pairs = dout[..., : 2 * half]
-    return _join(pairs * cos + (pairs * _negate_first_half(sin)).roll(half, -1), dout)
+    rotated = pairs * cos + (pairs * _negate_first_half(sin)).roll(half, -1)
+    return _join(rotated.to(dout.dtype), dout)
 
 
 def rotate_in_blocks(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

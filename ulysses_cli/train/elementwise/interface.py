@@ -53,9 +53,14 @@ def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
     return Served(norms, rotations, gates)
 
 
-def find_norm_kinds(model: nn.Module) -> set[NormKind]:
-    """The formulas of the model's norms that can be served."""
-    return {kind for module in model.modules() if (kind := recognise_norm(module))}
+def find_norm_widths(model: nn.Module) -> dict[NormKind, set[int]]:
+    """The formulas of the model's norms that can be served, each with the widths of its norms."""
+    widths: dict[NormKind, set[int]] = {}
+    for module in model.modules():
+        if kind := recognise_norm(module):
+            weight: Any = module.weight
+            widths.setdefault(kind, set()).add(getattr(weight, "ds_shape", weight.shape)[-1])  # ZeRO-3 may hold a part
+    return widths
 
 
 def recognise_norm(module: nn.Module) -> NormKind | None:
@@ -207,13 +212,23 @@ def _computes_rotation(function: Callable[..., Any]) -> bool:
     return True
 
 
+def _rounds_its_result(function: Callable[..., Any]) -> bool:
+    """Whether it takes float32 angles for bfloat16 rows (OLMo), and returns bfloat16."""
+    rows, angles = torch.zeros(1, 1, 1, WIDTH, dtype=torch.bfloat16), torch.zeros(1, 1, WIDTH)
+    return all(result.dtype == rows.dtype for result in function(rows, rows, angles, angles))
+
+
 def _make_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    with _disable_current_modes():
+        takes_precise = _rounds_its_result(getattr(original, "__wrapped__", original))
+
     @wraps(original)
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
         way = _rotary_way.get()
         dim = args[0] if args else options.get("unsqueeze_dim", 1)
         is_plain = len(args) <= 1 and not options.keys() - {"unsqueeze_dim"} and not cos.requires_grad
-        if way == "transformers" or not is_plain or q.dtype != cos.dtype:
+        is_precise = takes_precise and cos.dtype == torch.float32 and way == "compiled"
+        if way == "transformers" or not is_plain or (q.dtype != cos.dtype and not is_precise):
             return original(q, k, cos, sin, *args, **options)
         cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         return Rotate.apply(q, cos, sin, way), Rotate.apply(k, cos, sin, way)

@@ -17,6 +17,7 @@ from ulysses_cli.train.elementwise import formulas
 
 # transformers: its own code stays as it is.
 Way = Literal["torch", "compiled", "blocks", "transformers"]
+MOST_KINDS = 64  # of inputs of one compiled function
 
 
 @library.custom_op("ulysses::normalize", mutates_args=())
@@ -138,7 +139,9 @@ def _(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Te
 def _compile(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
     """One compiled function for each width, so that only the number of tokens is a variable of the kernel. torch keeps
     what it has compiled by code and name: two widths of one function would make the width a variable, and many kinds of
-    inputs would be refused."""
+    inputs would be refused. A width alone has many: with gradients or without, one head or several, one token or many,
+    rows past what 32 bits count."""
+    torch._dynamo.config.recompile_limit = max(MOST_KINDS, torch._dynamo.config.recompile_limit)
     code, name = function.__code__, "_".join(map(str, (function.__name__, *kind)))
     own = FunctionType(code.replace(co_name=name), function.__globals__, name, function.__defaults__)
     return torch.compile(own, fullgraph=True)
