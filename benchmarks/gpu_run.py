@@ -25,17 +25,20 @@ MARK = "ULYSSES_GPU_PART"  # in the environment of a part's processes: those of 
 END_SECONDS = 15.0  # for ended processes to give the GPU back
 TAIL_CHARS = 1500
 MISSED, UNFINISHED = 3, 4  # exit codes of a measurement: it missed its bar; its time was over, and it can go on
+NO_TESTS = 5  # pytest's, where all had passed before
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PartFolders:
-    """`scratch`: for what is not kept. `seconds`: what the part has."""
+    """`scratch`: for what is not kept. `seconds`: what the part has. `earlier`: rows of tests that have passed in an
+    earlier try."""
 
     scratch: Path
     results: Path
     rehearses: bool
     seconds: float
+    earlier: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class PartRun:
 
 def run_part(part: Part, folders: PartFolders, log: Path, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Returns the part's status, its rows and why it is not done. `log`: takes all that its processes print."""
-    run, output = PartRun(part, keep), ""
+    run, output = PartRun(part, keep, [*folders.earlier]), ""
     keep(run.describe("running"))
     for command in part.make_commands(folders):
         left = folders.seconds - (time.monotonic() - run.start)
@@ -85,7 +88,7 @@ def run_part(part: Part, folders: PartFolders, log: Path, keep: Callable[[dict[s
             return run.describe("out of time", f"took longer than {folders.seconds:.0f} s: {tail}")
         if code == UNFINISHED:
             return run.describe("out of time", "ended by its own clock; the next call goes on")
-        if code not in (0, MISSED):
+        if code not in (0, MISSED, *([NO_TESTS] if folders.earlier else [])):
             run.add(read_rows(part, output)[0])
             return run.describe("failed", f"exit code {code}: {tail}")
     rows, problem = read_rows(part, output)

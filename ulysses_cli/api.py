@@ -46,6 +46,7 @@ class Step:
     peak_memory_bytes: int | None = None
     host_peak_memory_bytes: int | None = None
     communication_share: float | None = None
+    early_optimizer_share: float | None = None
     step_parts: Mapping[str, float] | None = None
     applied: bool = True
 

@@ -30,7 +30,7 @@ def main() -> int:
     local = PROBLEM.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)
     is_wrong = False
-    for kernel in BACK_ENDS:
+    for kernel in sys.argv[1:] or BACK_ENDS:
         capability = torch.cuda.get_device_capability()
         obstacle = BACK_ENDS[kernel].find_obstacle(Need(PROBLEM.dim), "cuda", capability)
         obstacle = obstacle or KERNELS[kernel].find_missing()

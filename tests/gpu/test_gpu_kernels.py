@@ -31,6 +31,7 @@ KINDS = {
     "heads of 512": Problem(4, 1, 512, (700, 1, 130, 193), dtype=torch.bfloat16, scale=0.04),
     "latent": Problem(8, 8, 192, (700, 1, 130, 193), value_dim=128, dtype=torch.bfloat16, scale=0.07),
 }
+FLEX = "flex_attention"
 TOLERANCE = 0.03  # of the largest value; bfloat16 has 8 bits
 
 
@@ -126,7 +127,9 @@ def test_no_call_waits_for_the_device(kernel: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["other kernels", FLEX])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_that_share_a_gpu(num_ranks: int) -> None:
-    """Checks values; ranks that share a GPU say nothing about speed."""
-    run_sharing_ranks(Path(__file__).with_name("nccl_rank.py"), num_ranks)
+def test_ranks_that_share_a_gpu(num_ranks: int, compiled: bool) -> None:
+    """Checks values; ranks that share a GPU say nothing about speed. Each rank compiles flex by itself."""
+    kernels = [kernel for kernel in BACK_ENDS if (kernel == FLEX) == compiled]
+    run_sharing_ranks(Path(__file__).with_name("nccl_rank.py"), num_ranks, kernels)

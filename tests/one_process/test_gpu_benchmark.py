@@ -166,6 +166,32 @@ def test_parts_begin_only_with_enough_time(call: Any) -> None:
     assert (code, [*found]) == (1, ["peers", "short"])
 
 
+def test_a_part_that_was_cut_off_gets_twice_the_time() -> None:
+    """One that goes on where it was needs no more."""
+    parts = [make_part(name, "", 100.0, goes_on=name == "goes on") for name in ("cut", "failed", "goes on", "new")]
+    states = {"cut": "out of time", "failed": "failed", "goes on": "out of time"}
+    ordered = gpu.order_parts(parts, {name: {"status": status} for name, status in states.items()})
+    assert [(part.name, part.seconds) for part in ordered] == [
+        ("new", 100.0), ("cut", 200.0), ("goes on", 100.0), ("failed", 100.0)
+    ]  # fmt: skip
+
+
+@pytest.mark.check
+def test_tests_that_have_passed_are_not_run_again(call: Any, tmp_path: Path) -> None:
+    """Their rows stay."""
+    part = gpu.make_tests("tests", "test_gpu_levers.py", 60.0)
+    file = tmp_path / "results" / "gpu-nvidia-h200.json"
+    entry = call([part])[1]["tests"]
+    assert entry["status"] == "skipped", "there is no GPU"
+    rows = [{**row, "outcome": "passed"} for row in entry["rows"]]
+    for passed in (rows[:-1], rows):
+        file.write_text(json.dumps({"parts": {"tests": {"status": "out of time", "rows": passed}}}))
+        entry = call([part])[1]["tests"]
+        left = [row for row in entry["rows"] if row["outcome"] == "skipped"]
+        assert (entry["status"], entry["rows"]) == ("done", [*passed, *left])
+        assert [row["name"] for row in left] == [row["name"] for row in rows[len(passed) :]]
+
+
 def test_parts_have_names_of_their_own_and_at_least_six_cases_of_memory(tmp_path: Path) -> None:
     assert len({part.name for part in gpu.PARTS}) == len(gpu.PARTS)
     folders = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0)
@@ -233,9 +259,10 @@ def test_what_the_plan_says_fits_must_run() -> None:
 def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
     """The command prints the model's folder; the run's metrics stand beside it, the plain run's in the next folder."""
 
-    def write(name: str, count: int, loss: float) -> None:
+    def write(name: str, count: int, loss: float, share: float = 0.5) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
-        lines = [json.dumps({"step": step, "loss": loss, "step_seconds": 0.5}) for step in range(1, count + 1)]
+        line = {"loss": loss, "step_seconds": 0.5, "early_optimizer_share": share}
+        lines = [json.dumps({"step": step, **line}) for step in range(1, count + 1)]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
 
     write(gpu.PLAIN, 6, 2.5)
@@ -248,6 +275,9 @@ def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
         rows = gpu.read_training(f"{tmp_path}/train/model\n")
         assert rows[-1]["name"] == "step 6"
         assert gpu.judge_training(rows)[0] == status
+    write("train", 6, 2.5, share=0.0)
+    status, reason = gpu.judge_training(gpu.read_training(f"{tmp_path}/train/model\n"))
+    assert (status, reason) == ("done", "no group of the optimizer stepped before the backward's end")
     write(gpu.PLAIN, 5, 2.5)
     with pytest.raises(ValueError, match="shorter"):
         gpu.read_training(f"{tmp_path}/train/model\n")

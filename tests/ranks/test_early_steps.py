@@ -99,6 +99,8 @@ def run(recipe: Recipe, waits: bool = False, forgets: bool = False) -> Outcome:
         states.append([*read_states(harness), *harness.read_weights().values()])
         norms.append(harness.results[-1].update.grad_norm)
         kept.append(early.num_kept - before if early is not None else 0)
+        share = harness.results[-1].update.early_share
+        assert share == (kept[-1] / len(early.copies) if early is not None else None), "what metrics.jsonl holds"
     return states, norms, kept
 
 

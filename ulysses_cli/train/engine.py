@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ulysses_cli.data.steps import MicroBatch
 from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.states import reset_moments
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.telemetry.clock import part_of_step
@@ -28,6 +29,7 @@ class Update:
     was_applied: bool
     grad_norm: float
     learning_rate: float
+    early_share: float | None = None  # of the optimizer's groups on the host that may step before the backward's end
 
 
 class Engine:
@@ -40,8 +42,10 @@ class Engine:
         device: torch.device,
         learning_rate_at: Callable[[int], float],
         clean_up: Callable[[], None],
+        early_steps: EarlySteps | None = None,
     ) -> None:
         self.wrapped, self.groups, self.device = wrapped, groups, device
+        self.early_steps = early_steps
         self.learning_rate_at, self.clean_up = learning_rate_at, clean_up
 
     def train_micro_step(self, batch: MicroBatch, num_targets: int) -> Tensor:
@@ -66,7 +70,8 @@ class Engine:
         self.clean_up()
         norm = self.wrapped.get_global_grad_norm()
         norm = float(norm) if norm is not None else math.nan
-        return Update(bool(self.wrapped.was_step_applied()) and math.isfinite(norm), norm, learning_rate)
+        was_applied = bool(self.wrapped.was_step_applied()) and math.isfinite(norm)
+        return Update(was_applied, norm, learning_rate, self.early_steps.read_share() if self.early_steps else None)
 
     def evaluate_micro_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same sharded forward as in training. Returns (losses, positions) of this slice's targets."""

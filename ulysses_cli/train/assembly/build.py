@@ -115,13 +115,15 @@ def build(
         OrderedCopies(module.parameters(), get_accelerator())
     if plan.levers.offload_param == "nvme":
         read_each_once(module.parameters())
+    early = None
     if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
         if not unlock(optimizer):
             report(LOCKED)
-        EarlySteps(wrapped.optimizer, device, parts.make_executor(device), plan.levers.early_groups)
+        early = EarlySteps(wrapped.optimizer, device, parts.make_executor(device), plan.levers.early_groups)
     check_head(model, head_rule, groups, device)
     _watch(wrapped, module)
-    engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _clear_module_stack)
+    schedule = make_schedule(recipe.train, num_steps)
+    engine = Engine(wrapped, groups, device, schedule, _clear_module_stack, early)
     num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
     return Built(engine, module, config, adapter, kernel, num_trained)
 

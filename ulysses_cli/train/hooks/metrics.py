@@ -65,6 +65,8 @@ class Meter:
             "host_peak_memory_bytes": host,
             "communication_share": None,
         }
+        if result.update.early_share is not None:
+            line["early_optimizer_share"] = result.update.early_share
         if not result.update.was_applied:
             line["applied"] = False
         if parts is not None:

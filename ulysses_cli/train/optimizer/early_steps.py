@@ -35,7 +35,7 @@ class EarlySteps:
         self.started: dict[int, Future[None]] = {}
         self.stepped: set[int] = set()
         self.is_worthwhile = True  # after a step that was clipped the next one often is; its early steps would be lost
-        self.num_kept = 0
+        self.num_kept = self.num_read = 0
         self.own_step, self.own_group_step = zero.step, zero._optimizer_step
         self.own_scaling, self.own_partition = zero.unscale_and_clip_grads, zero.partition_grads
         zero.step, zero._optimizer_step = self.step, self.step_group
@@ -84,6 +84,11 @@ class EarlySteps:
             self.num_kept += 1
         else:
             self.own_group_step(group)
+
+    def read_share(self) -> float:
+        """Of the groups that may step early, how many were kept since this was last called."""
+        num_kept, self.num_read = self.num_kept - self.num_read, self.num_kept
+        return num_kept / len(self.copies) if self.copies else 0.0
 
     def _step_early(self, group: int, wait: Ready) -> None:
         """Runs in the executor."""
