@@ -40,9 +40,11 @@ SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
+PACKAGES = ("datasets", "deepspeed", "hypothesis", "peft", "pytest", "transformers")
 LAST_SECONDS = 15.0  # kept for writing and for the table
 LEAST_SHARE = 0.7  # of its seconds: no part starts with less, but one that a later call continues
 LEAST_SECONDS = 45.0  # nor any with less
+MEMORY_BAR = 0.05
 LOSS_BAR = 0.01  # between two runs of the same steps: sums in bfloat16 have another order each time
 TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?\s+\[\s*\d+%\]$")
 ENDED = ("done", "skipped")
@@ -193,8 +195,14 @@ def read_findings(output: str) -> list[Row]:
 
 def judge_findings(rows: list[Row]) -> tuple[str, str]:
     """What the plan says fits must run. The peer may fail."""
-    bad = [row for row in rows if row.get("verdict") in ("FAIL", "OOM") and "the Trainer" not in row["name"]]
-    return ("failed", "; ".join(row["text"] for row in bad)) if bad else ("done", "")
+    own = [row for row in rows if "the Trainer" not in row["name"]]
+    bad = [row for row in own if row.get("verdict") in ("FAIL", "OOM")]
+    if bad:
+        return "failed", "; ".join(row["text"] for row in bad)
+    far = [row for row in own if abs(row.get("memory_error") or 0.0) > MEMORY_BAR]
+    return "done", "; ".join(
+        f"{row['name']}: predicted memory {row['memory_error']:+.1%} of what was used" for row in far
+    )
 
 
 def make_peers(name: str, part: str, seconds: float) -> Part:
@@ -247,8 +255,9 @@ PARTS = [
 
 
 def describe_machine() -> dict[str, Any]:
-    """Asked in a process of its own, which takes no memory of the GPU."""
-    code = "import json; from ulysses_cli.prove.results import describe_machine as d; print(json.dumps(d()))"
+    """Asked in a process of its own, which takes no memory of the GPU. What parts import is imported here: without it
+    each would fail by itself, on rented time."""
+    code = f"import json, {', '.join(PACKAGES)}; from ulysses_cli.prove.results import describe_machine as d; print(json.dumps(d()))"
     done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise SystemExit(f"this tool cannot be imported here: {done.stderr.strip()[-1500:]}")

@@ -39,6 +39,7 @@ from ulysses_cli.train.attention.documents import IndexLimitError
 from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 
+FASTEST = ("flash_attention_3", "flash_attention_4")  # from which half of the peak is expected, 40 % from others
 SETUP_SECONDS = 10.0  # for making a model
 # dense bfloat16, by the maker's data sheet
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "L40S": 362}
@@ -134,6 +135,9 @@ def measure_speed(
 
 def time_steps(row: dict[str, Any], tokens: int, peak: float | None, run: Run) -> None:
     is_short = tokens <= 2**16
+    if not is_short:  # a later call may begin here: two lengths compile backwards, the second for any length
+        for few in (2**12, 2**13):
+            run.step(min(few, tokens))
     run.step(tokens, backward=is_short)  # the first step chooses kernels and locks host memory
     run.scale.device.forget_peak()
     row["seconds"] = statistics.median(run.step(tokens) for _ in range(3 if is_short else 1))
@@ -258,7 +262,8 @@ def judge(results: dict[str, Any], speed: list[dict[str, Any]]) -> dict[str, boo
             row["seconds"] <= min(seconds) / 1.2 if is_known else None
         )
         mfu = row.get("mfu")
-        bars[f"{tokens} tokens: at least 40 % of peak"] = None if mfu is None else mfu >= 0.4
+        least = 0.5 if row.get("kernel") in FASTEST else 0.4
+        bars[f"{tokens} tokens: at least {100 * least:.0f} % of peak"] = None if mfu is None else mfu >= least
     return bars
 
 

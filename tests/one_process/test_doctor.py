@@ -229,6 +229,15 @@ def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:
     assert not findings.passed
 
 
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_where_there_is_a_gpu_its_command_is_given(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    monkeypatch.setattr(doctor, "count_gpus", lambda: num_gpus)
+    notes = doctor.examine(None, None, Hardware(()), "", lambda _: None).notes
+    assert [note for note in notes if "make gpu" in note] == [doctor.GPU_HINT][:num_gpus]
+    assert "gpu:" in (ROOT / "Makefile").read_text()
+
+
 def test_checks_that_are_loaded_late_exist() -> None:
     names = {name for name in vars(device_checks) if name.startswith("check_")}
     for group, check in doctor.CHECKS:

@@ -192,6 +192,12 @@ def test_tests_that_have_passed_are_not_run_again(call: Any, tmp_path: Path) -> 
         assert [row["name"] for row in left] == [row["name"] for row in rows[len(passed) :]]
 
 
+def test_a_package_that_is_missing_is_named_before_any_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PACKAGES", ("json", "no_such_package"))
+    with pytest.raises(SystemExit, match="No module named 'no_such_package'"):
+        gpu.describe_machine()
+
+
 def test_parts_have_names_of_their_own_and_at_least_six_cases_of_memory(tmp_path: Path) -> None:
     assert len({part.name for part in gpu.PARTS}) == len(gpu.PARTS)
     folders = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0)
@@ -250,6 +256,8 @@ def test_what_the_plan_says_fits_must_run() -> None:
     read = gpu.read_findings("a line\n" + json.dumps({"rows": rows, "calibration": {"gpus": {}}}))
     assert [row["name"] for row in read][:2] == ["sp 1 x dp 1, 8,192", "sp 1 x dp 1, the Trainer, 8,192"]
     assert gpu.judge_findings(read) == ("done", "")
+    near, far = ({**read[0], "memory_error": error} for error in (-0.04, 0.06))
+    assert gpu.judge_findings([near, far]) == ("done", "sp 1 x dp 1, 8,192: predicted memory +6.0% of what was used")
     assert gpu.judge_findings(gpu.read_findings(json.dumps({"rows": [make_row("OOM")], "calibration": {}}))) == (
         "failed",
         "why",
@@ -321,6 +329,16 @@ def test_rows_of_another_kernel_stay_and_are_compared_with_none(
     assert call_with("b") == ([*of_a, *of_b], False)
     assert call_with("a") == ([*of_a, *of_b], True)
     assert runs == ["a", "a", "b", "b"], "what was measured is not measured again"
+
+
+@pytest.mark.parametrize(("kernel", "share"), [("flash_attention_3", 50), ("flash_attention_2", 40)])
+def test_a_faster_kernel_has_a_higher_bar(kernel: str, share: int) -> None:
+    import gpu_levers
+
+    for mfu in (0.45, 0.55, 0.35):
+        rows = [{"tokens": 2**17, "side": "ours", "kernel": kernel, "mfu": mfu, "seconds": 1.0}]
+        bars = gpu_levers.judge({"longest_row": {}}, rows)
+        assert bars[f"131072 tokens: at least {share} % of peak"] == (mfu >= share / 100)
 
 
 TIMED = "8B's layers, all levers, 128Ki"

@@ -18,6 +18,7 @@ from support.run_harness import RunHarness
 from support.small_run import CONFIG
 from support.tiers import sample
 from support.training import MemoryRows, make_recipe
+from torch import Tensor
 
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.layout import Layout
@@ -37,6 +38,7 @@ from ulysses_cli.train.attention.kernels.workload import ANY_MIX
 from ulysses_cli.train.elementwise import operators
 from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.memory import tiling
 from ulysses_cli.train.processes.groups import make_groups
 
 GPU = torch.device("cuda")
@@ -92,6 +94,56 @@ def test_rotations_of_one_pass_run_inside_the_engine(stage: int, recomputes: boo
     """In each forward and recomputation, also at stage 3, whose hooks copy what modules return."""
     words = (f"parallel.zero_stage={stage}", f"memory.gradient_checkpointing={str(recomputes).lower()}")
     assert run_on_ranks(1, count_rotations, *words) == [CONFIG["num_hidden_layers"] * 2 * (1 + recomputes)]
+
+
+def add_products(*words: str) -> tuple[int, int, list[float]]:
+    """Returns how many products of a step were added to sums as they were made, how many gradients of matrices were
+    added apart, and the losses. A CPU's products stand for a GPU's, which take bfloat16 and return float32."""
+    made: list[int] = []
+    take = tiling.WeightSums._take_gradient
+
+    def multiply(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+        made.append(1)
+        return left.to(out_dtype) @ right.to(out_dtype)
+
+    def add(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, out: Tensor) -> None:
+        out.copy_(total + multiply(left, right, out_dtype))
+
+    apart: list[int] = []
+
+    def count(sums: tiling.WeightSums, weight: Tensor) -> None:
+        apart.append(weight.dim())
+        take(sums, weight)
+
+    harness = RunHarness(make_recipe(*words), MemoryRows([[(64, 0)]] * 4), 2)
+    with (
+        mock.patch.object(tiling, "adds_in_product", return_value=True),
+        mock.patch.object(tiling.WeightSums, "_take_gradient", count),
+        mock.patch.multiple(torch, mm=multiply, addmm=add),
+    ):
+        train(harness.train_state)
+    return len(made), apart.count(2), harness.losses
+
+
+@pytest.mark.check
+def test_products_of_tiles_are_added_inside_the_engine() -> None:
+    """In bfloat16, with weights that ZeRO-3 shards: each matrix of a tiled MLP."""
+    words = ("memory.tiled_mlp=true", "memory.tiled_loss=true", "model.dtype=bfloat16")
+    ((num_products, num_apart, losses),) = run_on_ranks(1, add_products, *words)
+    assert num_products >= 2 * 3 * CONFIG["num_hidden_layers"], "gate, up and down of each layer in each step"
+    assert num_apart == 0
+    ((_, _, plain),) = run_on_ranks(1, add_products, "model.dtype=bfloat16")
+    assert losses == pytest.approx(plain, rel=0.01)
+
+
+def test_a_gpu_without_such_products_is_told() -> None:
+    words = ("memory.tiled_mlp=true", "model.dtype=bfloat16")
+    with mock.patch.object(parts, "adds_in_product", return_value=False):
+        assert "by a pass of its own" in parts.describe_sums(make_plan(*words), GPU)
+        assert parts.describe_sums(make_plan("memory.tiled_mlp=false", "memory.tiled_loss=false"), GPU) == ""
+        assert parts.describe_sums(make_plan(*words), torch.device("cpu")) == "", "no plan counted on it"
+    with mock.patch.object(parts, "adds_in_product", return_value=True):
+        assert parts.describe_sums(make_plan(*words), GPU) == ""
 
 
 def choose_in_vain(error: Exception) -> str:

@@ -26,7 +26,7 @@ from ulysses_cli.train.assembly.loading import BuildError, grow_embeddings, shar
 from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.assembly.model_config import load_model_config, stretch_positions
 from ulysses_cli.train.assembly.optimizer import make_optimizer, make_schedule
-from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts, describe_plain_norms
+from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts, describe_plain_norms, describe_sums
 from ulysses_cli.train.assembly.quantized_base import find_nonfinite_scale
 from ulysses_cli.train.assembly.recurrent_layers import serve_layers
 from ulysses_cli.train.assembly.token_loss import load_token_loss
@@ -101,8 +101,9 @@ def build(
     norms = find_norm_widths(model)
     choice = parts.choose_ways(plan, groups, device, norms)
     report(describe(choice, serve_elementwise(model, choice.ways)))
-    if cost := describe_plain_norms(plan, choice, norms):
-        report(cost)
+    for cost in (describe_plain_norms(plan, choice, norms), describe_sums(plan, device)):
+        if cost:
+            report(cost)
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
     module = LossModel(model, apply_levers(model, plan, head_rule, device, swap_folder))
     module.train()

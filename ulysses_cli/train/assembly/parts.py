@@ -31,6 +31,7 @@ from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_pr
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice, Widths, choose_ways
 from ulysses_cli.train.elementwise.formulas import NormKind
+from ulysses_cli.train.memory.tiling import adds_in_product
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import enter_device
 from ulysses_cli.train.processes.groups import Groups
@@ -122,6 +123,18 @@ def describe_plain_norms(plan: RunPlan, choice: ElementwiseChoice, norms: Collec
     return (
         f"norms run by transformers' own code, which takes {(needed - planned) / GIB:.2f} GiB more at the peak than "
         f"the plan counts: {needed / GIB:.2f} GiB in all; model.fused_kernels=false plans with it"
+    )
+
+
+def describe_sums(plan: RunPlan, device: torch.device) -> str:
+    """What it costs that this GPU does not add gradients of tiles inside the product, as plans count, or ''."""
+    recipe, levers = plan.recipe, plan.levers
+    is_tiled = (levers.tiled_mlp or levers.tiled_loss) and recipe.lora is None
+    if device.type != "cuda" or not is_tiled or adds_in_product(device, getattr(torch, recipe.model.dtype)):
+        return ""
+    return (
+        "gradients of tiles are added to their sums by a pass of its own, which reads and writes 12 bytes for each "
+        "weight and tile: this torch has no product that adds to float32 here, and the plan counts on one"
     )
 
 
