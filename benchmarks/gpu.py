@@ -257,7 +257,8 @@ PARTS = [
 def describe_machine() -> dict[str, Any]:
     """Asked in a process of its own, which takes no memory of the GPU. What parts import is imported here: without it
     each would fail by itself, on rented time."""
-    code = f"import json, {', '.join(PACKAGES)}; from ulysses_cli.prove.results import describe_machine as d; print(json.dumps(d()))"
+    code = "from ulysses_cli.prove.results import describe_machine; print(json.dumps(describe_machine()))"
+    code = f"import json, {', '.join(PACKAGES)}; {code}"
     done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise SystemExit(f"this tool cannot be imported here: {done.stderr.strip()[-1500:]}")

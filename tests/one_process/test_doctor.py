@@ -233,7 +233,7 @@ def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:
 def test_where_there_is_a_gpu_its_command_is_given(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", ())
     monkeypatch.setattr(doctor, "count_gpus", lambda: num_gpus)
-    notes = doctor.examine(None, None, Hardware(()), "", lambda _: None).notes
+    notes = doctor.examine(None, None, load_hardware(), "", lambda _: None).notes
     assert [note for note in notes if "make gpu" in note] == [doctor.GPU_HINT][:num_gpus]
     assert "gpu:" in (ROOT / "Makefile").read_text()
 
