@@ -225,9 +225,10 @@ AUTO, HALF = "8B's layers, levers as chosen", "against the Trainer, two layers o
 HOST = ("activation_offloading=true", "gradient_checkpointing=true")
 TILES = ("tiled_mlp=true", "tiled_loss=true")
 PARTS = [
-    make_tests("attention on a GPU", "test_gpu_kernels.py", 200, "-k", "not flex", is_variant=False),
+    make_tests("attention on a GPU", "test_gpu_kernels.py", 200, "-k", "not flex and not flash", is_variant=False),
     make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
     make_tests("levers on a GPU", "test_gpu_levers.py", 120),
+    make_tests("attention by packages on a GPU", "test_gpu_kernels.py", 120, "-k", "flash"),  # one may end its process
     Part("a run, saved and resumed", run_training, 330, read=read_training, judge=judge_training),
     make_layers(AUTO, 32768, 120, is_variant=False),
     make_kernels(32768, 150),

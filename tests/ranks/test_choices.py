@@ -27,6 +27,7 @@ from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan, settle
+from ulysses_cli.train import sequence_parallel
 from ulysses_cli.train.assembly import parts, recurrent_layers
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.assembly.model_config import load_model_config
@@ -197,8 +198,9 @@ def test_a_recurrence_runs_by_a_package_that_all_ranks_have() -> None:
         assert told[1] == ""
 
 
-def choose_attention(lacking_rank: int | None) -> tuple[str, str, list[str]]:
-    """Returns the choice of two ranks on a GPU for which FlashAttention 3 was made, and what rank 0 tried."""
+def choose_attention(lacking_rank: int | None, owner: Any = parts) -> tuple[str, str, list[str]]:
+    """Returns the choice of two ranks on a GPU for which FlashAttention 3 was made, and what rank 0 tried. `owner`: a
+    run's parts, or the module for a user's own loop."""
     plan = make_plan("parallel.sp_size=2", "model.dtype=bfloat16")
     groups = make_groups(plan.layout, timedelta(seconds=60))
     tried: list[str] = []
@@ -213,11 +215,15 @@ def choose_attention(lacking_rank: int | None) -> tuple[str, str, list[str]]:
         return TrialResult("", 1.0)
 
     with (
-        mock.patch.object(parts, "read_presence", read),
+        mock.patch.object(owner, "read_presence", read),
         mock.patch.object(choosing, "_try", run),
         mock.patch.object(choosing.ChoiceCache, "read", return_value=None),
         mock.patch.object(choosing.ChoiceCache, "write"),
     ):
+        if owner is sequence_parallel:
+            loop: Any = mock.Mock(groups=groups, _wanted="auto")
+            kernels = sequence_parallel.SequenceParallel._choose_kernels(loop, plan.shape, torch.bfloat16, GPU)
+            return next(iter(kernels.values())), "", tried
         choice = parts.choose_common_kernel(plan, groups, GPU, ANY_MIX)
     return choice.name, choice.reason, tried
 
@@ -229,4 +235,16 @@ def test_a_kernel_that_one_rank_lacks_is_not_tried() -> None:
     assert first[:2] == second[:2]
     assert "flash_attention_3" not in [first[0], *first[2]]
     assert "flash_attention_3 is not installed on m1 (rank 1)" in first[1]
+    assert second[2] == []
+
+
+def choose_in_own_loop(lacking_rank: int | None) -> tuple[str, str, list[str]]:
+    return choose_attention(lacking_rank, sequence_parallel)
+
+
+def test_a_kernel_that_one_rank_of_an_own_loop_lacks_is_not_tried() -> None:
+    assert run_on_ranks(2, choose_in_own_loop, None, time_limit=60)[1] == ("flash_attention_3", "", [])
+    first, second = run_on_ranks(2, choose_in_own_loop, 1, time_limit=60)
+    assert first[:2] == second[:2]
+    assert "flash_attention_3" not in [first[0], *first[2]]
     assert second[2] == []

@@ -26,7 +26,9 @@ from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.presence import join_presence, read_presence
 from ulysses_cli.train.attention.rotary import serve_rotary
+from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups, make_groups
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
@@ -141,14 +143,19 @@ class SequenceParallel:
         return own + (value - own.detach())
 
     def _choose_kernels(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> dict[int, str]:
-        """Collective over all ranks: all use rank 0's choice."""
+        """Collective over all ranks: all use rank 0's choice, of the kernels that all have."""
         needs = list_needs(shape, "bfloat16" if dtype == torch.bfloat16 else "float32")
         window = min(shape.windows) if shape.windows else None
         names, problem = list(BACK_ENDS), ""
         chosen = torch.zeros(len(needs), dtype=torch.int64)
+        presences = [read_presence(device)]
+        if self.groups is not None:
+            presences = gather_values(presences[0], self.groups.host_group)
+        presence = join_presence(presences)
         if self.groups is None or self.groups.is_first:
             try:
-                found = [choose_kernel(self._wanted, KernelSearch(need, device, window)).name for need in needs]
+                searches = [KernelSearch(need, device, window, presence=presence) for need in needs]
+                found = [choose_kernel(self._wanted, search).name for search in searches]
                 chosen = torch.tensor([names.index(name) for name in found])
             except (ValueError, BrokenDeviceError) as error:
                 chosen, problem = chosen - 1, str(error)
