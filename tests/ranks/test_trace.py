@@ -237,7 +237,7 @@ def test_the_command_traces_in_a_process_of_its_own_and_remembers(tmp_path: Path
     assert "Warning" not in first.stderr
     assert "allocated, GiB per GPU" in first.stdout
     again = run()
-    assert again.stdout == first.stdout.rstrip("\n") + ", remembered\n"
+    assert again.stdout == first.stdout.rstrip("\n") + ", read from the cache\n"
     assert "tracing" not in again.stderr
     changed = run("data.max_length=2Ki", "model.config.max_position_embeddings=4096")
     assert "tracing" in changed.stderr, "another row is another trace"
