@@ -54,6 +54,6 @@ def test_layers_that_are_not_served_are_the_recipes_to_change() -> None:
     ],
 )
 def test_parts_that_a_model_lacks_are_not_counted(counts: tuple[int, int, int], words: str) -> None:
-    served = SimpleNamespace(**dict(zip(("norms", "rotaries", "gates"), counts, strict=True)))
+    served = SimpleNamespace(**dict(zip(("norms", "rotations", "gates"), counts, strict=True)))
     choice: Any = SimpleNamespace(reason="as measured")
     assert describe(choice, served) == words

@@ -112,7 +112,7 @@ def _rotate_in_blocks(hidden: Tensor, cos: Tensor, sign: int, of_second: Tensor,
     half = cos.size(-1) // 2
     out = torch.empty_like(hidden)
     out[..., 2 * half :] = hidden[..., 2 * half :]
-    dim = max(range(cos.dim() - 1), key=cos.size)  # tokens: the only rows whose angles differ
+    dim = max(range(-cos.dim(), -1), key=cos.size)  # tokens: the only rows whose angles differ
     for part in walk_blocks(hidden.size(dim), hidden.numel() // hidden.size(dim)):
         rows, angles, rotated, first, second = (
             each.narrow(dim, part.start, part.stop - part.start) for each in (hidden, cos, out, of_first, of_second)
