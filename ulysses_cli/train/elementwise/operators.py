@@ -89,10 +89,7 @@ def _(dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way
 
 @library.custom_op("ulysses::rotate", mutates_args=())
 def rotate(hidden: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
-    compute = formulas.rotate_in_blocks
-    if way == "compiled":
-        compute = _compile(formulas.rotate, hidden.size(-1), cos.size(-1))
-    return compute(hidden, cos, sin)
+    return _pick(way, formulas.rotate, formulas.rotate_in_blocks, hidden, cos)(hidden, cos, sin)
 
 
 @rotate.register_fake
@@ -102,10 +99,7 @@ def _(hidden: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
 
 @library.custom_op("ulysses::rotate_backward", mutates_args=())
 def rotate_backward(dout: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
-    compute = formulas.rotate_backward_in_blocks
-    if way == "compiled":
-        compute = _compile(formulas.rotate_backward, dout.size(-1), cos.size(-1))
-    return compute(dout, cos, sin)
+    return _pick(way, formulas.rotate_backward, formulas.rotate_backward_in_blocks, dout, cos)(dout, cos, sin)
 
 
 @rotate_backward.register_fake
@@ -115,8 +109,7 @@ def _(dout: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
 
 @library.custom_op("ulysses::gate", mutates_args=())
 def gate(gates: Tensor, values: Tensor, way: str) -> Tensor:
-    compute = _compile(formulas.gate, gates.size(-1)) if way == "compiled" else formulas.gate
-    return compute(gates, values)
+    return _pick(way, formulas.gate, formulas.gate, gates)(gates, values)
 
 
 @gate.register_fake
@@ -126,13 +119,16 @@ def _(gates: Tensor, values: Tensor, way: str) -> Tensor:
 
 @library.custom_op("ulysses::gate_backward", mutates_args=())
 def gate_backward(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Tensor]:
-    compute = _compile(formulas.gate_backward, gates.size(-1)) if way == "compiled" else formulas.gate_backward
-    return compute(dout, gates, values)
+    return _pick(way, formulas.gate_backward, formulas.gate_backward, gates)(dout, gates, values)
 
 
 @gate_backward.register_fake
 def _(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gates), torch.empty_like(values)
+
+
+def _pick(way: str, formula: Callable[..., Any], on_cpu: Callable[..., Any], *tensors: Tensor) -> Callable[..., Any]:
+    return _compile(formula, *(tensor.size(-1) for tensor in tensors)) if way == "compiled" else on_cpu
 
 
 @cache
