@@ -51,6 +51,8 @@ def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
     repeats = lower_stages.accumulates(job) or job.evaluates
     goes_again = snapshot.phase == "load" or (snapshot.phase in PASSES and repeats) or job.adapters is not None
     gathered_bytes = 0 if goes_again else snapshot.lines.get("parameters_gathered", 0)
+    if snapshot.phase == "backward":  # fetched again, a weight has a second shard from its release in the forward
+        gathered_bytes = min(gathered_bytes, job.dtype_bytes * compute_gathered(job).never_released)
     second = states.compute_second_shard(job, gathered_bytes)
     return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, "parameters_second_shard": second})
 

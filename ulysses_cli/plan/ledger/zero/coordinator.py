@@ -71,6 +71,7 @@ class Coordinator:
         self.recomputed: dict[int, set[str]] = {}  # frozen weights that a module in its backward holds and releases
         self.saved, self.still_saved = saved, set[str]()  # those that were released and are still in memory
         self.differentiated = {event.module for event in events if event.is_backward}
+        self.was_released: set[str] = set()
         self.num_live = self.held = 0  # DeepSpeed's own count; elements in memory
 
     def _list_own(self, number: int) -> list[tuple[str, int]]:
@@ -186,6 +187,11 @@ class Coordinator:
                 peak = max(peak, held + self.flat[number])
         return peak
 
+    def count_never_released(self) -> int:
+        """Elements of the gathered weights that have not been released since the step began."""
+        gathered = {*self.available, *self.in_flight} - self.persistent - self.was_released
+        return sum(self.sizes[name] for name in gathered)
+
     def _release(self, event: HookEvent) -> None:
         module = self.modules[event.module]
         if not module.gathered and not event.is_backward:
@@ -214,6 +220,7 @@ class Coordinator:
         for name in released - self.persistent:
             if name in self.available and name not in self.in_flight and not self.users.get(name):
                 self.available.discard(name)
+                self.was_released.add(name)
                 self.read.discard(name)
                 self.num_live -= self.sizes[name]
                 if name in kept or (not event.is_backward and (name in self.saved or self._saves_again(event))):

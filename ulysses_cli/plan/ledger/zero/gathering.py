@@ -49,6 +49,7 @@ class Gathered:
     forward; `head`: while the head is fetched; `logits`: when it has been left; `loss`: in its backward; `norm`: in the
     final norm's backward; `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all
     gathers in flight. `start`: while embeddings are fetched; `vectors`: while layers' own vectors are normed.
+    `never_released`: of weights that the forward has kept from their first gather on.
     `at_gradients`: by weight, when its gradient is made, just before its module is left.
     """
 
@@ -65,6 +66,7 @@ class Gathered:
     start: int = 0
     vectors: int = 0
     persistent: int = 0
+    never_released: int = 0
     at_gradients: Mapping[str, int] = field(default_factory=dict)
 
     def list_maxima(self, phase: str, place: str, layers: Container[int]) -> ByLayer:
@@ -133,8 +135,11 @@ def _replay(
         "start": 0,
         "vectors": 0,
     }
+    never_released: int | None = None
     for event in events:
         module, before = modules[event.module], coordinator.held
+        if event.is_backward and never_released is None:
+            never_released = coordinator.count_never_released()
         peak = coordinator.follow(event)
         if module.part == LAYERS:
             leaves_backward = event.is_backward and not event.enters
@@ -178,6 +183,7 @@ def _replay(
             *(count_proof(module, splits=splits) for module in modules),
         ),
         persistent=persistent,
+        never_released=never_released or 0,
         at_gradients=at_gradients,
         **most,
     )

@@ -102,16 +102,16 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
     if job.zero_stage == 3:
         is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not concatenated
         casts_back = job.engine.communication_bytes != job.engine.gradient_bytes
-        is_gone = casts_back and job.world_size == 1  # what a single rank has concatenated, when all of it is cast
-        sent = 0 if is_alone or is_gone else num_elements * _count_sent_bytes(job)
+        sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
         cast = compute_oversize_gradient(job, num_elements)
-        if casts_back:  # this rank's shares are copies
-            sent += job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
         share = count_shard(largest, job.world_size)
         # those that go to a disk wait for each other (stage3.py: partition_grads, offload_fp32_gradients)
         waiting = count_shard(num_elements, job.world_size) if job.levers.offload_optimizer == "nvme" else share
         norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * waiting
-        if is_alone and not casts_back:  # nothing was concatenated: the shares lie in the cast itself
+        if casts_back:  # this rank's shares are copies, and what was sent is gone when all are made
+            shares = job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
+            return own + shares + max(sent + cast, takes_norm * norm)
+        if is_alone:  # nothing was concatenated: the shares lie in the cast itself
             return own + sent + cast + takes_norm * norm
         return own + sent + max(cast, takes_norm * norm)
     num_before = lower_stages.count_behind(job.weights, num_before)
