@@ -33,7 +33,7 @@ def test_results_are_weighted_in_the_dtype_that_the_ledger_counts(family: str) -
         found.update(each.dtype for each in inputs if each.is_floating_point() and each.size(-1) < NUM_TOKENS)
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).bfloat16()
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             module.register_forward_pre_hook(note, with_kwargs=True)

@@ -32,7 +32,7 @@ PRECISE_ROUTERS = {
 }
 # Routing weights are float32, and so are the experts' results times them (modeling_mixtral.py: MixtralTopKRouter).
 PRECISE_RESULTS = (PRECISE_ROUTERS - {"ernie4_5_moe"}) | {
-    *("afmoe", "gemma4_text", "hunyuan_v1_moe", "minimax_m2", "mixtral"),
+    *("afmoe", "gemma4_text", "minimax_m2", "mixtral"),
 }
 # The gradient of a block's result is scaled (modeling_granitemoe.py: residual_multiplier), beside the residual's.
 SCALED_BLOCKS = {"granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
