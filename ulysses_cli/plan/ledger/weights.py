@@ -269,9 +269,11 @@ def _walk_experts(
     family, hidden = FAMILIES[shape.model_type], shape.hidden_size
     inner, num, num_first = mlp.inner_size, mlp.num_experts, 1 + mlp.is_gated
     router = make(4, "router", ("router", num * hidden), in_mlp=True)
-    biases = family.experts_have_bias * num * (2 * inner + hidden)
     sizes = [("experts.gate_up", num_first * num * inner * hidden), ("experts.down", num * inner * hidden)]
-    block = make(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
+    if family.experts_have_bias:
+        sizes.insert(1, (f"experts.gate_up{BIAS}", num_first * num * inner))
+        sizes.append((f"experts.down{BIAS}", num * hidden))
+    block = make(4, "experts", *sizes, in_mlp=True)
     shared = list(_walk_shared(shape, mlp, make, linear)) if mlp.shared_size else []
     if shape.model_type in BESIDE_MLP:
         yield from shared
