@@ -128,7 +128,7 @@ def draw_recipe(
         if is_wide:
             words += tuple(_draw_disk(seed, number, settings)) if later is None else ()
             words = _write_into(settings, words)
-        loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", words)
+        loaded = parse_recipe(json.dumps(settings), f"recipe {number} of seed {seed}", words)
         shape = read_model_shape(settings["model"]["config"], "the drawn model")
         drawn = DrawnRecipe(seed, number, settings, loaded.recipe, words, is_wide)
         if drawn.digest == digest if digest else not check_recipe(loaded, shape):
