@@ -149,8 +149,13 @@ def _compute_backward_of(job: Job, block: DenseMlp | ExpertsMlp, tokens: int) ->
 
 def _count_gradients(job: Job) -> float:
     """Of the inner width, in the backward of the activation, in place of the last matrix's input."""
+    return _count_made(job) - saves_input(job, "down_proj")
+
+
+def _count_made(job: Job) -> float:
+    """Of the inner width, in the backward of the activation: gradients of the product and of its two factors."""
     activation = find_activation(job)
-    return (3 if activation is None else activation.backward) - saves_input(job, "down_proj")
+    return 3 if activation is None else activation.backward
 
 
 def compute_down_backward(job: Job) -> int:
@@ -286,7 +291,7 @@ def _compute_tile_backward(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp)
     if job.adapters is not None and job.adapters.drops and is_dense:
         inside = max(inside, saved + _compute_dropped(job, layer))
     if is_dense and not _adapts_last(job) and job.quantized is None:
-        num_inner = _count_activation_saved(job) + 3 + _count_gradients(job)
+        num_inner = _count_activation_saved(job) + 1 + _count_made(job)
         inside = max(inside, round(num_inner) * job.dtype_bytes * job.shape.intermediate_size * tile)
     return inside + compute_layer_input(job) + compute_scaled(job) + sums
 
@@ -308,8 +313,7 @@ def _compute_waiting(job: Job) -> int:
 
 def _adapts_last(job: Job) -> bool:
     """Whether the MLP's last matrix has an adapter. Without one a tile's backward stops before that matrix
-    (train/memory/tiled_mlp.py). It then holds the matrix's input and that input's gradient, which autograd copies once
-    more, to the end: 8 i b."""
+    (train/memory/tiled_mlp.py). It then holds the matrix's input and that input's gradient to the end: 7 i b."""
     return job.adapters is not None and job.adapters.adapts("down_proj")
 
 
