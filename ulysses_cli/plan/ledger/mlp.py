@@ -230,7 +230,13 @@ def compute_end_again(job: Job) -> int:
     unpack_hook)."""
     adapts = _adapts_last(job)
     num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + (job.shape.model_type in SCALED_RESULTS)
-    return num_hidden * compute_layer_input(job)
+    return num_hidden * compute_layer_input(job) + compute_last_input(job)
+
+
+def compute_last_input(job: Job) -> int:
+    """b i S: what the last matrix reads, where it is not saved. It is there until the matrix and its adapter have run."""
+    read = 0 if saves_input(job, "down_proj") else job.shape.intermediate_size
+    return job.dtype_bytes * read * job.local_tokens
 
 
 def compute_activation_again(job: Job) -> int:
