@@ -96,6 +96,7 @@ class Job:
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
     model: ModelShape | None = None  # the whole model's, in a view of one kind of layer
     borrows_kv: bool = False  # in a view: an earlier layer's keys and values are used
+    widest_window: int | None = None  # in a view: of these layers, in tokens
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up caches by job."""
@@ -133,9 +134,11 @@ class Job:
             heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
             sizes |= {**heads, "head_dim": attention.head_dim, "model_type": find_alike(shape, kind)}
         borrows = attention is not None and attention.borrows_kv
+        window = shape.find_widest_window(kind) if self.layout.ring_size > 1 else None
         if all(getattr(shape, name) == size for name, size in sizes.items()) and not borrows:
-            return self
-        return replace(self, shape=replace(shape, **sizes), model=self.model or shape, borrows_kv=borrows)
+            return self if window == self.widest_window else replace(self, widest_window=window)
+        own = {"borrows_kv": borrows, "widest_window": window}
+        return replace(self, shape=replace(shape, **sizes), model=self.model or shape, **own)
 
     @cached_property
     def world_size(self) -> int:
@@ -187,10 +190,8 @@ class Job:
 
     @cached_property
     def ring_share(self) -> RingShare:
-        """What the ranks of a ring need of each other in a layer that sees most: the largest window, or none."""
-        windows = [layer.window_tokens for layer in self.shape.layers]
-        widest = None if None in windows else max(filter(None, windows))
-        return measure_ring(self.row_tokens, self.document_tokens, self.make_ring(), widest)
+        """What the ranks of a ring need of each other in that of these layers that sees most."""
+        return measure_ring(self.row_tokens, self.document_tokens, self.make_ring(), self.widest_window)
 
     def make_ring(self) -> Ring:
         return Ring(self.layout.ring_size, self.shape.window_counts)

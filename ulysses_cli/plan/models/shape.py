@@ -130,6 +130,11 @@ class ModelShape:
         kinds = [layer.without_window() for layer in self.layers]
         return {kind: frozenset(n for n, each in enumerate(kinds) if each == kind) for kind in self.layer_kinds}
 
+    def find_widest_window(self, kind: Layer) -> int | None:
+        """Of that kind's layers, the window of one that sees most; None: it sees the whole document."""
+        windows = [self.layers[number].window_tokens for number in self.numbers_of_kind[kind]]
+        return None if None in windows else max(filter(None, windows))
+
     @cached_property
     def last_of_kind(self) -> dict[Layer, int]:
         """The number of each kind's last layer."""
