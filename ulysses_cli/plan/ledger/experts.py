@@ -44,11 +44,11 @@ INNER_AT_ONCE = {"gpt_oss": 9, "nemotron_h": 3}
 
 def compute_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """For each expert that a token is sent to: the token's copy, tensors of the inner width, and the expert's output, 2
-    h b + 4 i b. A matrix's input is saved only for its gradient."""
+    h b + 4 i b. A matrix's input is saved only for its gradient, the router's in float32 too."""
     b, hidden, trained = job.dtype_bytes, job.shape.hidden_size, job.adapters is None
     inner = (INNER_SAVED.get(job.shape.model_type, 4) - 1 + trained) * mlp.inner_size
     width = mlp.num_per_token * (b * (inner + (1 + trained) * hidden) + INDEX_BYTES)
-    router = 4 * hidden * (job.shape.model_type in PRECISE_ROUTERS)
+    router = 4 * hidden * (job.shape.model_type in PRECISE_ROUTERS and saves_input(job, "router"))
     return (width + router) * tokens + _compute_shared_saved(job, mlp, tokens)
 
 
