@@ -101,9 +101,9 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
 def _compute_saved_of(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp, tokens: int) -> int:
     """4 i b: gate, activated gate, up and, for the last matrix, their product. A matrix's input is saved only for its
     gradient."""
-    if isinstance(block, ExpertsMlp):
-        return experts.compute_saved(job, block, tokens)
-    return compute_dense_saved(job, tokens) + lengths.compute_saved(job, layer, tokens, in_mlp=True)
+    is_dense = isinstance(block, DenseMlp)
+    saved = compute_dense_saved(job, tokens) if is_dense else experts.compute_saved(job, block, tokens)
+    return saved + lengths.compute_saved(job, layer, tokens, in_mlp=True)
 
 
 def compute_dense_saved(job: Job, tokens: int) -> int:
