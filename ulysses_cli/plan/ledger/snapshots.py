@@ -290,6 +290,9 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     # persistent weights too are released before the step and gathered after it (stage3.py: step)
     work = {"optimizer_transients": states.compute_step_transients(job), "parameters_persistent": 0}
     yield MemorySnapshot("optimizer_step", "the step", {**between, **work})
+    if job.zero_stage == 3 and job.world_size > 1:  # all in one collective (_allgather_params_coalesced)
+        shares = {"parameters_arriving": states.compute_arriving(job, gathered.persistent)}
+        yield MemorySnapshot("optimizer_step", "persistent weights are gathered", {**between, **shares})
     if job.evaluates:
         yield from _walk_evaluation(job, held, compute_gathered(job, trains=False))
     largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest

@@ -144,7 +144,7 @@ def _replay(
         if module.part == LAYERS:
             leaves_backward = event.is_backward and not event.enters
             if leaves_backward:
-                made = (name for name, _ in module.weights if weights.first_layers[name] == module.layer)
+                made = (name for name, _ in module.weights if weights.first_layers.get(name) == module.layer)
                 at_gradients |= {name: at_gradients.get(name, before) for name in made}
             place, num_elements = name_place(module, event), coordinator.held
             if (place == "attention" and not event.is_backward) or (leaves_backward and module.name == "mlp"):
