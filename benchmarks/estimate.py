@@ -6,16 +6,19 @@ says why.
     python benchmarks/estimate.py [--counted] [--ranks [--remember FILE]] [--json FILE]
     python benchmarks/estimate.py --random N --seed S [--first NUMBER] [--narrow] [--workers W]
                                   [--remember FILE] [--json FILE]
+    python benchmarks/estimate.py --again FILE [--random N] [--first NUMBER] [--workers W] [--json FILE]
 
 `--random` draws random recipes of every family, with rings and all kinds of adapters, compares the formula with a
 trace of each, and does nothing else; `--narrow` draws as the first saved seeds were drawn, from 13 families.
-`--counted` adds every case of tests/one_process/test_ledger.py: real models stepped without data, each allocation
-counted. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace. `--remember` saves
-what was measured, so that an interrupted run continues where it was.
+`--again` traces the recipes of such a file again, all of them or N from a NUMBER on: what a run allocates may have
+changed since. `--counted` adds every case of tests/one_process/test_ledger.py: real models stepped without data, each
+allocation counted. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace.
+`--remember` saves what was measured, so that an interrupted run continues where it was.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -27,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from paths import ROOT
 from published import (
@@ -39,6 +43,9 @@ from published import (
     list_memory,
     list_speed,
 )
+
+if TYPE_CHECKING:
+    from support.random_recipes import ComparedPhases
 
 
 def list_counted() -> Iterator[Row]:
@@ -143,20 +150,47 @@ def compare_random(options: argparse.Namespace) -> int:
 
     with ThreadPoolExecutor(options.workers) as pool:
         results = list(pool.map(compare, drawn))
+    return report_random(results, options.seed, options.first, options.json)
+
+
+def compare_again(options: argparse.Namespace) -> int:
+    """Rows that are not traced again keep their traces, and all get the formula of today."""
+    from support import random_recipes
+
+    record = json.loads(options.again.read_text())
+    last = options.first + options.random if options.random is not None else math.inf
+
+    def compare(row: dict[str, Any]) -> random_recipes.ComparedPhases:
+        drawn, traced = random_recipes.draw_again(record, row), row["traced"]
+        if options.first <= drawn.number < last:
+            traced = random_recipes.trace_phases(drawn)
+            before, now = max(row["traced"].values()), max(traced.values())
+            print(f"  {drawn.number:>4} {drawn.family:<12} peak {now / before - 1:+.1%} since", file=sys.stderr)
+        formula = random_recipes.predict_phases(random_recipes.make_drawn_job(drawn))
+        return random_recipes.ComparedPhases(drawn, formula, traced)
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        results = list(pool.map(compare, record["rows"]))
+    return report_random(results, record["seed"], record["first"], options.json)
+
+
+def report_random(results: "list[ComparedPhases]", seed: int, first: int, file: Path | None) -> int:
+    from support import random_recipes
+
     summary = random_recipes.summarize(results)
     for row in summary["worst"]:
         phases = ", ".join(f"{name} {error:+.1%}" for name, error in row["phase_errors"].items())
         print(f"  {row['number']:>4} {row['family']:<12} peak {row['peak_error']:+.1%}; {phases}")
     print(
-        f"\n{len(results)} recipes of seed {options.seed}: {summary['within_3_percent']} peaks within 3 %, "
+        f"\n{len(results)} recipes of seed {seed}: {summary['within_3_percent']} peaks within 3 %, "
         f"{summary['within_5_percent']} within 5 %; "
         f"of {summary['phases_within_10_percent']} every other phase within 10 %"
     )
-    if options.json is not None:
+    if file is not None:
         machine = {"cores": os.cpu_count(), "system": platform.platform()}
         versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft")}
-        result = {"seed": options.seed, "first": options.first, "machine": machine, "versions": versions, **summary}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = {"seed": seed, "first": first, "machine": machine, "versions": versions, **summary}
+        file.write_text(json.dumps(result, indent=1) + "\n")
     return int(not summary["is_good"])
 
 
@@ -206,7 +240,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the first recipe of the seed")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--again", type=Path, metavar="FILE", help="trace the recipes that are saved there again")
     options = parser.parse_args()
+    if options.again is not None:
+        return compare_again(options)
     if options.random is not None:
         return compare_random(options)
     seconds = time_commands()  # before the ranks start, which then stay

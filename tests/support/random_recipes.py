@@ -136,6 +136,16 @@ def draw_recipe(
     raise AssertionError(f"no recipe {number} of seed {seed} in {MAX_DRAWS} draws")
 
 
+def draw_again(record: Mapping[str, Any], row: Mapping[str, Any]) -> DrawnRecipe:
+    """Returns the recipe of a saved row. One without `later` was traced before there were large tiles and early steps,
+    and one without `fuses` before there were fused kernels."""
+    if settings := row.get("recipe"):
+        loaded = parse_recipe(json.dumps(settings), "a saved recipe", [])
+        return DrawnRecipe(record["seed"], row["number"], settings, loaded.recipe, is_wide=True)
+    later = row.get("later", [f"model.fused_kernels={str(row.get('fuses', False)).lower()}"])
+    return draw_recipe(record["seed"], row["number"], later=later, digest=row["digest"])
+
+
 def _write_into(settings: dict[str, Any], words: Sequence[str]) -> tuple[str, ...]:
     for word in words:
         key, _, value = word.partition("=")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from support.paths import ROOT
@@ -13,7 +12,7 @@ from support.random_recipes import (
     PHASE_BAR,
     WORST_PEAK_BAR,
     ComparedPhases,
-    DrawnRecipe,
+    draw_again,
     draw_recipe,
     draw_recipes,
     make_drawn_job,
@@ -22,7 +21,6 @@ from support.random_recipes import (
 )
 
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.recipe.loader import parse_recipe
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
@@ -76,8 +74,7 @@ def test_wide_draws_cover_every_family_rings_and_every_kind_of_adapter() -> None
 @pytest.mark.check
 @pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.glob("estimate-random*.json")))
 def test_the_formula_agrees_with_saved_traces(name: str) -> None:
-    """Traces are those of the versions that the file names. A row without `later` was traced before there were large
-    tiles and early steps, and one without `fuses` before there were fused kernels."""
+    """Traces are those of the versions that the file names."""
     record = json.loads((RESULTS / name).read_text())
     results = []
     for row in record["rows"]:
@@ -211,14 +208,6 @@ def test_bytes_that_the_formula_missed_at_a_seventh_seed(number: int, phase: str
 )
 def test_bytes_that_the_formula_missed_after_it_was_changed(number: int) -> None:
     check_phase("estimate-random-wide-20261125.json", number, "backward")
-
-
-def draw_again(record: dict[str, Any], row: dict[str, Any]) -> DrawnRecipe:
-    if settings := row.get("recipe"):
-        loaded = parse_recipe(json.dumps(settings), "a saved recipe", [])
-        return DrawnRecipe(record["seed"], row["number"], settings, loaded.recipe)
-    later = row.get("later", [f"model.fused_kernels={str(row.get('fuses', False)).lower()}"])
-    return draw_recipe(record["seed"], row["number"], later=later, digest=row["digest"])
 
 
 def check_phase(name: str, number: int, phase: str) -> None:

@@ -137,8 +137,8 @@ class Job:
         window = shape.find_widest_window(kind) if self.layout.ring_size > 1 else None
         if all(getattr(shape, name) == size for name, size in sizes.items()) and not borrows:
             return self if window == self.widest_window else replace(self, widest_window=window)
-        own = {"borrows_kv": borrows, "widest_window": window}
-        return replace(self, shape=replace(shape, **sizes), model=self.model or shape, **own)
+        whole, shape = self.model or shape, replace(shape, **sizes)
+        return replace(self, shape=shape, model=whole, borrows_kv=borrows, widest_window=window)
 
     @cached_property
     def world_size(self) -> int:

@@ -101,9 +101,10 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
 def _compute_saved_of(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp, tokens: int) -> int:
     """4 i b: gate, activated gate, up and, for the last matrix, their product. A matrix's input is saved only for its
     gradient."""
-    is_dense = isinstance(block, DenseMlp)
-    saved = compute_dense_saved(job, tokens) if is_dense else experts.compute_saved(job, block, tokens)
-    return saved + lengths.compute_saved(job, layer, tokens, in_mlp=True)
+    of_lengths = lengths.compute_saved(job, layer, tokens, in_mlp=True)
+    if isinstance(block, ExpertsMlp):
+        return experts.compute_saved(job, block, tokens) + of_lengths
+    return compute_dense_saved(job, tokens) + of_lengths
 
 
 def compute_dense_saved(job: Job, tokens: int) -> int:
@@ -234,7 +235,7 @@ def compute_end_again(job: Job) -> int:
 
 
 def compute_last_input(job: Job) -> int:
-    """b i S: what the last matrix reads, where it is not saved. It is there until the matrix and its adapter have run."""
+    """b i S: what the last matrix reads, where it is not saved: it stays until the matrix and its adapter are over."""
     read = 0 if saves_input(job, "down_proj") else job.shape.intermediate_size
     return job.dtype_bytes * read * job.local_tokens
 
