@@ -31,8 +31,24 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
     assert alone["false"].peaks[at] is None
     output = {value: format_sweep(*each[0]) for value, each in values.items()}
     assert "kernels cannot index while memory.tiled_mlp is false" in output["false"]
-    assert "tiled_mlp" not in output["auto"]
-    assert "-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index" in output["auto"]
+    assert "2^31" not in output["auto"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("nemotron-3-nano-256k-2x8gpu", "h200"), pytest.param("tiny-cpu", "h100-80gb", marks=pytest.mark.check)],
+)
+def test_with_every_lever_a_row_is_indexed_wherever_it_is_with_fewer(name: str, gpu: str) -> None:
+    """The set that needs least for a short row may be one with which kernels cannot index a long one."""
+    ((_, curves),) = sweep(name, gpu=gpu)
+    fewer, every = curves.curves[-2:]
+    assert every.name == f"{fewer.name.partition(' x ')[0]}, every lever"
+    assert None not in [least for least, peak in zip(every.peaks, fewer.peaks, strict=True) if peak is not None]
+
+
+def test_chunks_that_the_recipe_sets_are_named_where_they_end_a_curve() -> None:
+    (swept,) = sweep("llama-3.1-8b-5m-8gpu", gpu="h200")
+    assert "which kernels cannot index while memory.attention_head_chunks is 4" in format_sweep(*swept)
 
 
 @pytest.mark.check

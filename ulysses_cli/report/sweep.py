@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ulysses_cli.plan.levers import SPELLED
 from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.plan.planner.sweep import Curve, LengthSweep, compute_sweep
 from ulysses_cli.report.page.charts import Mark, Series, draw_lines
@@ -48,7 +49,8 @@ def _explain_marks(sweep: LengthSweep) -> str:
     if any(peak is not None and not fits for peak, fits in cells):
         lines.append("x: does not fit the GPU or the host with any of them")
     if any(peak is None for peak, _ in cells):
-        condition = "".join(f" while memory.{name} is false" for name in sweep.closed[:1])
+        closed = [f"memory.{SPELLED.get(name, name)} is {str(value).lower()}" for name, value in sweep.closed]
+        condition = f" while {' and '.join(closed)}" if closed else ""
         lines.append(f"-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index{condition}")
     return "\n".join(lines)
 

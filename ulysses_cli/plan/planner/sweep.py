@@ -4,13 +4,13 @@ would choose of those that the recipe leaves open, and one with all levers. What
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.fit import Fit, is_indexable, is_tried, try_levers
 from ulysses_cli.plan.planner.lever_choice import find_cheapest, list_ranked_levers, list_smallest
@@ -34,11 +34,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class LengthSweep:
-    """`closed`: tiles that the recipe forbids, and without which longer rows cannot be indexed."""
+    """`closed`: settings of the recipe, by key, with which longer rows cannot be indexed, and without which they can."""
 
     lengths: tuple[int, ...]
     curves: tuple[Curve, ...]
-    closed: tuple[str, ...] = ()
+    closed: tuple[tuple[str, Any], ...] = ()
 
 
 def compute_sweep(job: Job, gpu: Gpu, open_names: Collection[str] = ()) -> LengthSweep:
@@ -50,7 +50,7 @@ def compute_sweep(job: Job, gpu: Gpu, open_names: Collection[str] = ()) -> Lengt
     world = job.layout.replica_size
     sizes = [n for n in list_sp_sizes(job.shape, world, None) if job.row_tokens % n == 0]
     sizes = sorted({*sizes[-MAX_CURVES:], job.layout.sp_size})
-    curves, closed = [], list[str]()
+    curves, closed = [], list[tuple[str, Any]]()
     for sp_size in sizes:
         ring_size = find_ring_size(job.shape, sp_size, job.gpus_per_node)
         layout = Layout(job.layout.dp_replicate_size, world // sp_size, sp_size, ring_size)
@@ -62,9 +62,7 @@ def compute_sweep(job: Job, gpu: Gpu, open_names: Collection[str] = ()) -> Lengt
     ring_size = find_ring_size(job.shape, sizes[-1], job.gpus_per_node)
     layout = Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1], ring_size)
     widest = replace(job, layout=layout, levers=stop_spending(job.levers))
-    peaks = {levers: compute_ledger(replace(widest, levers=levers)).gpu_peak_bytes for levers in list_smallest(widest)}
-    best = min(peaks, key=lambda levers: peaks[levers])
-    curves.append(_make_curve(f"sp {sizes[-1]}, every lever", replace(widest, levers=best), gpu, lengths, []))
+    curves.append(_make_least(f"sp {sizes[-1]}, every lever", widest, gpu, lengths))
     known = [index for index in range(len(lengths)) if any(curve.peaks[index] is not None for curve in curves)]
     shown = slice(0, max(known, default=0) + 1)
     curves = [Curve(curve.name, curve.peaks[shown], curve.fits[shown]) for curve in curves]
@@ -72,14 +70,28 @@ def compute_sweep(job: Job, gpu: Gpu, open_names: Collection[str] = ()) -> Lengt
 
 
 def _make_curve(name: str, job: Job, gpu: Gpu, lengths: tuple[int, ...], open_names: list[str]) -> Curve:
-    found = _choose_fits(job, gpu, lengths, open_names)
-    peaks = tuple(None if fit is None else fit.gpu_peak_bytes for fit in found)
-    return Curve(name, peaks, tuple(fit is not None and _has_room(fit) for fit in found))
+    return _draw(name, lengths, _choose_fits(job, gpu, lengths, open_names))
+
+
+def _make_least(name: str, job: Job, gpu: Gpu, lengths: tuple[int, ...]) -> Curve:
+    """At each length, the set that needs the least of those with which kernels can index the row."""
+    jobs = (replace(job, row_tokens=length) for length in lengths)
+    sets = ((each, list_smallest(each)) for each in jobs)
+    found = ([fit for levers in smallest if (fit := try_levers(each, gpu, levers))] for each, smallest in sets)
+    return _draw(name, lengths, [min(fits, key=lambda fit: fit.gpu_peak_bytes, default=None) for fits in found])
+
+
+def _draw(name: str, lengths: tuple[int, ...], found: Sequence[Fit | None]) -> Curve:
+    """A length past what kernels index ends a curve."""
+    until = next((at for at, fit in enumerate(found) if fit is None), len(found))
+    known, missing = [fit for fit in found[:until] if fit is not None], len(lengths) - until
+    peaks, rooms = [fit.gpu_peak_bytes for fit in known], [_has_room(fit) for fit in known]
+    return Curve(name, (*peaks, *[None] * missing), (*rooms, *[False] * missing))
 
 
 def _choose_fits(job: Job, gpu: Gpu, lengths: tuple[int, ...], open_names: list[str]) -> list[Fit | None]:
     """The fit of each length with the levers of its own run; where none lets the row fit, nor any longer one, with the
-    most levers. A length past what kernels index ends the list of those that they do."""
+    most levers. The list ends at a length past what kernels index."""
     found: list[Fit | None] = []
     has_room = True
     for length in lengths:
@@ -92,7 +104,7 @@ def _choose_fits(job: Job, gpu: Gpu, lengths: tuple[int, ...], open_names: list[
         if fit is None:
             break
         has_room = _has_room(fit)
-    return found + [None] * (len(lengths) - len(found))
+    return found
 
 
 def _find_most(job: Job, open_names: list[str]) -> Levers:
@@ -105,10 +117,16 @@ def _has_room(fit: Fit) -> bool:
     return fit.verdict != "does_not_fit" and fit.margin_bytes >= 0
 
 
-def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: list[str]) -> list[str]:
-    """Tiles that would have to be open for the first length that the curve lacks."""
+def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: list[str]) -> Iterator[tuple[str, Any]]:
+    """Settings that would have to be open for the first length that the curve lacks: tiles, more chunks, or both."""
     missing = next((length for length, peak in zip(lengths, curve.peaks, strict=True) if peak is None), None)
-    if missing is None or job.levers.tiled_mlp or "tiled_mlp" in open_names:
-        return []
-    tiled = replace(job, row_tokens=missing, levers=replace(job.levers, tiled_mlp=True))
-    return ["tiled_mlp"] if is_indexable(replace(tiled, levers=_find_most(tiled, open_names))) else []
+    if missing is None:
+        return
+    most = {"tiled_mlp": True, "head_chunks": job.shape.common_heads // job.layout.ulysses_size}
+    given = {name for name, value in most.items() if name not in open_names and getattr(job.levers, name) != value}
+    for names in [{name} for name in most if name in given] + [given] * (len(given) > 1):
+        opened = replace(job.levers, **{name: most[name] for name in names})
+        longer = replace(job, row_tokens=missing, levers=opened)
+        if is_indexable(replace(longer, levers=_find_most(longer, open_names))):
+            yield from ((name, getattr(job.levers, name)) for name in most if name in names)
+            return
