@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LengthSweep:
-    """`closed`: settings of the recipe, by key, with which longer rows cannot be indexed, and without which they can."""
+    """`closed`: levers and their values in the recipe with which longer rows cannot be indexed; without them they can."""
 
     lengths: tuple[int, ...]
     curves: tuple[Curve, ...]
@@ -122,7 +122,7 @@ def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: l
     missing = next((length for length, peak in zip(lengths, curve.peaks, strict=True) if peak is None), None)
     if missing is None:
         return
-    most = {"tiled_mlp": True, "head_chunks": job.shape.common_heads // job.layout.ulysses_size}
+    most: dict[str, Any] = {"tiled_mlp": True, "head_chunks": job.shape.common_heads // job.layout.ulysses_size}
     given = {name for name, value in most.items() if name not in open_names and getattr(job.levers, name) != value}
     for names in [{name} for name in most if name in given] + [given] * (len(given) > 1):
         opened = replace(job.levers, **{name: most[name] for name in names})
