@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,9 @@ settings.register_profile(
 )
 settings.load_profile("ulysses")
 os.environ[FOLDER] = str(get_builds_folder(os.environ))  # tests start ranks without the command, too
+OWN_HOME = tempfile.TemporaryDirectory(prefix="ulysses-tests-")  # in place of a person's rates and caches
+for place in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+    os.environ[place] = os.path.join(OWN_HOME.name, place.lower())
 # For commands, which run in other folders. Packages may come from this path, too, and from relative places in it.
 others = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *others])
@@ -54,6 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_unconfigure() -> None:
     """A process of pytest-xdist runs no exit handlers. Ranks that are killed write down no coverage."""
     rank_pool.stop_pools()
+    OWN_HOME.cleanup()
 
 
 @pytest.fixture(autouse=True)

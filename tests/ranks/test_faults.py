@@ -220,7 +220,7 @@ def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(runs: Run
     assert "data.max_length: was 128, is 64" in output
     code, output = runs.train("moved", "train.max_steps=12", "parallel.dp_shard_size=3", "--resume", "auto")
     assert code == 2
-    assert "2 rows per step cannot be shared by 3 x 1 rows at a time" in output
+    assert "2 rows per step cannot be shared by 3 x 1 row at a time" in output
     assert "with sp_size 2, process counts that can: 2, 4" in output
     words = ["train.max_steps=12", "parallel.sp_size=1", "parallel.dp_shard_size=2", "parallel.zero_stage=2"]
     code, output = runs.train("moved", *words, "--resume", "auto")

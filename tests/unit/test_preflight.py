@@ -118,6 +118,11 @@ def test_a_recipe_that_cannot_resume_from_the_newest_checkpoint(tmp_path: Path) 
         assert "hint: put it back, start over" in result
         assert look(tmp_path, f"run.resume_from_checkpoint={choice}", anyway=True) == []
     assert look(tmp_path, "run.resume_from_checkpoint=auto", "data.max_length=4Ki") == []
+    words = ("run.resume_from_checkpoint=auto", "data.max_length=4Ki", "parallel.sp_size=1", "parallel.dp_shard_size=3")
+    for anyway in (False, True):
+        (result,) = look(tmp_path, *words, anyway=anyway)
+        assert "4 rows per step cannot be shared by 3 x 1 row at a time" in result
+        assert "hint: with sp_size 1, process counts that can: 1, 2, 4" in result
     (folder / "state.json").write_text("{")
     assert look(tmp_path, "run.resume_from_checkpoint=auto") == []
 

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.plan.recipe import changes
-from ulysses_cli.plan.recipe.changes import list_changes
-from ulysses_cli.plan.recipe.schema import walk_settings
+from ulysses_cli.plan.recipe.changes import DECIDING, FREE, LENGTHS, list_changes
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.schema import list_settings, walk_settings
 from ulysses_cli.run_folder import archive, resume
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, list_checkpoints
 from ulysses_cli.run_folder.resume import (
@@ -170,6 +171,17 @@ def test_machines_share_all_settings_but_places_on_their_disks() -> None:
     assert shared == {"run.save_steps": 5, "data.datasets": [{"path": "x"}], "deepspeed": {}}
     known = {setting.key for setting in walk_settings()}
     assert known >= changes.PLACES
+
+
+def test_help_and_docs_list_what_may_change() -> None:
+    told = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "120"}).stdout
+    written = (ROOT / "docs" / "checkpoints.md").read_text()
+    for key in (*FREE, *LENGTHS, "run.seed"):
+        assert key in " ".join(told.split()), key
+        assert f"`{key}`" in written, key
+    for section in set(list_settings(Recipe)) - set(DECIDING):
+        assert section in told, section
+        assert f"`{section}`" in written, section
 
 
 def test_a_longer_run_says_what_changes(tmp_path: Path) -> None:
@@ -335,7 +347,7 @@ def test_rows_per_step_are_kept() -> None:
     assert fit(8, (1, 4), (1, 4), 1) == 8
     assert fit(8, (1, 4), (1, 4), 8) == 1
     assert fit(8, (1, 4), (2, 1), 4) == 1
-    with pytest.raises(ResumeError, match=r"8 rows per step .* with sp_size 2, process counts that can: 2, 4, 8, 16"):
+    with pytest.raises(ResumeError, match=r"8 rows per step .*\n?with sp_size 2, process counts that can: 2, 4, 8, 16"):
         fit(8, (1, 4), (1, 4), 3)
     with pytest.raises(ResumeError, match=r"process counts that can: none; set train.per_device_train_batch_size to 1"):
         fit(8, (3, 1), (3, 1), 1)

@@ -363,7 +363,9 @@ def read_all_and_find_kind(source: Source) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a.json:2:1: malformed JSON: Expecting ':' delimiter"),
+        ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a.json:2:9: malformed JSON: Expecting ':' delimiter"),
+        ("a.json", b'[{"text": "a\x01"}]', r"a.json:1:13: malformed JSON: Invalid control character\n"),
+        ("a.json", b'[{"text": "a', r"a.json:1:11: malformed JSON: Unterminated string\n"),
         ("a.json", b'{"a":\n"\xff"}', r"a.json:2:1: byte 2 of the line, 0xff, is not UTF-8"),
         ("a.csv", b"text,text\na,b\n", r"a.csv:1:1: the header names column `text` more than once"),
         ("a.csv", b"\n\xff,text\na,b\n", r"a.csv:2:1: byte 1 of the header, 0xff, is not UTF-8"),
@@ -372,7 +374,7 @@ def read_all_and_find_kind(source: Source) -> None:
         ("a.json", b'[{"text": "a"}]\n\nx', r"a.json:3:1: malformed JSON: Extra data after the list"),
         ("a.json", b'[{"text": "a"},\n', r"a.json:2:1: malformed JSON: Expecting value"),
         ("a.json", b'[{"text": "a"}\n', r"a.json:2:1: malformed JSON: Expecting ',' or '\]'"),
-        ("a.json", b"[", r"a.json:1:1: malformed JSON: Expecting value"),
+        ("a.json", b"[", r"a.json:1:2: malformed JSON: Expecting value"),
         ("a.parquet", b"PAR1 no", r"a.parquet: cannot be read: "),
         ("a.arrow", b"no", r"a.arrow: cannot be read: "),
         ("a.jsonl.gz", b"no", r"a.jsonl.gz: cannot be read: Not a gzipped file"),

@@ -55,6 +55,7 @@ SETTINGS = (
     ("max_steps=3", "max_steps: unknown key\n\nhint: write it as train.max_steps"),
     ("train.max_steps", "train.max_steps: has no value\n\nhint: write train.max_steps=VALUE"),
     ("train.max_stps", "train.max_stps: unknown key, and no value\n\nhint: did you mean train.max_steps?"),
+    ("lorax.r", "lorax.r: unknown key, and no value\n\nhint: did you mean lora?"),
     ("train.max_steps:3", "train.max_steps: has no value\n\nhint: write train.max_steps=3"),
     ("train.epochs=3", "hint: did you mean train.num_train_epochs?"),
     ("model.name=x", "hint: did you mean model.name_or_path?"),

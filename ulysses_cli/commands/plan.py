@@ -43,9 +43,9 @@ def plan(
     max_length: Annotated[str | None, typer.Option(help="tokens per row, such as 128Ki or 1M")] = None,
     tokens: Annotated[str | None, typer.Option(help="tokens to train on in all  [default: 1B]")] = None,
     gpus: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="the GPUs you can get, as KIND:MOST,...  [default: every kind, up to 64 machines]",
+            help="the GPUs you can get, as KIND:MOST,... or repeated  [default: every kind, up to 64 machines]",
             autocompletion=complete_gpus,
         ),
     ] = None,
@@ -86,7 +86,7 @@ def plan(
     from ulysses_cli.report import planner, printing
 
     table = or_exit(load_hardware)
-    offers = or_exit(lambda: read_offers(gpus, table))
+    offers = or_exit(lambda: read_offers(",".join(gpus) if gpus else None, table))
     request, notes = or_exit(
         lambda: read_request(model, max_length, tokens, budget, deadline, method, longest, online, nvme_path)
     )

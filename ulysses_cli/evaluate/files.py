@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ulysses_cli.evaluate.sample import Metric, Sample, Span
 from ulysses_cli.plan.files.row_files import list_row_files
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 Row = Mapping[str, Any]
@@ -233,7 +234,9 @@ def list_file_notes(suite: str, path: Path | None, samples: Sequence[Sample]) ->
     left_out = [name for name in names if path and any(path.rglob(f"{name}.jsonl"))]
     notes = [f"{name} is left out: its answers are as long as its texts; name its file to ask it" for name in left_out]
     if suite == "ruler-files" and (number := sum(not sample.with_template for sample in samples)):
-        notes.append(f"{number:,} prompts of the files hold a chat template already: they are asked as they are")
+        verb = "holds a chat template already: it is asked as it is"
+        verb = verb if number == 1 else "hold a chat template already: they are asked as they are"
+        notes.append(f"{format_count(number, 'prompt of the files')} {verb}")
     return notes
 
 

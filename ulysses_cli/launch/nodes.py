@@ -19,6 +19,7 @@ from ulysses_cli.launch.environments import (
     refuse_lone_rank,
 )
 from ulysses_cli.launch.hostfile import read_hostfile
+from ulysses_cli.plan.nouns import format_count
 
 DEFAULT_PORT = 29400
 
@@ -79,8 +80,9 @@ def find_nodes(
     here = (hosts.slots if hosts else None) or read_count(environ, BY_HAND.processes_here)
     here = here or read_count(environ, cluster.processes_here) or world_size // count
     if here * count != world_size:
+        each = format_count(here, "process")
         raise refuse(
-            f"{count} machines with {here} processes each are {here * count}, but the recipe has {world_size}",
+            f"{count} machines with {each} each are {here * count}, but the recipe has {world_size}",
             "every machine runs the same number of processes: change --nnodes, NPROC_PER_NODE or the parallel sizes",
         )
     port = master_port or read_count(environ, BY_HAND.master_port) or read_count(environ, cluster.master_port)
@@ -112,5 +114,6 @@ def _describe_single(world_size: int, environ: Mapping[str, str], node_rank: int
         raise refuse(f"node rank {node_rank} is outside 1 machine", "add --nnodes, or leave out --node-rank")
     here = read_count(environ, BY_HAND.processes_here) or world_size
     if here != world_size:
-        raise refuse(f"NPROC_PER_NODE is {here}, but the recipe has {world_size} processes", "change one of the two")
+        recipe = f"the recipe has {format_count(world_size, 'process')}"
+        raise refuse(f"NPROC_PER_NODE is {here}, but {recipe}", "change one of the two")
     return Nodes(processes_here=world_size)

@@ -26,7 +26,7 @@ from ulysses_cli.run_folder.archive import NAME, find_damage, find_run_dir, get_
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state
 from ulysses_cli.run_folder.remote_archive import list_remote_steps, try_out
-from ulysses_cli.run_folder.resume import ResumeError, check_changes
+from ulysses_cli.run_folder.resume import ResumeError, adapt
 
 OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # of AMD, and of WSL: only torch can count them
 Problems = Iterator[Problem]
@@ -102,10 +102,10 @@ def check_weight_files(recipe: Recipe) -> Problems:
 
 def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Problems:
     """With --resume, the recipe can resume from the newest valid checkpoint, which is the one that ranks will choose.
-    Before a checkpoint refuses the recipe, every byte of it is checked; one that accepts the recipe is not read
-    whole."""
+    With `anyway` only its layout can be wrong. Before a checkpoint refuses the recipe, every byte of it is checked; one
+    that accepts the recipe is not read whole."""
     source = recipe.run.resume_from_checkpoint
-    if source is None or anyway:
+    if source is None:
         return
     run_dir = Path(os.path.expanduser(recipe.run.output_dir))
     paths = list_checkpoints(run_dir) if source == "auto" else [Path(os.path.expanduser(source))]
@@ -114,7 +114,8 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Problems:
             continue  # ranks skip it and report what is wrong
         state = load_state(path)
         try:
-            check_changes(state, recipe.model_dump(mode="json"), state["data"], anyway=False, report=lambda _: None)
+            written, layout = recipe.model_dump(mode="json"), make_layout(recipe)
+            adapt(state, written, state["data"], layout, anyway=anyway, report=lambda _: None)
         except ResumeError as error:
             if find_damage(path):
                 continue

@@ -96,12 +96,12 @@ def explain_crossing(placement: Placement, costs: CrossingCosts | None, shape: M
     """'' where no row crosses machines."""
     if not placement.num_crossing:
         return ""
-    size, per_node, rows = placement.layout.sp_size, placement.gpus_per_node, placement.layout.dp_size
+    size, rows, gpus = placement.layout.sp_size, placement.layout.dp_size, format_count(placement.gpus_per_node, "GPU")
     if placement.must_cross:
-        text = f"every row crosses machines: sp_size {size} is more than {per_node} GPUs"
+        text = f"every row crosses machines: sp_size {size} is more than {gpus}"
     else:
         crossing = format_count(placement.num_crossing, "row")
-        text = f"{crossing} of {rows} cross machines without need: sp_size {size} does not divide {per_node} GPUs"
+        text = f"{crossing} of {rows} cross machines without need: sp_size {size} does not divide {gpus}"
     cost = _tell_cost("the exchange", costs.exchange if costs is not None else None)
     if costs is None:
         inside = _name_size_inside(placement, shape)

@@ -177,7 +177,7 @@ def adapt(
     width, before = (recipe["train"][name] for name in WIDTHS)
     fitted = fit_accumulation(state, width, before, layout.dp_size, layout.sp_size, anyway=anyway)
     if fitted != before:
-        report(f"{WIDTHS[1]}: {before} -> {fitted}, to keep {state['rows_per_step']} rows per step")
+        report(f"{WIDTHS[1]}: {before} -> {fitted}, to keep {format_count(state['rows_per_step'], 'row')} per step")
     return fitted
 
 
@@ -221,6 +221,6 @@ def fit_accumulation(
     counts = [size * sp_size for size in range(1, wanted + 1) if wanted % (size * rows_per_device) == 0]
     can = f"can: {', '.join(map(str, counts))}" if counts else "can: none; set train.per_device_train_batch_size to 1"
     raise ResumeError(
-        f"{wanted} rows per step cannot be shared by {dp_size} x {rows_per_device} rows at a time; "
-        f"with sp_size {sp_size}, process counts that {can}"
+        f"{format_count(wanted, 'row')} per step cannot be shared by {dp_size} x "
+        f"{format_count(rows_per_device, 'row')} at a time\nwith sp_size {sp_size}, process counts that {can}"
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.rules.files import HUB_NAME
 from ulysses_cli.report.run_files import RecordedRun
 
@@ -58,7 +59,7 @@ def _write_data(run: RecordedRun, datasets: Sequence[str]) -> list[str]:
     targets = sum(line.get("supervised_tokens") or 0 for line in run.metrics)
     steps = run.metrics[-1]["step"] if run.metrics else 0
     lines = ["## Data", "", f"- sources: {', '.join(dict.fromkeys(datasets)) or 'not recorded'}"]
-    lines += [f"- trained on {tokens:,} tokens, {targets:,} of them targets, in {steps:,} steps"]
+    lines += [f"- trained on {tokens:,} tokens, {targets:,} of them targets, in {format_count(steps, 'step')}"]
     length = run.get_part("recipe").get("data", {}).get("max_length")
     return [*lines, *([f"- rows of {length:,} tokens"] if length else []), ""]
 
@@ -89,7 +90,7 @@ def _write_layout(run: RecordedRun) -> list[str]:
     sizes = " x ".join(f"{key.removesuffix('_size')} {size}" for key, size in layout.items() if key != "world_size")
     device = run.get_part("machine").get("device", "an unknown device")
     attention = run.get_part("attention").get("name", "unknown")
-    lines = ["## How it was trained", "", f"- {layout.get('world_size', '?')} ranks on {device}: {sizes}"]
+    lines = ["## How it was trained", "", f"- {format_count(layout.get('world_size', 0), 'rank')} on {device}: {sizes}"]
     lines += [f"- attention kernel: {attention}"]
     exact = ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
     return [*lines, f"- versions: {exact}", ""]

@@ -61,6 +61,11 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
+def clean_message(error: json.JSONDecodeError) -> str:
+    """Without the words that a place would follow."""
+    return error.msg.removesuffix(" at").rstrip(": ")
+
+
 def parse_line(line: bytes) -> dict[str, Any] | BadRow:
     """Parses one line of JSONL."""
     try:
@@ -68,9 +73,7 @@ def parse_line(line: bytes) -> dict[str, Any] | BadRow:
     except BadRow as bad:
         return bad
     except json.JSONDecodeError as error:
-        return BadRow(
-            f"malformed JSON: {error.msg.removesuffix(' at').rstrip(': ')} at character {error.pos + 1:,} of the line"
-        )
+        return BadRow(f"malformed JSON: {clean_message(error)} at character {error.pos + 1:,} of the line")
     except (ValueError, RecursionError) as error:
         return BadRow(f"malformed JSON: {error}")
     return row if isinstance(row, dict) else BadRow("a JSON value that is not an object; each line holds one row")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.problems import BadRow, DataError, explain_bad_rows
-from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block, NumberedRow
+from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block, NumberedRow, clean_message
 from ulysses_cli.data.sources.compressed_files import PACKED, open_file
 from ulysses_cli.data.sources.decoding import describe_damage
 from ulysses_cli.data.sources.tables import ROWS_PER_BLOCK, walk_arrow, walk_parquet
@@ -204,11 +204,15 @@ def _parse_json(text: str, file: str) -> Iterator[NumberedRow]:
             at = skip(at + is_open, " \t\r\n")
         if is_list and skip(at + 1, " \t\r\n") < len(text):
             raise json.JSONDecodeError("Extra data after the list", text, skip(at + 1, " \t\r\n"))
+    except json.JSONDecodeError as error:
+        raise _refuse(clean_message(error).removesuffix(" starting"), Where(file, error.lineno, error.colno)) from None
     except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", line)
-        hint = "one object per line, with the suffix .jsonl, is easier to fix"
-        message = f"malformed JSON: {getattr(error, 'msg', error)}"
-        raise DataError([Problem("", message, hint, Where(file, line, 1))]) from None
+        raise _refuse(str(error), Where(file, line, 1)) from None
+
+
+def _refuse(reason: str, where: Where) -> DataError:
+    hint = "one object per line, with the suffix .jsonl, is easier to fix"
+    return DataError([Problem("", f"malformed JSON: {reason}", hint, where)])
 
 
 def _walk_csv(file: Path) -> Iterator[Block]:

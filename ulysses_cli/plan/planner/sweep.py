@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LengthSweep:
-    """`closed`: levers and their values in the recipe with which longer rows cannot be indexed; without them they can."""
+    """`closed`: levers, with the values that the recipe sets, without which longer rows could be indexed."""
 
     lengths: tuple[int, ...]
     curves: tuple[Curve, ...]

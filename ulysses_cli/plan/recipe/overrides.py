@@ -56,9 +56,12 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
 
 
 def _find_unknown(key: str) -> str | None:
-    """What to write instead of a key of a section that the section does not have. None for the others."""
+    """What to write instead of a section that a recipe does not have, or of a key that a section does not have. None
+    for the others, and for keys without their section."""
     first, _, name = key.partition(".")
-    section = list_settings(Recipe)[first].accepts.section if first in list_settings(Recipe) else None
+    if first not in list_settings(Recipe):
+        return None if list_homes(first) and not name else explain_unknown(first, Recipe, "")
+    section = list_settings(Recipe)[first].accepts.section
     if section is None or not name or name.partition(".")[0] in list_names(section):
         return None
     return explain_unknown(name.partition(".")[0], section, first)

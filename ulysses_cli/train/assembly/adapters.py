@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.assembly.loading import BuildError, first_line, gather_whole
 from ulysses_cli.train.finiteness import WORDS, is_finite
@@ -111,8 +112,8 @@ def load_adapters(adapted: Any, settings: Any, path: str) -> None:
     if unmatched := sorted(set(files.values()) ^ weights.keys()):
         where = "in the recipe alone" if unmatched[0] in files.values() else f"in {path} alone"
         raise BuildError(
-            f"{key}: {len(unmatched)} tensors have no partner; {unmatched[0]} is {where}: set target_modules and "
-            "modules_to_save"
+            f"{key}: no partner for {format_count(len(unmatched), 'tensor')}; {unmatched[0]} is {where}: set "
+            "target_modules and modules_to_save"
         )
     for name, parameter in trained.items():
         weight = weights[files[name]]

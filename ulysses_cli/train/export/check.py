@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.format import index_sources
@@ -32,7 +33,8 @@ def check_adapter(checkpoint: Path, folder: Path, dtype: torch.dtype) -> str:
         for name in wanted:
             if not torch.equal(opened.get_tensor(name), read_parameter(wanted[name], sources, shapes).to(dtype)):
                 raise CheckpointError(f"{folder} was not exported correctly: {name} differs from the checkpoint")
-    return f"{len(wanted)} tensors equal the checkpoint's"
+    verb = "equals" if len(wanted) == 1 else "equal"
+    return f"{format_count(len(wanted), 'tensor')} {verb} the checkpoint's"
 
 
 def check_model(
@@ -73,7 +75,7 @@ def check_model(
     if not torch.equal(logits, expected):
         raise CheckpointError(f"{folder} was not exported correctly: logits differ from the trained model's")
     find_carried(model, base).check(folder)
-    return f"{len(wanted)} tensors and the logits of a probe equal the trained model's"
+    return f"{format_count(len(wanted), 'tensor')} and the logits of a probe equal the trained model's"
 
 
 def load_text_model(folder: Path, base: BaseModel | None, **options: Any) -> Any:
