@@ -1,5 +1,15 @@
-"""`python -m ulysses_cli` runs the `ulysses` command."""
+"""The `ulysses` command, and `python -m ulysses_cli`. Ctrl-C while the command's code is loaded leaves no trace."""
 
-from ulysses_cli.cli import run
+import sys
 
-run()
+
+def main() -> None:
+    try:
+        from ulysses_cli.cli import run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,9 @@
 """Tests the commands as a user meets them: exit codes, data on stdout, messages on stderr, no traces, a quick start."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import COMMANDS, app
 from ulysses_cli.commands.options import EXIT_CODES
-from ulysses_cli.launch import launcher
+from ulysses_cli.launch import downloads, launcher
 from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE, get_signal_code
 
 TINY = str(TINY_RECIPE)
@@ -157,6 +159,25 @@ def test_the_light_half_imports_nothing_heavy(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_early_end_says_what_to_do(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloads, "bring_inputs", lambda *_: os.kill(os.getpid(), number))
+    result = CliRunner().invoke(app, ["train", TINY])
+    assert (result.exit_code, result.stdout) == (128 + number, "")
+    assert result.stderr == "interrupted before the ranks were started: the same command starts again\n"
+
+
+def test_ctrl_c_while_the_command_is_loaded_leaves_no_trace() -> None:
+    code = (
+        "import builtins, sys; from ulysses_cli.__main__ import main\n"
+        "def stop(*_): raise KeyboardInterrupt\n"
+        "builtins.__import__ = stop\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("columns", [80, 100])

@@ -71,7 +71,11 @@ def export(
         words.append("--trust-remote-code")
         printing.print_message("trust_remote_code is on: code that comes with the model runs on this machine")
     words += [f"--dtype={dtype}"] if dtype is not None else []
-    code, last, log = run_export(words, to)
+    try:
+        code, last, log = run_export(words, to)
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM ends this process too
+        printing.print_message(run_end.explain_interrupted_export(to))
+        raise
     if code == DONE and "result" in last:
         for note in ("checked", "carried"):
             if note in last["result"]:

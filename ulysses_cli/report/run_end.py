@@ -46,6 +46,14 @@ def format_interruption(failure: Mapping[str, Any], checkpoint: Path | None) -> 
     return f"{head}; {explain_resume(checkpoint)}"
 
 
+def explain_interrupted_start() -> str:
+    return "interrupted before the ranks were started: the same command starts again"
+
+
+def explain_interrupted_export(folder: Path) -> str:
+    return f"interrupted: {folder} was not written"
+
+
 def explain_interrupted_data() -> str:
     return "interrupted while data was prepared: sources that were done are kept; the same command prepares the rest"
 

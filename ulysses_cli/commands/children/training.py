@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
 
 if TYPE_CHECKING:
     from ulysses_cli.launch.launcher import Outcome
@@ -98,11 +100,13 @@ def run_recipe(
 ) -> FinishedRun:
     """The order of a run, from its recipe to its end. Progress goes to stderr, nothing to stdout. Raises RecipeError
     for what stops the run before its ranks start, and PreparationError."""
-    valid = _validate(file, overrides, options)
-    if valid.recipe.run.push_to_hub and not options.dry_run:
-        _check_hub(valid)
+    with _telling_interruption():
+        valid = _validate(file, overrides, options)
+        if valid.recipe.run.push_to_hub and not options.dry_run:
+            _check_hub(valid)
     with ExitStack() as stack:
-        place = _lock_run_dir(valid, machine, options, stack)
+        with _telling_interruption():
+            place = _lock_run_dir(valid, machine, options, stack)
         try:
             rows = _prepare_rows(valid)
             outcome, model_dir = _launch(valid, place, rows, options, listener)
@@ -115,6 +119,24 @@ def run_recipe(
         event, message = _summarize_end(outcome, model_dir)
         _tell_end(valid, place, event, message, outcome.exit_code)
     return FinishedRun(outcome, valid.recipe.run, valid.run_dir, model_dir)
+
+
+@contextmanager
+def _telling_interruption() -> Iterator[None]:
+    """While a run begins, which may take minutes of downloads: Ctrl-C and SIGTERM end it with a message."""
+    from ulysses_cli.report import printing, run_end
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(get_signal_code(number))
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        printing.print_message(run_end.explain_interrupted_start())
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_hub(valid: ValidRecipe) -> None:

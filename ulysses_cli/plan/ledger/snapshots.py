@@ -268,21 +268,20 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
         yield from _walk_vectors_backward(job, end)
     came = {"residual_gradient": residual, "embedding_gradient": embedding}
     came["embedding_sum"] = head.compute_pieces_sum(job, "embed_tokens", residual)
-    # a tied weight's two gradients are added to a third
-    tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
     before, last = list_last_filled(job.weights, job.engine.reduce_bucket)
     # gradients that wait in the bucket have left their own memory
     num_moved = before.num_before + (before.num_elements or last.num_elements - embedding // b)
     came[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, num_moved)
-    added = {**came, **tied}
-    if job.shape.tie_word_embeddings:
-        added["residual_gradient"] = 0  # the embedding's backward is over
-    yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **added})
-    flush = {"reduce_flush": states.compute_flush(job, *before)}
-    yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **flush})
+    at_embedding = EMBEDDED if before.num_before else f"{FIRST}gradients, of the {EMBEDDED}"
+    added = dict(came)
+    if job.shape.tie_word_embeddings:  # its two gradients are added to a third, when the embedding's backward is over
+        added |= {"embedding_gradient": 3 * embedding, "residual_gradient": 0}
+    yield MemorySnapshot("backward", at_embedding, {**end, **added})
+    yield MemorySnapshot("backward", at_embedding, {**end, **came, "reduce_flush": states.compute_flush(job, *before)})
     flush = {"reduce_flush": states.compute_flush(job, *last)}
     flush[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, last.num_before + last.num_elements)
-    yield MemorySnapshot("backward", LAST_SENT if last.num_before else FIRST + LAST_SENT, {**end, **flush})
+    at_end = LAST_SENT if last.num_before else f"{FIRST}and {LAST_SENT}"
+    yield MemorySnapshot("backward", at_end, {**end, **flush})
     between = {**held, "inputs": 0}  # nothing reads them any more
     if job.zero_stage == 1 and lower_stages.accumulates(job):
         yield MemorySnapshot("optimizer_step", BETWEEN, between)
