@@ -263,11 +263,10 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     b, embedding = job.dtype_bytes, head.compute_embedding_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding, **swapping.list_unswapped(job, -1)}
     end["retained_gradients"] = lower_stages.compute_retained_gradients(job, job.weights.num_trained)
-    residual = layer.compute_layer_input(job)
     if job.shape.token_vectors and vectors.have_gradient(job):
         yield from _walk_vectors_backward(job, end)
-    came = {"residual_gradient": residual, "embedding_gradient": embedding}
-    came["embedding_sum"] = head.compute_pieces_sum(job, "embed_tokens", residual)
+    came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
+    came["embedding_sum"] = head.compute_pieces_sum(job, "embed_tokens", came["residual_gradient"])
     before, last = list_last_filled(job.weights, job.engine.reduce_bucket)
     # gradients that wait in the bucket have left their own memory
     num_moved = before.num_before + (before.num_elements or last.num_elements - embedding // b)
