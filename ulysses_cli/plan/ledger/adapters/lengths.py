@@ -106,9 +106,16 @@ def list_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
             around = b * (held + wide * tokens)
         else:
             tokens, is_last = job.local_tokens, linear.name == "o_proj"
-            around = b * (job.query_width if is_last else h + done) * tokens
+            around = b * (job.query_width if is_last else h + max(done, _count_queries(job, kind, linear))) * tokens
             done += linear.num_out
         yield "mlp" if linear.in_mlp else "attention", around, compute_work(job, linear, tokens, keeps=keeps)
+
+
+def _count_queries(job: Job, kind: Layer, linear: AdaptedLinear) -> int:
+    """Elements per token of queries, adapted or not, while keys are projected to latents and back: as projected, and
+    then joined anew (modeling_deepseek_v3.py: DeepseekV3Attention.forward)."""
+    is_latent = kind.attention is not None and kind.attention.latent is not None
+    return {"kv_a_proj_with_mqa": 1, "kv_b_proj": 2}.get(linear.name, 0) * job.query_width * is_latent
 
 
 def list_again(job: Job, kind: Layer, attention_saved: int, mlp_saved: int) -> Iterator[tuple[str, int, int, int]]:
@@ -128,7 +135,8 @@ def list_again(job: Job, kind: Layer, attention_saved: int, mlp_saved: int) -> I
         elif linear.name == "o_proj":
             yield "attention", attention_saved - _compute_own_saved(job, linear, tokens), 0, work
         elif not linear.in_mlp:
-            yield "attention", b * (2 * h + (1 + NUM_SAVED) * done) * tokens, 0, work
+            projected = max((1 + NUM_SAVED) * done, _count_queries(job, kind, linear))
+            yield "attention", b * (2 * h + projected) * tokens, 0, work
             done += linear.num_out
 
 

@@ -186,9 +186,12 @@ def compute_weight_made(job: Job) -> int:
     """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last. Or all
     weights of a module, which are gathered to be initialized (transformers/integrations/deepspeed.py:
     initialize_weights_zero3); from the host, together with their shards. A single rank has them whole and gathers none
-    (partition_parameters.py: _no_gather_coalesced). A tied head is made too, b V h / W, and released later."""
+    (partition_parameters.py: _no_gather_coalesced). A tied head is made too, b V h / W, with replicas also its
+    second shard, and released later."""
     head = job.shape.vocab_size * job.shape.hidden_size
     tied = count_shard(head, job.world_size) if job.shape.tie_word_embeddings else 0
+    if job.layout.dp_replicate_size > 1 and job.levers.offload_param == "none":
+        tied *= 1 + job.layout.dp_replicate_size
     drawn = job.weights.largest_module if job.world_size > 1 or job.levers.offload_param != "none" else 0
     arriving = compute_arriving(job, drawn) if job.world_size > 1 else 0
     return max(job.dtype_bytes * head, job.dtype_bytes * drawn + arriving) + job.dtype_bytes * tied
