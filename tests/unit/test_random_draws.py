@@ -210,11 +210,32 @@ def test_bytes_that_the_formula_missed_after_it_was_changed(number: int) -> None
     check_phase("estimate-random-wide-20261125.json", number, "backward")
 
 
-def check_phase(name: str, number: int, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    [
+        (15, "backward"),  # a tile's product and its gradient exist once
+        (18, "optimizer_step"),  # persistent weights come back from the host together
+        (30, "backward"),  # DoRA beside a shared expert
+        (99, "backward"),  # an adapted last matrix reads what nobody saved
+        (106, "forward"),  # a frozen router saves no float32 copy
+        (128, "backward"),  # DoRA on keys from latents
+        (137, "load"),  # a tied head has a second shard until it is released
+    ],
+)
+def test_bytes_that_the_formula_missed_at_an_eighth_seed(number: int, phase: str) -> None:
+    check_phase("estimate-random-wide-20261127.json", number, phase)
+
+
+def test_a_window_bounds_what_a_ring_trades() -> None:
+    """Gemma 4's windowed layers have wider heads than those that see the whole row: 23 % too high without it."""
+    check_phase("estimate-random-wide-20261127.json", 102, "backward", within=0.05)
+
+
+def check_phase(name: str, number: int, phase: str, *, within: float = 0.03) -> None:
     record = json.loads((RESULTS / name).read_text())
     row = next(row for row in record["rows"] if row["number"] == number)
     result = predict_phases(make_drawn_job(draw_again(record, row)))
-    assert result[phase] == pytest.approx(row["traced"][phase], rel=0.03)
+    assert result[phase] == pytest.approx(row["traced"][phase], rel=within)
 
 
 def test_bars_judge_the_formula_by_the_trace() -> None:

@@ -151,7 +151,10 @@ def _walk_mixer(
         for name, left, work in kimi.list_backward(job, kimi_mixer):
             yield "attention", take(name, left, 0, recurrence=work)
     elif latent_mixer := mixers.find_latent(kind):
+        of_lengths = lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
+        of_lengths -= lengths.compute_last_saved(job, kind, in_mlp=False)
         for name, left, num_bytes, in_kernels in latent.list_backward(job, latent_mixer):
+            left += of_lengths * (name != "latents")  # their own backward is over then
             yield "attention", take(name, left, 0, attention=num_bytes, attention_kernel=in_kernels)
     elif recurrent is None or kind.attention:
         # the gradient of the norm's output that comes from an MLP beside attention waits

@@ -53,8 +53,9 @@ def compute_saved(job: Job, kind: Layer) -> int:
     FalconH1DecoderLayer.forward)."""
     if kind.shared:
         return block.compute_saved(job, kind)
+    of_lengths = lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
     if latent_mixer := find_latent(kind):
-        return latent.compute_saved(job, latent_mixer)
+        return latent.compute_saved(job, latent_mixer) + of_lengths
     if kimi_mixer := find_kimi(kind):
         return kimi.compute_saved(job, kimi_mixer)
     if not kind.mixers:
@@ -63,7 +64,7 @@ def compute_saved(job: Job, kind: Layer) -> int:
     if recurrent and kind.attention is None:
         return recurrence.compute_saved(job, recurrent)
     saved = attention.compute_attention_saved(job) if kind.attention else convolution.compute_saved(job)
-    return saved + lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False) + compute_beside(job, kind)
+    return saved + of_lengths + compute_beside(job, kind)
 
 
 def compute_beside(job: Job, kind: Layer) -> int:
@@ -102,8 +103,9 @@ def compute_again(job: Job, kind: Layer) -> int:
     """While they are recomputed."""
     if kind.shared:
         return block.compute_again(job, kind)
+    of_lengths = lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
     if latent_mixer := find_latent(kind):
-        return latent.compute_again(job, latent_mixer)
+        return latent.compute_again(job, latent_mixer) + of_lengths
     if kimi_mixer := find_kimi(kind):
         return kimi.compute_again(job, kimi_mixer)
     if not kind.mixers:
@@ -114,7 +116,7 @@ def compute_again(job: Job, kind: Layer) -> int:
     if kind.attention:
         works.append(attention.compute_attention_again(job) + compute_beside(job, kind))
     again = _find_most(job, kind, works or [convolution.compute_again(job)])
-    return again + (0 if recurrent else lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False))
+    return again + (0 if recurrent else of_lengths)
 
 
 def compute_left_for_projections(job: Job, kind: Layer, weight: str) -> int:
