@@ -114,6 +114,7 @@ def run() -> None:
     from ulysses_cli.report import printing
 
     children.refuse_core_files(os.environ)
+    printing.open_closed_streams()
     try:
         app()
     except RecipeError as error:  # about the machine: a command reports problems of its recipe itself

@@ -182,6 +182,11 @@ def test_text_that_is_no_template_is_refused(tmp_path: Any) -> None:
         "hint: fix it: a chat template is Jinja, as transformers reads it"
     )
     assert "the template, line 1: No filter named 'trimm'" in complain("{{ messages | trimm }}")
+    assert complain("{{ message.content }}").startswith(
+        "data.chat_template: the template never reads `messages`, so it is no chat template\n\nhint: name a file that"
+    )
+    file.write_text("model: {}\n")
+    assert f"{file} never reads `messages`" in complain(str(file))
     file.write_bytes(b"{{ \xff }}")
     assert "is not UTF-8 text" in complain(str(file))
 

@@ -309,11 +309,11 @@ def test_check_tiles() -> None:
 def test_check_steps() -> None:
     assert only("train.num_train_epochs=2") == (
         "command line: train.num_train_epochs: 2 and max_steps 10 both say how long the run is"
-        "\n\nhint: keep one; train.num_train_epochs=null on the command line leaves out what the file says"
+        "\n\nhint: keep one; on the command line train.max_steps=null or train.num_train_epochs=null leaves one out"
     )
     assert only("train.warmup_steps=3", "train.warmup_ratio=0.1") == (
         "command line: train.warmup_ratio: 0.1 and warmup_steps 3 both say how long the warm-up is"
-        "\n\nhint: keep one; train.warmup_ratio=0 on the command line leaves out what the file says"
+        "\n\nhint: keep one; on the command line train.warmup_steps=0 or train.warmup_ratio=0 leaves one out"
     )
     assert only("train.warmup_steps=10") == (
         "command line: train.warmup_steps: 10 leaves no step at the full learning rate: max_steps is 10"
@@ -348,7 +348,7 @@ def test_check_schedule() -> None:
 def test_check_evaluation() -> None:
     assert only("run.eval_steps=5") == (
         "command line: run.eval_steps: evaluates every 5 steps, but there is nothing to evaluate on"
-        "\n\nhint: write data.eval_split: 0.01 or data.eval_datasets"
+        "\n\nhint: write data.eval_split: 0.01 or data.eval_datasets, or leave out run.eval_steps"
     )
     assert only("data.eval_split=0.1", "data.eval_datasets=[{path: owner/x}]") == (
         "command line: data.eval_split: and eval_datasets both say what is evaluated\n\nhint: keep one of the two"

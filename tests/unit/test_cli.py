@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -167,6 +168,19 @@ def test_an_early_end_says_what_to_do(number: int, monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(app, ["train", TINY])
     assert (result.exit_code, result.stdout) == (128 + number, "")
     assert result.stderr == "interrupted before the ranks were started: the same command starts again\n"
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_a_closed_stream_changes_no_exit_code(closed: str, tmp_path: Path) -> None:
+    for words, code in (([TINY], 0), ([TINY, "train.max_stps=3"], 2)):
+        command = shlex.join([sys.executable, "-m", "ulysses_cli", "validate-config", *words])
+        done = subprocess.run(
+            ["sh", "-c", " ".join([command, *(f"{each}>&-" for each in closed.split())])],
+            capture_output=True, text=True, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_while_the_command_is_loaded_leaves_no_trace() -> None:

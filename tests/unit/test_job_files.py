@@ -302,6 +302,9 @@ def test_the_command(tmp_path: Path, words: list[str]) -> None:
     again = run("--gpu", "h200")
     assert again.exit_code == 2
     assert f"{file} exists" in again.stderr
+    onto = run("--gpu", "h200", "--force", "--out", str(recipe))
+    assert onto.exit_code == 2
+    assert f"{recipe} is the recipe\n\nhint: name another file with --out" in onto.stderr
     assert run("parallel.sp_size=3").exit_code == 2
     chosen = run("--dry-run")
     assert "a token costs least" in chosen.stderr
@@ -319,3 +322,14 @@ def test_a_job_without_time_for_steps_is_refused(tmp_path: Path) -> None:
     assert "a job of 576 s has no time to train: it is told to save 300 s before its end" in refused.stderr
     assert "give --hours 0.17 or more" in refused.stderr
     assert run("0.17").exit_code == 0
+    for hours in ("inf", "nan", "1e9"):
+        assert run(hours).exit_code == 2
+        assert "--hours" in run(hours).stderr
+
+
+@pytest.mark.parametrize("option", ["partition", "account"])
+@pytest.mark.parametrize("name", ["", "a\nb", "gpu;rm", "a b"])
+def test_what_is_no_name_in_slurm_is_refused(option: str, name: str) -> None:
+    with pytest.raises(RecipeError, match=f"--{option}: .* is not a name in SLURM"):
+        write_slurm(make(), "job.sbatch", {option: name})
+    assert f"#SBATCH --{option}=gpu-a,gpu_b\n" in write_slurm(make(), "job.sbatch", {option: "gpu-a,gpu_b"})

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from support.checkpoints import make_checkpoint, make_state, write_contents
-from support.paths import ROOT
+from support.paths import ROOT, TINY_RECIPE
 from support.recipes import load
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.plan.recipe import changes
 from ulysses_cli.plan.recipe.changes import DECIDING, FREE, LENGTHS, list_changes
+from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.schema import list_settings, walk_settings
 from ulysses_cli.run_folder import archive, resume
@@ -182,6 +183,18 @@ def test_help_and_docs_list_what_may_change() -> None:
     for section in set(list_settings(Recipe)) - set(DECIDING):
         assert section in told, section
         assert f"`{section}`" in written, section
+
+
+@pytest.mark.parametrize(
+    ("change", "insists"), [("model.config.hidden_size=64", False), ("train.learning_rate=1", True)]
+)
+def test_insisting_is_offered_where_it_can_work(change: str, insists: bool) -> None:
+    old = parse_recipe(TINY_RECIPE.read_text(), "r.yaml").recipe.model_dump(mode="json")
+    new = parse_recipe(TINY_RECIPE.read_text(), "r.yaml", [change]).recipe.model_dump(mode="json")
+    with pytest.raises(ResumeError) as caught:
+        check_changes({"recipe": old, "data": "d"}, new, "d", anyway=False, report=print)
+    assert ("--resume-anyway" in str(caught.value)) == insists
+    assert "another run.output_dir" in str(caught.value)
 
 
 def test_a_longer_run_says_what_changes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ulysses_cli.validate import Validated
 
 MAX_RESTARTS = 10
+MAX_HOURS = 24 * 366
 GpuOption = Annotated[
     str | None, typer.Option("--gpu", help="kind of GPU, such as h200  [default: the cheapest per token that fits]")
 ]
@@ -33,7 +34,9 @@ def slurm(
     words: RecipeWords,
     gpu: GpuOption = None,
     gpus_per_node: PerNodeOption = None,
-    hours: Annotated[float | None, typer.Option(min=0.02, help="time of one job; it goes back into the queue")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.02, max=MAX_HOURS, help="time of one job; it goes back into the queue")
+    ] = None,
     partition: Annotated[str | None, typer.Option(help="sbatch's --partition")] = None,
     account: Annotated[str | None, typer.Option(help="sbatch's --account")] = None,
     out: OutOption = None,
@@ -51,7 +54,7 @@ def slurm(
     """
     from ulysses_cli.launch.jobs.slurm import write_slurm
 
-    settings = {name: value for name, value in (("partition", partition), ("account", account)) if value}
+    settings = {name: value for name, value in (("partition", partition), ("account", account)) if value is not None}
     job, _ = _make_job(words, gpu, gpus_per_node, hours, online=online)
     target = Target(out or job.recipe.with_suffix(".sbatch"), dry_run, force)
     target.write(job, lambda file: write_slurm(job, file, settings))
@@ -132,15 +135,17 @@ class Target:
         if self.dry_run:
             printing.print_data(text.rstrip("\n"))
             return
-        or_exit(lambda: self._write_file(text))
+        or_exit(lambda: self._write_file(text, job.recipe))
         printing.print_message(f"wrote {self.file}: {job.describe()}")
 
-    def _write_file(self, text: str) -> None:
+    def _write_file(self, text: str, recipe: Path) -> None:
         from ulysses_cli.launch.environments import refuse
         from ulysses_cli.plan.files.whole_files import write_whole
 
         if self.file.is_dir():
             raise refuse(f"{self.file} is a folder", "name a file with --out")
+        if self.file.exists() and self.file.samefile(recipe):
+            raise refuse(f"{self.file} is the recipe", "name another file with --out")
         if self.file.exists() and not self.force:
             raise refuse(f"{self.file} exists", "add --force to overwrite it, or name another file with --out")
         try:

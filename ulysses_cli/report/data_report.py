@@ -81,7 +81,7 @@ def tabulate_sources(report: Report) -> tuple[Sequence[str], list[tuple[str, ...
         )
         for source in report["sources"]
     ]
-    return ("source", "name", "type", "documents", "tokens", "targets", "weight", "not read"), rows
+    return ("source", "name", "type", "documents", "tokens", "supervised", "weight", "not read"), rows
 
 
 def _format_sources(report: Report) -> str:
@@ -170,7 +170,7 @@ def format_sample(sample: Mapping[str, Any]) -> str:
     """The text of a sample, with its targets in double brackets."""
     shown = "".join(f"[[{run['text']}]]" if run["is_target"] else run["text"] for run in sample["runs"])
     head = f"sample {clean_text(sample['where'])}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
-    head += f"{format_count(sample['num_tokens'], 'token')} are targets, shown in [[ ]]"
+    head += f"{format_count(sample['num_tokens'], 'token')} are supervised, shown in [[ ]]"
     return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
 
 

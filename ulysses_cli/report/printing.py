@@ -30,6 +30,18 @@ def print_data(text: str) -> None:
         discard_stdout()
 
 
+def open_closed_streams() -> None:
+    """Gives a process that was started without stdout or stderr (`>&-`) the null device in their place. Otherwise the
+    next file that it opens would be taken for them."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_WRONLY)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            setattr(sys, name, os.fdopen(number, "w"))
+
+
 def discard_stdout() -> None:
     """Drops what waits in the buffer. Otherwise Python tries to write it again when it exits, and exits with 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

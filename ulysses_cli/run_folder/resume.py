@@ -32,6 +32,16 @@ from ulysses_cli.run_folder.line_files import find_last_step
 from ulysses_cli.run_folder.manifest import load_state, read_lacks, read_losses, read_model_steps
 
 WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# Changes of these change the shapes or the names of what a checkpoint holds.
+SIZES = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "num_experts", "num_local_experts"),
+)
+SHAPING = (
+    *(f"model.config.{name}: " for name in SIZES),
+    *(f"lora.{name}: " for name in ("r", "target_modules", "use_dora", "modules_to_save")),
+    "lora: ",
+)
 
 
 class ResumeError(ValueError):
@@ -194,6 +204,8 @@ def check_changes(
     if not changes:
         return
     text = "\n  ".join(["the recipe has changed since the checkpoint was written:", *changes])
+    if not anyway and any(change.startswith(SHAPING) for change in changes):
+        raise ResumeError(f"{text}\nput it back, or start over in another run.output_dir: its tensors would not fit")
     if not anyway:
         raise ResumeError(f"{text}\nput it back, start over in another run.output_dir, or insist with --resume-anyway")
     report(text)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 
+from ulysses_cli.launch.environments import refuse
 from ulysses_cli.launch.jobs.job import GS_FILE, ClusterJob
 
+NAME = re.compile(r"[A-Za-z0-9_.,+@:=-]+")  # of partitions and accounts, several by commas
 SCRIPT = """\
 #!/bin/bash
 # {description}
@@ -49,6 +52,10 @@ MAY_BE_SET = "# so do these, where they are set: {names}"
 
 def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) -> str:
     """`settings`: further options of sbatch, such as partition and account; they go before the script's own."""
+    for name, value in settings.items():
+        if not NAME.fullmatch(value):
+            hint = f"sbatch's --{name} takes letters, digits and _ . , + @ : = -"
+            raise refuse(f"--{name}: {value!r} is not a name in SLURM", hint)
     options: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.num_nodes),

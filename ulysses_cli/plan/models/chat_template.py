@@ -37,6 +37,7 @@ SHIPPED = {
     "qwen": Shipped(IM, "<|im_end|>"),
 }
 NAMES = ", ".join(SHIPPED)
+NAME_ONE = f"name a file that holds one, or one of {NAMES}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _read_file(file: Path) -> str:
 
 def _check_syntax(text: str, where: str) -> str:
     """Compiles the template as transformers would: with loop controls, `generation` blocks and its own filters."""
-    from jinja2 import TemplateSyntaxError, nodes
+    from jinja2 import TemplateSyntaxError, meta, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -106,6 +107,9 @@ def _check_syntax(text: str, where: str) -> str:
     except TemplateSyntaxError as error:
         hint = "fix it: a chat template is Jinja, as transformers reads it"
         raise RecipeError([Problem(KEY, f"{where}{error.lineno}: {error.message}", hint)]) from None
+    if "messages" not in meta.find_undeclared_variables(environment.parse(text)):
+        place = where.rpartition(", line")[0] or where.removesuffix(":")
+        raise RecipeError([Problem(KEY, f"{place} never reads `messages`, so it is no chat template", NAME_ONE)])
     return text
 
 

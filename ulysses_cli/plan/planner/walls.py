@@ -12,6 +12,8 @@ from ulysses_cli.plan.planner.draft import find_obstacle
 from ulysses_cli.plan.planner.fit import Fit
 from ulysses_cli.plan.units import format_usd
 
+MOST_TIMES_CHEAPER = 3  # adapters make a run no cheaper than by this
+
 
 def count_distance(fit: Fit) -> tuple[bool, float]:
     """The distance from fitting, as a sort key: what fits the GPU comes before what does not."""
@@ -100,11 +102,14 @@ def _find_price_wall(request: PlanRequest, fitting: Sequence[Candidate]) -> Wall
     if usd == float("inf"):
         return Wall("price", "no price is known for any kind that fits", "add usd_per_hour to hardware.yaml")
     cost = format_usd(usd, digits=2)
-    message = f"the cheapest that fits costs about {cost}, {usd / request.budget_usd:,.1f} times the budget"
+    ratio = usd / request.budget_usd
+    times = f"{float(f'{ratio:.2g}'):,g}"  # as many digits as the price
+    message = f"the cheapest that fits costs about {cost}, {times} times the budget"
     if usd <= request.budget_usd:
         hours = cheapest.seconds / 3600
         message = f"the cheapest, about {cost}, is inside the budget but takes {hours:.3g} h"
-    return Wall("price", message, f"raise --budget, or train on fewer tokens{_suggest_lora(request)}")
+    other = _suggest_lora(request) if ratio < MOST_TIMES_CHEAPER else ""
+    return Wall("price", message, f"raise --budget, or train on fewer tokens{other}")
 
 
 def _find_index_wall(request: PlanRequest, offers: Sequence[Offer]) -> Wall:

@@ -71,13 +71,13 @@ def check_steps(recipe: Recipe) -> Problems:
         yield Problem(
             "train.num_train_epochs",
             f"{train.num_train_epochs:g} and max_steps {train.max_steps} both say how long the run is",
-            "keep one; train.num_train_epochs=null on the command line leaves out what the file says",
+            "keep one; on the command line train.max_steps=null or train.num_train_epochs=null leaves one out",
         )
     if train.warmup_steps and train.warmup_ratio:
         yield Problem(
             "train.warmup_ratio",
             f"{train.warmup_ratio:g} and warmup_steps {train.warmup_steps} both say how long the warm-up is",
-            "keep one; train.warmup_ratio=0 on the command line leaves out what the file says",
+            "keep one; on the command line train.warmup_steps=0 or train.warmup_ratio=0 leaves one out",
         )
     if train.max_steps is not None and train.warmup_steps >= train.max_steps and train.warmup_steps:
         yield Problem(
@@ -119,7 +119,7 @@ def check_evaluation(recipe: Recipe) -> Problems:
         yield Problem(
             "run.eval_steps",
             f"evaluates every {format_count(run.eval_steps, 'step')}, but there is nothing to evaluate on",
-            "write data.eval_split: 0.01 or data.eval_datasets",
+            "write data.eval_split: 0.01 or data.eval_datasets, or leave out run.eval_steps",
         )
     if data.eval_datasets and data.eval_split:
         yield Problem("data.eval_split", "and eval_datasets both say what is evaluated", "keep one of the two")

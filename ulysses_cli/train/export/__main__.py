@@ -55,10 +55,18 @@ def main(arguments: Sequence[str]) -> int:
             with lock(options.to.with_name(f".{options.to.name}.lock"), lambda: _refuse(options.to)):
                 emit(result=job.run(options.to, lambda phase: emit(phase=phase)))
         except (CheckpointError, ExportError, OSError) as error:
-            problem = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
-            emit(problem=mask_text(str(problem), collect_secrets({}, os.environ)))
+            problem = _explain(error, options.checkpoint, options.to)
+            emit(problem=mask_text(problem, collect_secrets({}, os.environ)))
             return USAGE if isinstance(error, ExportError) else FAILED
     return 0
+
+
+def _explain(error: Exception, checkpoint: Path, folder: Path) -> str:
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    if error.filename and Path(str(error.filename)).is_relative_to(checkpoint):
+        return f"{error.filename} cannot be read: {error.strerror}"
+    return f"{folder} cannot be written: {error.strerror}\n\nhint: name a folder on another disk with --to"
 
 
 if __name__ == "__main__":
