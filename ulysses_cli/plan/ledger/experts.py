@@ -49,10 +49,10 @@ def compute_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     inner = (INNER_SAVED.get(job.shape.model_type, 4) - 1 + trained) * mlp.inner_size
     width = mlp.num_per_token * (b * (inner + (1 + trained) * hidden) + INDEX_BYTES)
     router = 4 * hidden * (job.shape.model_type in PRECISE_ROUTERS and saves_input(job, "router"))
-    return (width + router) * tokens + _compute_shared_saved(job, mlp, tokens)
+    return (width + router) * tokens + compute_shared_saved(job, mlp, tokens)
 
 
-def _compute_shared_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+def compute_shared_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """4 s b: gate, activated gate, up and their product; ungated, the activation and its square. Where a gate scales
     its result, the result."""
     if not mlp.shared_size:
@@ -65,9 +65,16 @@ def compute_left(job: Job, mlp: ExpertsMlp, weight: str) -> int | None:
     """What is left of the saved inside when the gradient of `weight` exists; None: all of it. At the experts' first
     matrices the tokens' copies, whose gradients exist; at a router that was made before them, not even those. A shared
     expert that runs first has its backward last."""
-    shared = _compute_shared_saved(job, mlp, job.local_tokens) if is_shared_first(job) else 0
+    shared = compute_shared_saved(job, mlp, job.local_tokens) if is_shared_first(job) else 0
     copies = mlp.num_per_token * job.dtype_bytes * job.shape.hidden_size * job.local_tokens
     return {"experts.gate_up": copies + shared, "router": shared}.get(weight)
+
+
+def compute_gone(job: Job, layer: Layer) -> int:
+    """What is freed when the experts are fetched for their backward: what a shared expert that runs last has saved."""
+    if not isinstance(layer.mlp, ExpertsMlp) or is_shared_first(job):
+        return 0
+    return compute_shared_saved(job, layer.mlp, job.local_tokens)
 
 
 def is_shared_first(job: Job) -> bool:
@@ -112,7 +119,7 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
         return widest + scaled
     if is_shared_first(job):
         return widest + b * hidden * tokens * job.family.has_shared_gate
-    widest += b * hidden * tokens - _compute_shared_saved(job, mlp, tokens) - _compute_input_gone(job, tokens)
+    widest += b * hidden * tokens - compute_shared_saved(job, mlp, tokens) - _compute_input_gone(job, tokens)
     views = 3 * _count_kept_views(job) * b * mlp.num_experts * inner * hidden
     own = b * mlp.shared_size * (tokens + max(tokens, hidden * trained))
     return scaled + max(widest, max(own, _compute_shared_again(job, mlp, tokens)) - views)

@@ -22,7 +22,7 @@ from ulysses_cli.plan.ledger.weights import (
     has_norm_before,
     has_norm_behind,
 )
-from ulysses_cli.plan.ledger.zero.gathering import FETCH_AGAIN
+from ulysses_cli.plan.ledger.zero.gathering import FETCH_AGAIN, FETCH_BACK
 from ulysses_cli.plan.models.layers import DenseMlp, Layer
 
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
@@ -139,7 +139,10 @@ def _walk_mlp(
         down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
         yield "down", take("the MLP's last matrix", whole_mixer, left, mlp=down, **restored)
         yield "gate", take("gate and up", whole_mixer, left, mlp=gate, **restored)
-    in_tile = quantized.compute_work(job, kind) if layer.is_tiled(job) else {}
+    if not layer.is_tiled(job):
+        gone = experts.compute_gone(job, kind)
+        yield FETCH_BACK, take("mlp", whole_mixer, left - gone)
+    in_tile = restored if layer.is_tiled(job) else {}  # products of 8 bits were over when the gradients are made
     yield "mlp", take("mlp", whole_mixer, left, mlp=mlp.compute_mlp_backward(job, kind), **in_tile)
 
 

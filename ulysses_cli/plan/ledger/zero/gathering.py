@@ -23,6 +23,7 @@ from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.ledger.zero.swapping import find_on_disk
 from ulysses_cli.plan.models.shape import ModelShape
 
+FETCH_BACK = "fetch back"  # the place where the first of an MLP's weights are fetched for their gradients
 FETCH_AGAIN = "fetch again"  # the place in a layer where its MLP is fetched for its recomputation or backward
 ByLayer = tuple[tuple[int, int], ...]
 TRANSPOSED_EXPERTS = {"gpt_oss"}  # their weights lie as the product reads them; those of others are transposed for it
@@ -158,6 +159,9 @@ def _replay(
                 key = ("backward", FETCH_AGAIN) if is_again else ("forward", "fetch")
                 layers = in_layers.setdefault(key, {})
                 layers[module.layer] = max(layers.get(module.layer, 0), peak)
+            if event.enters and event.is_backward and begins_backward(module):
+                layers = in_layers.setdefault(("backward", FETCH_BACK), {})
+                layers[module.layer] = max(layers.get(module.layer, 0), peak)
         elif module.part == HEAD and event.enters:
             most["head"] = max(most["head"], peak)
             most["end"] = coordinator.count_after_all_gathers() if not event.is_backward else most["end"]
@@ -232,6 +236,10 @@ def _name_mlp_backward(module: Module, event: HookEvent) -> str:
     if module.weights and module.name in ("mlp", "router", "experts"):
         return "mlp"
     return "down" if module.name.startswith("down_proj") else "gate" if module.name != "mlp" else ""
+
+
+def begins_backward(module: Module) -> bool:
+    return module.in_mlp and (module.name == "experts" or module.name.startswith("down_proj"))
 
 
 def _list_maxima(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
