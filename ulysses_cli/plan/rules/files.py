@@ -241,6 +241,14 @@ def check_folders(recipe: Recipe) -> Problems:
         yield Problem("model.tokenizer", f"{tokenizer} is not a folder", "name a hub model, a folder, or bytes")
     if nvme is not None and not os.path.isdir(os.path.expanduser(nvme)):
         yield Problem("memory.nvme_path", f"{nvme} is not a folder", "make it, on a fast local disk")
+    adapters = recipe.lora.adapter_name_or_path if recipe.lora is not None else None
+    if adapters is not None:
+        folder = Path(os.path.expanduser(adapters))
+        if not folder.is_dir() and not HUB_NAME.fullmatch(adapters):
+            yield Problem("lora.adapter_name_or_path", f"{adapters} is not a folder", "name a folder, or owner/name")
+        elif folder.is_dir() and not (folder / "adapter_config.json").is_file():
+            hint = "name the folder that holds it: the model/ of an earlier run, or what peft saved"
+            yield Problem("lora.adapter_name_or_path", f"{adapters} holds no adapter_config.json", hint)
 
 
 def check_token_loss(recipe: Recipe) -> Problems:
