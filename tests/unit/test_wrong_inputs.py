@@ -149,6 +149,12 @@ COMMANDS = (
     ("plan QWEN 64Ki --gpus h100:8 --write folder --force", "--write: folder is a folder"),
     ("plan QWEN 64Ki --deadline tomorrow", "tomorrow is not a time\n\nhint: write hours or days"),
     ("plan QWEN 64Ki --budget free", "Invalid value for '--budget'"),
+    (
+        "estimate-memory QWEN 128Ki --num-processes 1048576",
+        "command line: --num-processes: sets parallel.dp_shard_size: 131072 is not a whole number from 1 to 65,536",
+    ),
+    ("estimate-memory QWEN 900G", "command line: --max-length: one call of attention of a rank would have"),
+    ("estimate-memory QWEN 128Ki data.max_length=3Ki", "data.max_length: is what --max-length says"),
     ("plan QWEN 64k", "--max-length: 64k is not a whole number from 2 to 1,099,511,627,776"),
     ("export nowhere --to x", "CHECKPOINT: nowhere does not exist"),
     ("export folder --to x", "folder is neither a checkpoint nor a run"),

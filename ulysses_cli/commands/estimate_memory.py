@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,9 +27,15 @@ if TYPE_CHECKING:
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.models.shape import ModelShape
     from ulysses_cli.plan.planner.estimate import Estimate
+    from ulysses_cli.plan.problem import Problem
     from ulysses_cli.validate import Validated
 
 DEFAULT_GPU = "h100-80gb"
+OPTIONS = {  # by the setting that each makes
+    "model.name_or_path": "--model",
+    "data.max_length": "--max-length",
+    "parallel.dp_shard_size": "--num-processes",
+}
 MAX_PROCESSES = 1 << 20
 
 
@@ -184,7 +191,22 @@ def _find_recipe(
         raise RecipeError(
             [Problem("--model", f"cannot be combined with {files[0]}", "name a recipe or a model, not both")]
         )
+    for override in overrides:
+        if (option := OPTIONS.get(override.partition("=")[0].strip())) in ("--model", "--max-length"):
+            raise RecipeError([Problem(override.partition("=")[0].strip(), f"is what {option} says", "write it once")])
     return draft_and_validate(model, max_length, num_processes or 8, overrides, online=online)
+
+
+def _name_option(problem: Problem) -> Problem:
+    """A problem of the drafted recipe, which nobody sees: by the option that it comes from."""
+    from ulysses_cli.plan.problem import Where
+
+    if not problem.where.line:
+        return problem
+    option = OPTIONS.get(problem.key)
+    if option == "--num-processes":
+        problem = replace(problem, message=f"sets {problem.key}: {problem.message}", hint="use fewer processes")
+    return replace(problem, key=option or problem.key, where=Where("command line"))
 
 
 def draft_and_validate(
@@ -226,13 +248,12 @@ def draft_and_validate(
     if stretches:
         notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches, is_packed=not shape.crosses_documents))
-    return validate_recipe("the command line", overrides, num_processes, online=online, text=text), notes
+    valid = validate_recipe("the command line", overrides, num_processes, online=online, text=text)
+    return replace(valid, problems=tuple(map(_name_option, valid.problems))), notes
 
 
 def find_shape(model: str, *, online: bool, key: str = "--model") -> ModelShape:
     """A model's shape from its name, without a recipe. `key`: where the name was written."""
-    from dataclasses import replace
-
     from ulysses_cli import hub
     from ulysses_cli.plan.planner.draft import quote
     from ulysses_cli.plan.problem import Problem, RecipeError, Where
