@@ -226,6 +226,17 @@ def test_bytes_that_the_formula_missed_at_an_eighth_seed(number: int, phase: str
     check_phase("estimate-random-wide-20261127.json", number, phase)
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        6,  # a product in 8 bits is over when a tile's gradients are made
+        22,  # frozen experts are fetched for their backward beside what they have saved
+    ],
+)
+def test_bytes_that_the_formula_missed_at_a_ninth_seed(number: int) -> None:
+    check_phase("estimate-random-wide-20261128.json", number, "backward")
+
+
 def test_a_window_bounds_what_a_ring_trades() -> None:
     """Gemma 4's windowed layers have wider heads than those that see the whole row: 23 % too high without it."""
     check_phase("estimate-random-wide-20261127.json", 102, "backward", within=0.05)
