@@ -18,6 +18,7 @@ from ulysses_cli.host.model_types import is_known_type
 from ulysses_cli.plan.files.addresses import find_address
 from ulysses_cli.plan.files.regular_files import find_special, read_regular
 from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.models.summary import ModelSummary, summarize
 from ulysses_cli.plan.models.vocabulary import (
@@ -49,22 +50,20 @@ def find_model_shape(recipe: Recipe, *, online: bool = False) -> ModelSource:
     """The shape of a recipe's model. Raises RecipeError with a problem that says what to do."""
     _refuse_special_files(recipe)
     config, source = find_model_config(recipe, online=online)
-    name, key = (
-        ("the model of model.config", "model.config") if recipe.model.config else (recipe.model.name_or_path, KEY)
-    )
-    shape = read_model_shape(config, str(name), key)
-    _check_type(shape, recipe, key)
-    return ModelSource(shape, source)
+    if recipe.model.config is not None:
+        return ModelSource(read_model_shape(config, "the model of model.config", "model.config"), source)
+    return ModelSource(read_model_shape(config, str(recipe.model.name_or_path)), source)
 
 
-def _check_type(shape: ModelShape, recipe: Recipe, key: str) -> None:
-    """A type that transformers does not know is refused, if no code comes with the model."""
+def check_type(shape: ModelShape, recipe: Recipe) -> None:
+    """Refuses a type that transformers does not know, if no code comes with the model. Raises RecipeError."""
     kind = shape.model_type
-    if kind in FAMILIES or recipe.model.trust_remote_code or is_known_type(kind):
+    if kind in FAMILIES or kind in REFUSED_FAMILIES or recipe.model.trust_remote_code or is_known_type(kind):
         return
     close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.75)
     hint = "a newer transformers may know it; model.trust_remote_code: true takes code that comes with the model"
     hint = f"did you mean {close[0]}?" if close else hint
+    key = KEY if recipe.model.config is None else "model.config"
     raise RecipeError([Problem(key, f"the installed transformers knows no model type {kind}", hint)])
 
 

@@ -66,7 +66,9 @@ def validate_recipe(
     known_keys = {problem.key for problem in problems}
     source: hub.ModelSource | None = None
     try:
-        source = hub.find_model_shape(loaded.recipe, online=online)
+        found = hub.find_model_shape(loaded.recipe, online=online)
+        hub.check_type(found.shape, loaded.recipe)
+        source = found
     except RecipeError as error:
         problems += [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
     tokenizer = hub.find_tokenizer(loaded.recipe)

@@ -57,7 +57,7 @@ def test_a_prompt_in_a_template_is_not_wrapped_again(head: str, tmp_path: Path) 
     texts = [make_prompter().render(sample)[0] for sample in samples]
     assert texts == [f"{head}Find it.", "<user>Find it.</user><assistant>"]
     (note,) = list_file_notes("ruler-files", tmp_path, samples)
-    assert note.startswith("1 prompts of the files hold a chat template already")
+    assert note.startswith("1 prompt of the files holds a chat template already")
 
 
 def test_rows_of_ruler_belong_to_the_length_that_their_file_gives(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_each_offloaded_layer_frees_gpu_memory_until_two_are_left(job: Job) -> N
     peaks, hosts = [each.gpu_peak_bytes for each in ledgers], [each.host_peak_bytes for each in ledgers]
     assert peaks == sorted(peaks, reverse=True)
     assert hosts == sorted(hosts)
-    assert peaks[-2] > 0.998 * peaks[-3]  # with adapters that leave MLPs alone, one more layer frees its norms' input
+    assert peaks[-2] > 0.997 * peaks[-3]  # with adapters that leave MLPs alone, one more layer frees its norms' input
     assert counts[-3] == count_most_offloaded(job.shape)
 
 
