@@ -336,6 +336,8 @@ def test_check_schedule() -> None:
         "\n\nhint: use constant_with_warmup, or leave the warm-up out"
     )
     assert "is not below learning_rate 1e-05" in only(f"{kind}polynomial", numbers + "{lr_end: 1.0}")
+    assert "is not below learning_rate 1e-05" in only(f"{kind}cosine_with_min_lr", numbers + "{min_lr: 0.5}")
+    assert "is not below the whole learning rate, 1" in only(f"{kind}cosine_with_min_lr", numbers + "{min_lr_rate: 1}")
     assert only(f"{kind}warmup_stable_decay", numbers + "{num_decay_steps: 9}", "train.warmup_steps=2") == (
         "command line: train.lr_scheduler_kwargs.num_decay_steps: decay (9) and warm-up (2) take more steps than "
         "max_steps 10\n\nhint: use 8 or fewer"

@@ -42,6 +42,14 @@ def test_the_json_of_an_estimate() -> None:
     assert list(results[0]["phases"]) == ["load", "forward", "backward", "optimizer_step", "evaluation", "save"]
 
 
+def test_a_row_that_fits_is_no_longer_than_the_longest() -> None:
+    """The longest row is searched in whole multiples."""
+    words = ("--model", "Qwen/Qwen3-8B", "--max-length", "100001", "--num-processes", "8", "--gpu", "h200")
+    (result,) = json.loads(run("estimate-memory", *words, "--format", "json").stdout)["results"]
+    assert result["verdict"] == "fits"
+    assert min(result["max_length"], result["max_length_all_levers"]) >= 100_001
+
+
 def test_the_text_of_an_estimate() -> None:
     done = run("estimate-memory", RECIPE)
     assert (done.returncode, done.stderr) == (0, "")

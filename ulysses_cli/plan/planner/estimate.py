@@ -72,6 +72,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     fit = judge(settled, ledger, gpu)
     # A longer row, or one that does not fit, leaves no memory for large tiles and early steps.
     frugal = replace(settled, levers=stop_spending(choice.levers, open_names))
+    own = job.row_tokens if fit.verdict == "fits" else 0  # which need not be a whole multiple
     return Estimate(
         gpu=gpu,
         job=settled,
@@ -79,8 +80,8 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         ledger=ledger,
         fit=fit,
         speed=compute_speed(settled, gpu),
-        max_length=find_max_length(frugal, gpu),
-        max_length_all_levers=find_longest(frugal, gpu)[0],
+        max_length=max(own, find_max_length(frugal, gpu)),
+        max_length_all_levers=max(own, find_longest(frugal, gpu)[0]),
         suggestion="" if fit.verdict == "fits" else suggest_levers(frugal, gpu),
         better_ring=find_better_ring(settled, gpu),
         own_ring=explain_own_ring(settled, gpu),

@@ -103,6 +103,10 @@ def check_schedule(recipe: Recipe) -> Problems:
         yield Problem("train.lr_scheduler_type", "constant does not warm up", hint)
     if name == "polynomial" and given.get("lr_end", POLYNOMIAL_END) >= train.learning_rate > 0:
         yield Problem(f"{key}.lr_end", f"is not below learning_rate {train.learning_rate:g}", "use a smaller lr_end")
+    for lowest, most in (("min_lr", train.learning_rate), ("min_lr_rate", 1.0), ("min_lr_ratio", 1.0)):
+        if given.get(lowest, 0.0) >= most > 0:
+            peak = "learning_rate" if lowest == "min_lr" else "the whole learning rate,"
+            yield Problem(f"{key}.{lowest}", f"is not below {peak} {most:g}", f"use a smaller {lowest}")
     decay = given.get("num_decay_steps", 0.0)
     if train.max_steps is not None and decay and decay + train.warmup_steps > train.max_steps:
         yield Problem(
