@@ -327,7 +327,7 @@ def test_check_schedule() -> None:
         "r.yaml:10:3: train.lr_scheduler_kwargs: cosine_with_min_lr needs exactly one of min_lr and min_lr_rate"
         "\n\nhint: write lr_scheduler_kwargs: {min_lr_rate: ...}"
     )
-    assert "exactly one of" in only(f"{kind}cosine_with_min_lr", numbers + "{min_lr: 0.1, min_lr_rate: 0.1}")
+    assert "exactly one of" in only(f"{kind}cosine_with_min_lr", numbers + "{min_lr: 1e-6, min_lr_rate: 0.1}")
     assert only(numbers + "{num_cycels: 1}") == (
         "command line: train.lr_scheduler_kwargs.num_cycels: is not part of cosine\n\nhint: cosine takes num_cycles"
     )
