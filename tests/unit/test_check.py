@@ -353,7 +353,7 @@ def test_check_evaluation() -> None:
         "\n\nhint: write data.eval_split: 0.01 or data.eval_datasets, or leave out run.eval_steps"
     )
     assert only("data.eval_split=0.1", "data.eval_datasets=[{path: owner/x}]") == (
-        "command line: data.eval_split: and eval_datasets both say what is evaluated\n\nhint: keep one of the two"
+        "command line: data.eval_split: 0.1 and eval_datasets both say what is evaluated\n\nhint: keep one of the two"
     )
 
 

@@ -140,7 +140,7 @@ def test_an_override_wins_over_any_name_of_its_setting() -> None:
         ),
         (
             VALID + "memory: {tiled_mlp: yes}\n",
-            "r.yaml:11:21: memory.tiled_mlp: 'yes' is not `auto` or true or false\n\nhint: write true or false",
+            "r.yaml:11:21: memory.tiled_mlp: 'yes' is not `auto`, true or false\n\nhint: write true or false",
         ),
         (
             VALID + "run: {seed: !!python/object/apply:os.system [ls]}\n",
@@ -462,7 +462,7 @@ def test_a_path_stands_for_a_source_and_a_source_for_a_list_of_one(name: str) ->
     [
         (
             "memory.activation_offloading=1.5",
-            "1.5 is not `auto`, true or false or a whole number from 0 to 10,000 (layers)",
+            "1.5 is not `auto`, true, false or a whole number from 0 to 10,000 (layers)",
             "use 1 or 2",
         ),
         ("train.max_steps=2.5", "2.5 is not a whole number from 1 to 1,099,511,627,776 or null (steps)", "use 2 or 3"),

@@ -46,7 +46,10 @@ def estimate_memory(
     ] = None,
     max_length: Annotated[str | None, typer.Option(help="with --model: tokens per row, such as 128Ki or 1M")] = None,
     num_processes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="with --model: GPUs of the run  [default: 8]")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_PROCESSES, help="GPUs of the run; a recipe must fill them  [default with --model: 8]"
+        ),
     ] = None,
     gpu: Annotated[
         list[str] | None,
@@ -56,7 +59,7 @@ def estimate_memory(
         bool, typer.Option("--sweep", help="memory against row length, for several layouts, instead of one estimate")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="also write the curves of --sweep to this file, as an HTML page")
+        Path | None, typer.Option(help="also write memory against row length to this file, as an HTML page")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="exit code 1 unless it fits with a safety margin")] = False,
     trace: Annotated[

@@ -223,7 +223,7 @@ def read_offers(text: str | None, table: Hardware) -> list[Offer]:
     if text is None:
         return [Offer(gpu, MAX_MACHINES * gpu.gpus_per_node) for gpu in table.gpus.values()]
     offers: list[Offer] = []
-    for part in text.split(","):
+    for part in text.strip(", ").split(","):
         name, colon, count = part.strip().partition(":")
         gpu = table.get_gpu(name, "--gpus")
         if colon and not (count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_GPUS):

@@ -175,7 +175,8 @@ def find_contradictions(recipe: Recipe, made: Mapping[str, Any]) -> Iterator[tup
 def _suggest(key: str) -> str:
     known = [*OWNERS, *KNOWN, *(f"zero_optimization.{name}" for name in ZERO)]
     close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]}?" if close else ""
+    names = ", ".join(sorted({name.partition(".")[0] for name in known}))
+    return f"did you mean {close[0]}?" if close else f"leave it out; these are passed on: {names}"
 
 
 def _is_known(key: str) -> bool:

@@ -117,16 +117,16 @@ def print_json(value: Any) -> None:
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
-    """Prints all problems to stderr, with a blank line after each hint, then their number."""
+    """Prints all problems to stderr, with a blank line after each and after each hint, then their number."""
     for problem in problems:
         where, key, message, hint, *details = (
             clean_text(hide_secrets(part))
             for part in (str(problem.where), problem.key, problem.message, problem.hint, *problem.details)
         )
         head = ": ".join(part for part in (where, paint(key, "bold", sys.stderr), message) if part)
-        _write_clean(sys.stderr, "\n  ".join((head, *details)))
+        _write_clean(sys.stderr, "\n  ".join((head, *details)) + "\n\n")
         if hint:
-            _write_clean(sys.stderr, f"\n{paint('hint:', 'yellow', sys.stderr)} {hint}\n\n")
+            _write_clean(sys.stderr, f"{paint('hint:', 'yellow', sys.stderr)} {hint}\n\n")
     _write_clean(
         sys.stderr, paint(format_count(sum(problem.count for problem in problems), "problem"), "red", sys.stderr)
     )

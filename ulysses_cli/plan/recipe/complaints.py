@@ -188,6 +188,7 @@ def _suggest_word(accepts: Accepts, value: str, *, is_quoted: bool) -> str:
     if len(parts) > 1 and {*parts} <= {*accepts.literals}:
         return f"write a list: [{', '.join(parts)}]"
     close = difflib.get_close_matches(value.lower(), [str(literal) for literal in accepts.literals], n=1)
+    close = close or [each for each in map(str, accepts.literals) if each.startswith(value.lower())]  # `flash`
     if close:
         return f"did you mean `{close[0]}`?"
     if bool in accepts.scalars and value.lower() in ("yes", "no", "on", "off"):

@@ -32,6 +32,9 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
             raise RecipeError([Problem(key, "unknown key, and no value", unknown, HERE)])
         hint = " or ".join(f"{home}={value or 'VALUE'}" for home in list_homes(key) or [key])
         raise RecipeError([Problem(key, "has no value", f"write {hint}", HERE)])
+    if "[" in key:
+        dotted = re.sub(r"\[(\w*)\]", r".\1", key)
+        raise RecipeError([Problem(key, "elements of a list have no brackets", f"write {dotted}={text.strip()}", HERE)])
     parts = key.split(".")
     if not all(parts):
         hint = "write section.key=value, as in train.max_steps=10"

@@ -44,7 +44,8 @@ class Accepts:
     def describe(self) -> str:
         """In words, for an error message: `a whole number from 1 to 4096`."""
         words = [f"`{format_value(value)}`" for value in self.literals]
-        words += [SCALAR_WORDS[kind] + self.describe_bounds(kind) for kind in self.scalars]
+        for kind in self.scalars:
+            words += ["true", "false"] if kind is bool else [SCALAR_WORDS[kind] + self.describe_bounds(kind)]
         if self.section:
             words.append("a section")
         if self.item is not None:

@@ -126,7 +126,8 @@ def check_evaluation(recipe: Recipe) -> Problems:
             "write data.eval_split: 0.01 or data.eval_datasets, or leave out run.eval_steps",
         )
     if data.eval_datasets and data.eval_split:
-        yield Problem("data.eval_split", "and eval_datasets both say what is evaluated", "keep one of the two")
+        what = f"{data.eval_split:g} and eval_datasets both say what is evaluated"
+        yield Problem("data.eval_split", what, "keep one of the two")
 
 
 def check_model_choice(recipe: Recipe) -> Problems:
