@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.host.model_types import is_known_type
 from ulysses_cli.plan.files.addresses import find_address
+from ulysses_cli.plan.files.model_types import is_known_type
 from ulysses_cli.plan.files.regular_files import find_special, read_regular
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"plan"},
     "train": {"plan", "evaluate", "run_folder", "data"},
     "prove": {"plan", "evaluate", "run_folder", "host", "data", "train"},
-    "hub": {"plan", "host"},
+    "hub": {"plan"},
     "hardware_table": {"plan", "hub"},
     "shipped": {"plan"},
     "validate": {"plan", "hub"},
@@ -85,7 +85,7 @@ ORDER: dict[str, list[str]] = {
         *("failure_record", "early_stop", "told", "line_files", "manifest", "archive", "whole_disk", "bucket"),
         *("transfers", "remote_archive", "resume", "run_lock", "seal", "run_key"),
     ],
-    "host": ["network", "model_types", "operator_builds", "children", "gpu_list", "data_survey"],
+    "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
     "launch": [
         *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
         *("listening", "notification", "downloads", "suite_files", "preflight", "jobs"),

@@ -14,6 +14,7 @@ from ulysses_cli.plan.ledger import mlp
 from ulysses_cli.plan.ledger.adapters.modules import Adapters
 from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, make_job, read_engine
+from ulysses_cli.plan.ledger.layer import compute_layer_input
 from ulysses_cli.plan.ledger.ledger import PHASES, compute_ledger
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero import states
@@ -203,7 +204,8 @@ def test_each_offloaded_layer_frees_gpu_memory_until_two_are_left(job: Job) -> N
     peaks, hosts = [each.gpu_peak_bytes for each in ledgers], [each.host_peak_bytes for each in ledgers]
     assert peaks == sorted(peaks, reverse=True)
     assert hosts == sorted(hosts)
-    assert peaks[-2] > 0.997 * peaks[-3]  # with adapters that leave MLPs alone, one more layer frees its norms' input
+    one = compute_layer_input(job)  # where the peak is in the layer below the last one, one more layer frees its input
+    assert peaks[-3] - peaks[-2] <= max(1.2 * one, 0.003 * peaks[-3])
     assert counts[-3] == count_most_offloaded(job.shape)
 
 
