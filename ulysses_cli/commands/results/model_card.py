@@ -90,7 +90,9 @@ def _write_layout(run: RecordedRun) -> list[str]:
     sizes = " x ".join(f"{key.removesuffix('_size')} {size}" for key, size in layout.items() if key != "world_size")
     device = run.get_part("machine").get("device", "an unknown device")
     attention = run.get_part("attention").get("name", "unknown")
-    lines = ["## How it was trained", "", f"- {format_count(layout.get('world_size', 0), 'rank')} on {device}: {sizes}"]
+    size = layout.get("world_size")
+    ranks = "an unknown number of ranks" if size is None else format_count(size, "rank")
+    lines = ["## How it was trained", "", f"- {ranks} on {device}: {sizes}"]
     lines += [f"- attention kernel: {attention}"]
     exact = ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
     return [*lines, f"- versions: {exact}", ""]

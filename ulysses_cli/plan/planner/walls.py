@@ -12,7 +12,7 @@ from ulysses_cli.plan.planner.draft import find_obstacle
 from ulysses_cli.plan.planner.fit import Fit
 from ulysses_cli.plan.units import format_usd
 
-MOST_TIMES_CHEAPER = 3  # adapters make a run no cheaper than by this
+MOST_TIMES_CHEAPER = 3  # farther over the budget, adapters are no way out
 
 
 def count_distance(fit: Fit) -> tuple[bool, float]:
