@@ -28,7 +28,7 @@ from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.presence import join_presence, read_presence
 from ulysses_cli.train.attention.rotary import serve_rotary
-from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.consistency import gather_values, share_seal
 from ulysses_cli.train.processes.groups import Groups, make_groups
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
@@ -150,7 +150,8 @@ class SequenceParallel:
         chosen = torch.zeros(len(needs), dtype=torch.int64)
         presences = [read_presence(device)]
         if self.groups is not None:
-            presences = gather_values(presences[0], self.groups.host_group)
+            host_group = self.groups.host_group
+            presences = gather_values(presences[0], host_group, share_seal(host_group))
         presence = join_presence(presences)
         if self.groups is None or self.groups.is_first:
             try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_cli.run_folder.seal import find_seal
+from ulysses_cli.run_folder.seal import Seal, find_seal
 
 GATHERED = "a value gathered from all ranks"
 SCATTERED = "a value that rank 0 sent"
 MAX_NAMED = 10
+KEY_BYTES = 32
 
 
 class DisagreementError(RuntimeError):
@@ -44,10 +46,19 @@ def compare_facts(facts: Mapping[str, Any], group: dist.ProcessGroup, *flags: in
     return [int(value) for value in table[:, len(names) :].amax(0)] if flags else []
 
 
-def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def share_seal(group: dist.ProcessGroup) -> Seal:
+    """Collective over all ranks. A new key, of rank 0, for ranks that `torchrun` started and that have none. It
+    travels over the group's connection, which is as safe as torch makes it."""
+    key = torch.frombuffer(bytearray(secrets.token_bytes(KEY_BYTES)), dtype=torch.uint8).to(_find_device(group))
+    dist.broadcast(key, group=group, group_src=0)
+    return Seal(bytes(key.tolist()).hex())
+
+
+def gather_values(value: Any, group: dist.ProcessGroup, seal: Seal | None = None) -> list[Any]:
     """Collective over all ranks. Returns every rank's plain value, in the order of ranks. torch's own function
-    unpickles what arrives from any sender; this one unpickles only what a rank of this run has sealed."""
-    seal, device = find_seal(), _find_device(group)
+    unpickles what arrives from any sender; this one unpickles only what a rank of this run has sealed. `seal`: left
+    out, that of the run's key."""
+    seal, device = seal or find_seal(), _find_device(group)
     content = bytearray(seal.close(GATHERED, pickle.dumps(value)))
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(content)], device=device), group=group)
