@@ -254,7 +254,9 @@ def test_missing_sections_list_their_settings() -> None:
             "hint: remove it; an editor may not show it",
         ),
         ("run {}", "r.yaml:11:1: not valid YAML: could not find expected ':'\n\nhint: a setting is written key: value"),
+        ("run: " + "[" * 100_000, "r.yaml:1:1: not valid YAML: nested too deeply"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_more_mistakes(line: str, message: str) -> None:
     assert complain(VALID + line + "\n") == [message]

@@ -17,6 +17,7 @@ TEXT_TAG, MAP_TAG, SEQ_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "m
 NUMBER = re.compile(r"(?P<number>[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?)(?P<suffix>[KMGT]i?)?", re.ASCII)
 SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MAX_NUMBER_DIGITS = 40
+MAX_DEPTH = 100  # of brackets
 YAML_HINTS = {
     "'\\t'": "indent with spaces; YAML takes no tabs",
     "expected ':'": "a setting is written key: value",
@@ -29,11 +30,20 @@ NULLS = ("", "~", "null", "Null", "NULL")
 BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
 
+class Loader(yaml.SafeLoader):
+    """Refuses deep brackets: its base looks at every open one for each token, which takes minutes for 100,000."""
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        if self.flow_level >= MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
+
+
 def compose(text: str, file: str) -> yaml.Node | None:
     """The node of the text's single document; None for empty text."""
     hint = ""
     try:
-        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        node: yaml.Node | None = yaml.compose(text, Loader=Loader)
         return node
     except yaml.MarkedYAMLError as error:
         reason = error.problem or error.context or "cannot be parsed"
