@@ -33,6 +33,7 @@ from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.check import check_recipe
 from ulysses_cli.prove.ranks.rank_server import start_process
+from ulysses_cli.prove.trace.trace import join_ranks, list_ranks, prepare_process, trace
 
 # The families of which every size can be drawn.
 DRAWN = (
@@ -369,7 +370,7 @@ def trace_phases(drawn: DrawnRecipe) -> dict[str, int]:
 
 
 def start_trace(drawn: DrawnRecipe) -> dict[str, Any]:
-    """Traces in a process of its own, forked from one that has torch and DeepSpeed loaded."""
+    """Traces each rank in a process of its own, forked from one that has torch and DeepSpeed loaded."""
     job = make_drawn_job(drawn)
     request = {
         "recipe": drawn.recipe.model_dump(mode="json"),
@@ -377,6 +378,10 @@ def start_trace(drawn: DrawnRecipe) -> dict[str, Any]:
         "levers": vars(job.levers),
         "world_size": job.world_size,
     }
+    return join_ranks([_trace_rank(drawn, {**request, "rank": rank}) for rank in list_ranks(request)])
+
+
+def _trace_rank(drawn: DrawnRecipe, request: dict[str, Any]) -> dict[str, Any]:
     ours, reference = Pipe()
     process = start_process(_send_trace, (request, reference))
     reference.close()
@@ -393,8 +398,6 @@ def start_trace(drawn: DrawnRecipe) -> dict[str, Any]:
 
 
 def _send_trace(request: dict[str, Any], pipe: Connection) -> None:
-    from ulysses_cli.prove.trace.trace import prepare_process, trace
-
     try:
         prepare_process(request)
         pipe.send(trace(request))

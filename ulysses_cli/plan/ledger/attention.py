@@ -230,7 +230,8 @@ def list_ring_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     part = (n.largest_part * q + n.keys * kv) * b + n.largest_part * q * b * (n.num_parts > 1)
     running = n.keys * kv * b + (q * b if n.num_parts > 1 else 0) + sums + part
     gradients = sums or n.keys * kv * b
-    returning = q * b + gradients + max((n.fetched + n.sent) * b, n.sent * b + 4 + b) * kv
+    cast = b if b < 4 else 0
+    returning = q * b + gradients + max((n.fetched + n.sent) * b, n.sent * b + 4 + cast) * kv
     return [(round(max(own * b, fetching, running, returning)), 1.0)]
 
 

@@ -138,6 +138,7 @@ def _walk_mlp(
     if not kind.num_experts and not layer.is_tiled(job):
         down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
         yield "down", take("the MLP's last matrix", whole_mixer, left, mlp=down, **restored)
+        left -= layer.compute_layer_input(job) * has_norm_behind(job.shape)  # the gradient that came from that norm
         yield "gate", take("gate and up", whole_mixer, left, mlp=gate, **restored)
     if not layer.is_tiled(job):
         gone = experts.compute_gone(job, kind)

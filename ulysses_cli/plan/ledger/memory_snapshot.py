@@ -6,13 +6,23 @@ from typing import NamedTuple
 
 Lines = dict[str, int]
 
+# Names of snapshots that other rules test for.
+LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
+HEAD_SNAPSHOTS = ("final norm", LEAVES, HEAD_SENT)
+EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
+MAKING, BETWEEN = "master weights are made", "between micro-steps"
+PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
+BEFORE_ATTENTION = ("the MLP's last matrix", "gate and up", "mlp", "norm")
+
 
 class MemorySnapshot(NamedTuple):
-    """The phase, what happens in it, and every line alive. A tuple because one search makes hundreds of thousands."""
+    """The phase, what happens in it, every line alive, and the number of the layer in whose backward it is, where that
+    matters. A tuple because one search makes hundreds of thousands."""
 
     phase: str
     name: str
     lines: Lines
+    layer: int | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -12,83 +12,35 @@ from ulysses_cli.plan.ledger import attention, device, head, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import get_snapshot_place, make_inside, walk_layer_backward
-from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
+from ulysses_cli.plan.ledger.memory_snapshot import (
+    BETWEEN,
+    EMBEDDED,
+    FIRST,
+    HEAD_SENT,
+    LAST_SENT,
+    LEAVES,
+    MAKING,
+    Lines,
+    MemorySnapshot,
+)
 from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
 from ulysses_cli.plan.ledger.shared_blocks import block, waiting
 from ulysses_cli.plan.ledger.token_vectors import lent_keys, vectors
-from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_EMBEDDING, VECTOR_GATE, VECTOR_OUTPUT
+from ulysses_cli.plan.ledger.token_vectors.modules import VECTOR_EMBEDDING
 from ulysses_cli.plan.ledger.weights import INPUT_NORM
 from ulysses_cli.plan.ledger.zero import lower_stages, states, swapping
 from ulysses_cli.plan.ledger.zero.flushes import find_filled, list_last_filled
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, compute_gathered
 from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
+from ulysses_cli.plan.ledger.zero.settling import settle
 from ulysses_cli.plan.models.layers import Layer
 
-# Names of snapshots that other rules test for.
-LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
-HEAD_SNAPSHOTS = ("final norm", LEAVES, HEAD_SENT)
-EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
-MAKING, BETWEEN = "master weights are made", "between micro-steps"
-PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
-BEFORE_ATTENTION = ("the MLP's last matrix", "gate and up", "mlp", "norm")
 INPUT_BYTES = 24  # of a token: its number, label and position
 
 
 def walk_snapshots(job: Job) -> Iterator[MemorySnapshot]:
     """Every time at which a rank's memory may be fullest, in order."""
-    for snapshot in _walk_all(job):
-        below = job.zero_stage < 3
-        yield (
-            _settle_gradients(job, snapshot) if below else swapping.settle_gradients(job, _settle_shards(job, snapshot))
-        )
-
-
-def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
-    """With replicas, weights that were released since the last step have a second shard; frozen ones keep it. The check
-    of the head goes through the model twice; so do accumulated micro-steps, and an evaluation and the step after it."""
-    if job.layout.dp_replicate_size == 1 or snapshot.name == MAKING:
-        return snapshot
-    repeats = lower_stages.accumulates(job) or job.evaluates
-    goes_again = snapshot.phase == "load" or (snapshot.phase in PASSES and repeats) or job.adapters is not None
-    gathered_bytes = 0 if goes_again else snapshot.lines.get("parameters_gathered", 0)
-    if snapshot.phase == "backward":  # fetched again, a weight has a second shard from its release in the forward
-        gathered_bytes = min(gathered_bytes, job.dtype_bytes * compute_gathered(job).never_released)
-    second = states.compute_second_shard(job, gathered_bytes)
-    return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, "parameters_second_shard": second})
-
-
-def _settle_gradients(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
-    """Below ZeRO-3, gradients and buckets are allocated and freed during a step."""
-    phase = snapshot.phase if snapshot.name != BETWEEN else "forward"
-    is_reducing = phase == "backward" and snapshot.name not in _list_before_gradients(job)
-    sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
-    is_sending = snapshot.name.endswith((SENT, EMBEDDED, LAST_SENT, HEAD_SENT))
-    is_first = snapshot.name.startswith((FIRST, HEAD_SENT))
-    has_sent = (is_sending and not is_first) or (
-        sent.layer == lower_stages.ABOVE_LAYERS and snapshot.name not in HEAD_SNAPSHOTS
-    )
-    gradients = lower_stages.compute_gradients(
-        job, phase, is_reducing=is_reducing, has_sent=has_sent, is_sending=is_sending
-    )
-    lines = {
-        "gradients": gradients - snapshot.lines.get(lower_stages.FREED_GRADIENTS, 0),
-        "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
-    }
-    return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, **lines, lower_stages.FREED_GRADIENTS: 0})
-
-
-def _list_before_gradients(job: Job) -> tuple[str, ...]:
-    """Names of snapshots of a backward before its first gradient. With adapters alone, the last layer makes the first
-    one."""
-    if job.adapters is None or job.trains("lm_head"):
-        return BEFORE_GRADIENTS
-    if job.trains("norm"):
-        return (*BEFORE_GRADIENTS, LEAVES)
-    before = (*BEFORE_GRADIENTS, LEAVES, "final norm", "recomputation", "norm of token vectors")
-    if job.shape.token_vectors and job.adapters.adapts(VECTOR_OUTPUT, VECTOR_GATE):
-        return before
-    in_mlp = () if job.adapters.adapts(*job.family.mlp_modules) else BEFORE_ATTENTION
-    return (*before, "norm behind the MLP", *in_mlp)
+    return (settle(job, snapshot) for snapshot in _walk_all(job))
 
 
 def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
@@ -137,12 +89,9 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
             yield from _gather(job, kind, snapshot, gathered, place)
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
-            down = job.shape.find_last_of_kind(kind, job.shape.num_layers - 2) if job.shape.num_layers > 1 else None
-            if down is not None and down < job.weights.first_trained:
-                down = None
-            if job.zero_stage < 3 and job.adapters is not None and down is not None:  # gradients have come
-                lines = drop_layers(job, snapshot.lines, down + 1)
-                yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, one layer down", lines)
+            for lower in _list_lower(job, kind):
+                lines = drop_layers(job, snapshot.lines, lower + 1)
+                yield MemorySnapshot(snapshot.phase, snapshot.name, lines, lower)
             for below, num_sent in lower_stages.list_layers_below(job).items():
                 number = job.shape.find_last_of_kind(kind, below)
                 if number is None or number < job.weights.first_trained:
@@ -215,9 +164,18 @@ def _gather(
         lines = drop_layers(job, snapshot.lines, number + 1)
         if snapshot.phase == "backward":
             lines = {**lines, **swapping.list_unswapped(job, number)}
-        yield MemorySnapshot(
-            snapshot.phase, snapshot.name, {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
-        )
+        lines = {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
+        yield MemorySnapshot(snapshot.phase, snapshot.name, lines, number)
+
+
+def _list_lower(job: Job, kind: Layer) -> list[int]:
+    """Below ZeRO-3 with adapters, the last layers of that kind in which the first gradient is made, and in which
+    gradients have come before."""
+    if job.zero_stage == 3 or job.adapters is None:
+        return []
+    last = min(job.weights.last_trained, job.shape.num_layers - 1)
+    numbers = {job.shape.find_last_of_kind(kind, number) for number in (last, last - 1) if number >= 0}
+    return sorted(number for number in numbers if number is not None and number >= job.weights.first_trained)
 
 
 def _list_logits(job: Job, gathered: Gathered) -> Lines:
@@ -284,7 +242,8 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     between = {**held, "inputs": 0}  # nothing reads them any more
     if job.zero_stage == 1 and lower_stages.accumulates(job):
         yield MemorySnapshot("optimizer_step", BETWEEN, between)
-    yield MemorySnapshot("optimizer_step", "before the step", between)
+    left = {"parameters_gathered": b * gathered.left}
+    yield MemorySnapshot("optimizer_step", "before the step", {**between, **left})
     # persistent weights too are released before the step and gathered after it (stage3.py: step)
     work = {"optimizer_transients": states.compute_step_transients(job), "parameters_persistent": 0}
     yield MemorySnapshot("optimizer_step", "the step", {**between, **work})

@@ -97,6 +97,12 @@ class Weights:
         the layers before it, and they save nothing."""
         return find_first_trained(self.modules)
 
+    @cached_property
+    def last_trained(self) -> int:
+        """The number of the last layer with a trained weight, -1 where there is none."""
+        trained = (module.layer for module in self.modules if module.is_trained and module.weights)
+        return max(trained, default=-1)
+
     @property
     def num_elements(self) -> int:
         return self.num_trained + self.num_frozen

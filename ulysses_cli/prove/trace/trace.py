@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_engine
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, find_text_part, read_model_shape
@@ -256,10 +257,26 @@ def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str
     return call
 
 
-def find_widest_rank(request: Mapping[str, Any]) -> int:
-    """The first rank of an sp group with the most key/value heads in a chunk, since heads may not divide evenly over
-    ranks; on a ring, of the share that holds most keys at once."""
-    from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens
+def list_ranks(request: Mapping[str, Any]) -> list[int]:
+    """The ranks of which one needs most memory. Under ZeRO-3, the first one whose share of the work is the largest.
+    Below it also the last rank, which holds the gradients of the last layers, computed first; and of its own group the
+    one with the largest share."""
+    from ulysses_cli.plan.resolved import choose_layout
+
+    layout = choose_layout(
+        Recipe.model_validate_json(json.dumps(request["recipe"])),
+        read_model_shape(request["config"], "the traced model"),
+    )
+    widest, last = find_widest_ranks(request, layout), layout.world_size - 1
+    if request["recipe"]["parallel"]["zero_stage"] == 3:
+        return [widest[0]]
+    return [last] if layout.sp_size - 1 in widest else [last, last + 1 - layout.sp_size + widest[0]]
+
+
+def find_widest_ranks(request: Mapping[str, Any], layout: Layout) -> list[int]:
+    """Of an sp group, the ranks with the most key/value heads in a chunk, since heads may not divide evenly over ranks;
+    on a ring, of the shares that hold most keys at once."""
+    from ulysses_cli.plan.resolved import compute_row_tokens
     from ulysses_cli.plan.rows.order import Ring, deal_row
     from ulysses_cli.plan.rows.ring_share import count_held_keys
     from ulysses_cli.train.attention.heads import plan_heads
@@ -268,22 +285,33 @@ def find_widest_rank(request: Mapping[str, Any]) -> int:
         read_model_shape(request["config"], "the traced model"),
         Recipe.model_validate_json(json.dumps(request["recipe"])),
     )
-    layout = choose_layout(recipe, shape)
     size, num_chunks = layout.ulysses_size, int(request["levers"]["head_chunks"])
     chunks = plan_heads(shape.num_heads, shape.num_kv_heads, size, num_chunks).chunks
-    inner = max(range(size), key=lambda rank: max(chunk.keys[rank].num_heads for chunk in chunks))
+    heads = [max(chunk.keys[rank].num_heads for chunk in chunks) for rank in range(size)]
     lengths, window = (compute_row_tokens(recipe),), shape.window_counts[0][0]
     order = deal_row(lengths, Ring(layout.ring_size, shape.window_counts))
-    outer = max(range(layout.ring_size), key=lambda rank: count_held_keys(lengths, order, window, rank))
-    return outer * size + inner
+    keys = [count_held_keys(lengths, order, window, rank) for rank in range(layout.ring_size)]
+    return [
+        outer * size + inner
+        for outer in range(layout.ring_size)
+        for inner in range(size)
+        if (keys[outer], heads[inner]) == (max(keys), max(heads))
+    ]
+
+
+def join_ranks(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the traces of several ranks, the largest peak of each phase."""
+    joined = dict(traces[0])
+    for place in (each.name for each in fields(TracedPeaks)):
+        joined[place] = {name: max(trace[place][name] for trace in traces) for name in joined[place]}
+    return joined
 
 
 def prepare_process(request: Mapping[str, Any]) -> None:
     """Installs the fake device and replaces code that cannot run on it. Call it before anything else of the project is
-    imported. Below ZeRO-3 the last rank needs most memory: it holds the gradients of the last layers, which are
-    computed first."""
+    imported. `request` may name one of the ranks that `list_ranks` gives."""
     world_size, recipe = int(request["world_size"]), request["recipe"]
-    rank = find_widest_rank(request) if recipe["parallel"]["zero_stage"] == 3 else world_size - 1
+    rank = request.get("rank", list_ranks(request)[0])
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     import torch.distributed as dist
     from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data

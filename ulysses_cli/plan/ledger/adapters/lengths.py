@@ -98,6 +98,7 @@ def list_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
     what the block holds."""
     keeps = job.levers.gradient_checkpointing is False
     b, h, done = job.dtype_bytes, job.shape.hidden_size, 0
+    drops = job.adapters is not None and job.adapters.drops  # and its copy of the input is there
     for linear in list_adapted(job, kind):
         if linear.in_mlp:
             tokens = count_mlp_tile_tokens(job)
@@ -108,7 +109,8 @@ def list_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
             tokens, is_last = job.local_tokens, linear.name == "o_proj"
             around = b * (job.query_width if is_last else h + max(done, _count_queries(job, kind, linear))) * tokens
             done += linear.num_out
-        yield "mlp" if linear.in_mlp else "attention", around, compute_work(job, linear, tokens, keeps=keeps)
+        dropped = b * linear.num_in * tokens * drops
+        yield "mlp" if linear.in_mlp else "attention", around, compute_work(job, linear, tokens, keeps=keeps) + dropped
 
 
 def _count_queries(job: Job, kind: Layer, linear: AdaptedLinear) -> int:

@@ -189,8 +189,17 @@ class Coordinator:
 
     def count_never_released(self) -> int:
         """Elements of the gathered weights that have not been released since the step began."""
-        gathered = {*self.available, *self.in_flight} - self.persistent - self.was_released
-        return sum(self.sizes[name] for name in gathered)
+        return sum(self.sizes[name] for name in self._list_gathered() - self.was_released)
+
+    def count_left(self) -> int:
+        """Elements of the weights that are still gathered when the backward is over. Those of modules whose backward
+        never ended are released by then (release_backward_leftovers)."""
+        released = {name for number in self.in_backward for name in self.names[number]}
+        released.update(*(self.recomputed.get(number, ()) for number in self.in_backward))
+        return sum(self.sizes[name] for name in self._list_gathered() - released)
+
+    def _list_gathered(self) -> set[str]:
+        return {*self.available, *self.in_flight} - self.persistent
 
     def _release(self, event: HookEvent) -> None:
         module = self.modules[event.module]

@@ -50,7 +50,8 @@ class Gathered:
     forward; `head`: while the head is fetched; `logits`: when it has been left; `loss`: in its backward; `norm`: in the
     final norm's backward; `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all
     gathers in flight. `start`: while embeddings are fetched; `vectors`: while layers' own vectors are normed.
-    `never_released`: of weights that the forward has kept from their first gather on.
+    `never_released`: of weights that the forward has kept from their first gather on. `left`: when the backward is
+    over, until the optimizer's step releases all.
     `at_gradients`: by weight, when its gradient is made, just before its module is left.
     """
 
@@ -68,6 +69,7 @@ class Gathered:
     vectors: int = 0
     persistent: int = 0
     never_released: int = 0
+    left: int = 0
     at_gradients: Mapping[str, int] = field(default_factory=dict)
 
     def list_maxima(self, phase: str, place: str, layers: Container[int]) -> ByLayer:
@@ -188,6 +190,7 @@ def _replay(
         ),
         persistent=persistent,
         never_released=never_released or 0,
+        left=coordinator.count_left(),
         at_gradients=at_gradients,
         **most,
     )
