@@ -154,6 +154,12 @@ def test_levers_through_the_engine_change_nothing(levers: str, name: str, lora: 
     check_training(name, 2, 3, lora, *LEVERS[levers])
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.check)])
+def test_tiles_change_nothing_where_the_first_mlp_reads_a_frozen_input(stage: int) -> None:
+    """Beside attention, the MLP of the first layer reads the embedding, normed. With adapters neither is trained."""
+    check_training("2x1", 2, stage, True, *TILED, config={**CONFIG, "model_type": "cohere"})
+
+
 @pytest.mark.parametrize(("name", "accumulation", "stage", "lora"), list_cases())
 def test_training_equals_plain_torch(name: str, accumulation: int, stage: int, lora: bool) -> None:
     check_training(name, accumulation, stage, lora)

@@ -20,9 +20,19 @@ from ulysses_cli.plan.ledger.weights import NORMS_OF_VALUES, has_norm_before
 from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.plan.rows.ring_share import RoundShare
 
-PRECISE_ROTARY = {"flex_olmo", "lfm3", "olmo", "olmo2", "olmo3"}  # cosines and sines are float32
+PRECISE_ROTARY = {
+    "ernie4_5",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "lfm3",
+    "olmo",
+    "olmo2",
+    "olmo3",
+}  # cosines and sines are float32
 # Queries and keys are copied to float32 before they are rotated (modeling_cohere.py: apply_rotary_pos_emb).
 COPIES_TO_ROTATE = {"cohere", "cohere2", "cohere2_moe"}
+# Each layer makes its own cosines and sines, of this share of a head (modeling_glm.py: apply_rotary_pos_emb).
+INTERLEAVED_ROTARY = {"ernie4_5": 1.0, "ernie4_5_moe": 1.0, "glm": 0.5, "glm4": 0.5, "helium": 1.0}
 
 
 def compute_attention_result(job: Job) -> int:
@@ -82,11 +92,18 @@ def compute_attention_saved(job: Job) -> int:
     """What attention's backward needs in addition to its result: saved norms, inputs of the projections, rows, and
     (where rows are exchanged) the result again as the input of the output projection."""
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
+    saved += _compute_rotary_saved(job)
     projected = compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
     if has_norm_before(job.shape):
         return saved + compute_input_norm_saved(job) + projected
     # projections of a layer without a norm before them save the layer's input, which recomputation starts from
     return saved + (projected if job.levers.gradient_checkpointing is False else 0)
+
+
+def _compute_rotary_saved(job: Job) -> int:
+    share = INTERLEAVED_ROTARY.get(job.shape.model_type, 0.0)
+    size = 4 if job.shape.model_type in PRECISE_ROTARY else job.dtype_bytes
+    return round(2 * size * share * job.shape.head_dim) * job.local_tokens
 
 
 def compute_input_norm_saved(job: Job) -> int:

@@ -62,12 +62,18 @@ def compute_shared_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
 
 
 def compute_left(job: Job, mlp: ExpertsMlp, weight: str) -> int | None:
-    """What is left of the saved inside when the gradient of `weight` exists; None: all of it. At the experts' first
-    matrices the tokens' copies, whose gradients exist; at a router that was made before them, not even those. A shared
-    expert that runs first has its backward last."""
-    shared = compute_shared_saved(job, mlp, job.local_tokens) if is_shared_first(job) else 0
+    """What is left of the saved inside when the gradient of `weight` exists; None: all of it. At the experts' last
+    matrices their results have gone, and their input, of which a gradient exists; at their first ones all but the
+    tokens' copies, whose gradients exist; at a router that was made before them, those too. A shared expert that runs
+    first has its backward last; of another one there is the gradient of its input, which a norm behind both has freed
+    as much as."""
+    all_shared = compute_shared_saved(job, mlp, job.local_tokens)
+    shared = all_shared if is_shared_first(job) else 0
     copies = mlp.num_per_token * job.dtype_bytes * job.shape.hidden_size * job.local_tokens
-    return {"experts.gate_up": copies + shared, "router": shared}.get(weight)
+    comes = mlp.shared_size > 0 and not is_shared_first(job) and not has_norm_behind(job.shape)
+    came = compute_layer_input(job) * comes
+    at_last = compute_saved(job, mlp, job.local_tokens) - all_shared - copies + shared + came
+    return {"experts.down": at_last, "experts.gate_up": copies + shared, "router": shared}.get(weight)
 
 
 def compute_gone(job: Job, layer: Layer) -> int:
@@ -82,14 +88,23 @@ def is_shared_first(job: Job) -> bool:
 
 
 def compute_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    return max(compute_routed_forward(job, mlp, tokens), compute_shared_forward(job, mlp, tokens))
+
+
+def compute_routed_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """For each expert of a token, the larger of the inner tensors and four copies of the token (and their biases), two
     of which may be float32. The result of a shared expert that ran before."""
     b, hidden = job.dtype_bytes, job.shape.hidden_size
     copies = (b * (2 + job.family.experts_have_bias) + 2 * _count_result_bytes(job)) * hidden
     inner = INNER_AT_ONCE.get(job.shape.model_type, 4) * mlp.inner_size
     experts = mlp.num_per_token * (max(copies, b * (hidden + inner)) + INDEX_BYTES) * tokens
-    before = b * hidden * tokens if mlp.shared_size and is_shared_first(job) else 0
-    return max(experts + before, 3 * b * mlp.shared_size * tokens)
+    return experts + (b * hidden * tokens if mlp.shared_size and is_shared_first(job) else 0)
+
+
+def compute_shared_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """3 s b: of a shared expert; the result of the others, where they ran before."""
+    before = 0 if is_shared_first(job) else job.shape.hidden_size
+    return job.dtype_bytes * (3 * mlp.shared_size + before) * tokens if mlp.shared_size else 0
 
 
 def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:

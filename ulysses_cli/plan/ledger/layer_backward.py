@@ -8,7 +8,7 @@ from functools import partial
 from ulysses_cli.plan.ledger import attention, experts, latent, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
+from ulysses_cli.plan.ledger.memory_snapshot import AGAIN, Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.recurrence import convolution, kimi
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.shared_blocks import block
@@ -32,7 +32,7 @@ GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
     LAST_MATRIX: 0, OF_MIXER: -1, f"{OF_MIXER}.out_proj": -2,
 }  # fmt: skip
 SNAPSHOT_PLACES = {
-    "recomputation": -3, "norm of token vectors": -3,
+    AGAIN: -3, "norm of token vectors": -3,
     "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
     "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6, "latents": 6, "forget gate": 6,
     "query norm": 6, "input norm": 7, "gradient of token vectors": 8, "mixer's norm": 0,
@@ -80,14 +80,14 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         beside = [(name, size) for name, size, in_mlp in layer.list_adapter_saved(job, kind) if not in_mlp]
         first = sum(size for name, size in beside if name not in LAST_PROJECTIONS)
         again = {"recomputed_attention": mixers.compute_again(job, kind), "recomputed_mlp": 0, "lora": first}
-        yield "attention", MemorySnapshot("backward", "recomputation", {**base, **again})
+        yield "attention", MemorySnapshot("backward", AGAIN, {**base, **again})
         if kind.mlp is not None and not kind.shared:
             adapters = sum(size for _, size in beside)
             before = {"recomputed_attention": whole_mixer, "recomputed_mlp": 0, "lora": adapters}
-            yield FETCH_AGAIN, MemorySnapshot("backward", "recomputation", {**base, **before})
+            yield FETCH_AGAIN, MemorySnapshot("backward", AGAIN, {**base, **before})
         for place, of_mixer, of_mlp, work in lengths.list_again(job, kind, whole_mixer, mlp_saved):
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}
-            yield place, MemorySnapshot("backward", "recomputation", {**base, **lines})
+            yield place, MemorySnapshot("backward", AGAIN, {**base, **lines})
         if (
             isinstance(kind.mlp, DenseMlp)
             and not kind.shared
@@ -97,7 +97,7 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
             yield (
                 "down",
                 take(
-                    "recomputation",
+                    AGAIN,
                     whole_mixer,
                     left,
                     mlp=max(mlp.compute_end_again(job), mlp.compute_activation_again(job)),

@@ -6,6 +6,7 @@ Letters as in layer.py. "Inside" means the tensors between the MLP's first matri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ulysses_cli.plan.ledger import experts
@@ -160,10 +161,11 @@ def _count_made(job: Job) -> float:
 
 
 def compute_down_backward(job: Job) -> int:
-    """At the last matrix, in addition to what is saved: the product's gradient, b i S, twice where an adapter adds one;
-    and the matrix's own gradient."""
+    """At the last matrix, in addition to what is saved: the product's gradient, b i S, twice where an adapter adds one
+    (after a dropout, whose copy of the product is gone by then); and the matrix's own gradient."""
     matrix = compute_weight_gradient(job, job.shape.intermediate_size, job.shape.hidden_size)
-    return job.dtype_bytes * (1 + _adapts_last(job)) * job.shape.intermediate_size * job.local_tokens + matrix
+    adds = job.adapters is not None and _adapts_last(job) and not job.adapters.drops
+    return job.dtype_bytes * (1 + adds) * job.shape.intermediate_size * job.local_tokens + matrix
 
 
 def compute_gate_backward(job: Job) -> int:
@@ -201,6 +203,17 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
     num_inner = activation.forward if activation else 3 + _is_fused_mlp(job)
     dense = around + max(round(num_inner * b * shape.intermediate_size * tile), compute_scaled(job))
     return max(dense, experts.compute_tiles_forward(job, layer)) if is_beside else dense
+
+
+def list_experts_forward(job: Job, layer: Layer) -> Iterator[tuple[str, int]]:
+    """(Place in the layer, bytes) of a block of experts that is not in tiles: at its experts, and at a shared one,
+    whose weights are gathered by themselves."""
+    if not isinstance(layer.mlp, ExpertsMlp):
+        return
+    around = count_around(job) * compute_layer_input(job)
+    yield "mlp", around + experts.compute_routed_forward(job, layer.mlp, job.local_tokens)
+    if layer.mlp.shared_size:
+        yield "shared", around + experts.compute_shared_forward(job, layer.mlp, job.local_tokens)
 
 
 def _is_fused_mlp(job: Job) -> bool:
@@ -325,8 +338,9 @@ def _adapts_last(job: Job) -> bool:
 
 
 def compute_adapter_work(job: Job, layer: Layer) -> int:
-    """An adapter's result before it is added to that of its frozen layer in the MLP: b i. In the backward the product
-    has two gradients to add, as without adapters. Experts have none."""
+    """An adapter's result before it is added to that of its frozen layer in the MLP: b i, or 2 b i where gate and up
+    are one layer. In the backward the product has two gradients to add, as without adapters. Experts have none."""
     if job.adapters is None or layer.num_experts or not job.adapters.adapts("gate_proj", "up_proj", "gate_up_proj"):
         return 0
-    return job.dtype_bytes * job.shape.intermediate_size * count_mlp_tile_tokens(job)
+    width = job.shape.intermediate_size * (1 + _is_fused_mlp(job))
+    return job.dtype_bytes * width * count_mlp_tile_tokens(job)

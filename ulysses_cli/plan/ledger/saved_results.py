@@ -168,16 +168,17 @@ def count_embedded(job: Job) -> int:
     return 0 if is_counted else layer.compute_layer_input(job)
 
 
-def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
+def drop_layers(job: Job, lines: Lines, num_left: int, *, is_again: bool = False) -> Lines:
     """`lines` when only the first `num_left` layers are left: without what the layers above had saved, and in a
-    backward with the gradients that they left for others."""
+    backward with the gradients that they left for others. `is_again`: the last of them is being recomputed."""
     if "residual_gradient" in lines:
         lines = {**lines, **vectors.list_gradients(job, num_left), **waiting.list_gradients(job, num_left)}
-    return _drop_saved(job, lines, num_left)
+    return _drop_saved(job, lines, num_left, is_again=is_again)
 
 
-def _drop_saved(job: Job, lines: Lines, num_left: int) -> Lines:
-    """An input that came back from the host is freed by the layer's forward, unless a norm has saved it unchanged."""
+def _drop_saved(job: Job, lines: Lines, num_left: int, *, is_again: bool) -> Lines:
+    """An input that came back from the host is freed at the end of the layer's forward, unless a norm has saved it
+    unchanged."""
     num_layers = job.shape.num_layers
     if job.levers.gradient_checkpointing is False:
         gone = _sum_saved_inside(job, num_layers) - _sum_saved_inside(job, num_left) if num_left < num_layers else 0
@@ -191,6 +192,6 @@ def _drop_saved(job: Job, lines: Lines, num_left: int) -> Lines:
     is_unsaved = not layer.saves_input_unchanged(job) or (
         num_left == job.weights.first_trained + 1 and _skips_first_norm(job)
     )
-    if came_back and is_unsaved:
+    if came_back and is_unsaved and not is_again:
         left["saved_layer_inputs"] -= layer.compute_layer_input(job)
     return {**lines, **left}

@@ -13,6 +13,7 @@ from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import get_snapshot_place, make_inside, walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import (
+    AGAIN,
     BETWEEN,
     EMBEDDED,
     FIRST,
@@ -90,7 +91,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
             for lower in _list_lower(job, kind):
-                lines = drop_layers(job, snapshot.lines, lower + 1)
+                lines = drop_layers(job, snapshot.lines, lower + 1, is_again=snapshot.name == AGAIN)
                 yield MemorySnapshot(snapshot.phase, snapshot.name, lines, lower)
             for below, num_sent in lower_stages.list_layers_below(job).items():
                 number = job.shape.find_last_of_kind(kind, below)
@@ -140,8 +141,11 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     adapters = {"lora": mlp.compute_adapter_work(job, kind)}
     restored, beside = quantized.compute_work(job, kind), quantized.compute_work(job, kind, adapters["lora"])
     in_tile = beside if layer.is_tiled(job) else {}
+    if kind.num_experts and not layer.is_tiled(job):
+        yield from ((place, {"mlp": size, **adapters}) for place, size in mlp.list_experts_forward(job, kind))
+        return
     yield "mlp", {"mlp": mlp.compute_mlp_forward(job, kind), **adapters, **in_tile}
-    if not kind.num_experts and not job.levers.tiled_mlp:
+    if not job.levers.tiled_mlp:
         yield "first", {"mlp": mlp.compute_first_forward(job), **adapters, **beside}
         if job.family.is_mlp_gated:
             yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters, **beside}
@@ -161,7 +165,7 @@ def _gather(
     else:
         maxima = gathered.list_maxima(snapshot.phase, place, numbers)
     for number, num_elements in maxima or ((job.shape.last_of_kind[kind], 0),):
-        lines = drop_layers(job, snapshot.lines, number + 1)
+        lines = drop_layers(job, snapshot.lines, number + 1, is_again=snapshot.name == AGAIN)
         if snapshot.phase == "backward":
             lines = {**lines, **swapping.list_unswapped(job, number)}
         lines = {**lines, "parameters_gathered": job.dtype_bytes * num_elements}

@@ -42,7 +42,7 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 POST_NORMS = {
-    *("afmoe", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "kolibri1", "olmo2"),
+    *("afmoe", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4", "kolibri1", "olmo2"),
     "olmo3",
 }
 # Attention and MLP read the same normed input side by side (modeling_cohere.py: CohereDecoderLayer).

@@ -83,6 +83,7 @@ class TiledBlock:
         self.num_results = 0  # of a block that returns a tuple; all but its first element become None
         self.constants: tuple[Any, ...] = ()  # what it takes besides tensors, such as the layer's number
         block.forward = self._run
+        block.register_forward_pre_hook(_need_gradient)
 
     def compute(self, *tile: Tensor) -> Tensor:
         """Takes what the block takes for these tokens, returns [N, H]."""
@@ -145,11 +146,6 @@ class TiledBlock:
         check_is_whole(self.block, "a tiled MLP")
         differentiates = any(each.requires_grad for each in inputs)
         if torch.is_grad_enabled() and (differentiates or weights.weights):
-            if not differentiates and hasattr(weights.weights[0], "ds_id"):
-                raise RuntimeError(
-                    "a tiled MLP's input needs no gradient, so ZeRO-3 would reduce its weights' gradients before they "
-                    "are computed: call the model's enable_input_require_grads()"
-                )
             entered = _Entry.apply(self, weights, parts, len(inputs), *inputs, *weights.weights)
             out = _Exit.apply(entered, self, parts, [each.detach() for each in inputs[1:]])
         else:
@@ -163,6 +159,29 @@ def _walk_tiles(inputs: Sequence[Tensor], parts: list[slice]) -> Iterator[tuple[
     rows = [each.detach().flatten(0, -2) for each in inputs]
     for part in parts:
         yield part, [row[part][(None,) * (each.dim() - 2)] for row, each in zip(rows, inputs, strict=True)]
+
+
+def _need_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Called before a block with its inputs, and before DeepSpeed's own hooks. Behind a frozen embedding, with nothing
+    trained between, the inputs of a trained block need no gradient. ZeRO-3 would then reduce the gradients of its
+    weights before they are computed."""
+    tensors = [each for each in inputs if isinstance(each, Tensor)]
+    is_trained = any(weight.requires_grad for weight in block.parameters())
+    if not is_trained or not torch.is_grad_enabled() or any(each.requires_grad for each in tensors):
+        return None
+    return _Anchor.apply(inputs[0], torch.empty(0, requires_grad=True)), *inputs[1:]
+
+
+class _Anchor(torch.autograd.Function):
+    """Makes a tensor need a gradient, and drops that gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, _: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, dhidden: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class _Entry(torch.autograd.Function):

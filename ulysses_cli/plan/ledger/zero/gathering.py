@@ -122,8 +122,9 @@ def _replay(
     leaves = find_leaves(shape, tiles_mlp=tiles_mlp)
     modules = tuple(join_mlps(weights.modules, leaves, shape))
     events = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
-    saved = find_experts(modules) if saves_experts else frozenset()
+    saved = find_experts(modules, weights.first_trained) if saves_experts else frozenset()
     is_joined = bool(leaves)
+    with_experts = {module.layer for module in modules if module.name == "experts"}
     coordinator = Coordinator(modules, events, engine, joins_mlps=is_joined, splits=splits, saved=saved, disk=disk)
     in_layers: dict[tuple[str, str], dict[int, int]] = {}  # (phase, place) -> layer -> elements
     at_gradients: dict[str, int] = {}
@@ -149,7 +150,7 @@ def _replay(
             if leaves_backward:
                 made = (name for name, _ in module.weights if weights.first_layers.get(name) == module.layer)
                 at_gradients |= {name: at_gradients.get(name, before) for name in made}
-            place, num_elements = name_place(module, event), coordinator.held
+            place, num_elements = name_place(module, event, in_experts=module.layer in with_experts), coordinator.held
             if (place == "attention" and not event.is_backward) or (leaves_backward and module.name == "mlp"):
                 num_elements = before  # a recomputation inside a whole MLP's backward has gathered attention's weights
             if place and not event.is_recomputing:
@@ -202,11 +203,11 @@ def count_proof(module: Module, *, splits: bool) -> int:
     return sum(size for _, size in module.weights) * (1 + (splits and len(module.weights) > 1))
 
 
-def name_place(module: Module, event: HookEvent) -> str:
+def name_place(module: Module, event: HookEvent, *, in_experts: bool) -> str:
     """The place in a layer whose gathered elements this event decides, or ''. Attention itself runs before the output
-    projection in the forward, and after it in the backward."""
+    projection in the forward, and after it in the backward. `in_experts`: the layer has experts."""
     if module.in_mlp and not event.is_backward:
-        return _name_mlp_place(module, event)
+        return _name_mlp_place(module, event, in_experts=in_experts)
     if module.in_mlp:
         return _name_mlp_backward(module, event)
     if module.name in LAST_PROJECTIONS:
@@ -216,12 +217,12 @@ def name_place(module: Module, event: HookEvent) -> str:
     return "norm" if module.name.startswith("norm") else module.name
 
 
-def _name_mlp_place(module: Module, event: HookEvent) -> str:
+def _name_mlp_place(module: Module, event: HookEvent, *, in_experts: bool) -> str:
     """The first matrix makes one tensor of the inner width, or two at once; the second tensor exists from the
     activation on. At the widest, when gate and up are multiplied, the first matrices are released. At the last matrix
     more weights are in flight, the output head among them. Experts and tiles are gathered as a whole."""
     if module.name in ("up_proj", "gate_up_proj") and not event.enters:
-        return "mlp"
+        return "shared" if in_experts else "mlp"
     if not event.enters:
         return ""
     if module.name == "experts" or (module.name == "mlp" and module.weights):
@@ -283,8 +284,9 @@ def _rank_as_made(weight: str, model_type: str) -> int:
     return 0 if are_experts else 2
 
 
-def find_experts(modules: tuple[Module, ...]) -> frozenset[str]:
-    names = (name for module in modules for name, _ in module.weights)
+def find_experts(modules: tuple[Module, ...], first: int) -> frozenset[str]:
+    """Of the layers from `first` on: no gradient goes to those before it, which save nothing."""
+    names = (name for module in modules if module.layer >= first for name, _ in module.weights)
     return frozenset(name for name in names if name.endswith((".experts.gate_up", ".experts.down")))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import (
+    AGAIN,
     BEFORE_ATTENTION,
     BEFORE_GRADIENTS,
     BETWEEN,
@@ -71,7 +72,7 @@ def _has_gradient(job: Job, snapshot: MemorySnapshot) -> bool:
         return snapshot.name not in (*BEFORE_GRADIENTS, LEAVES)
     if snapshot.layer is not None and snapshot.layer != job.weights.last_trained:
         return snapshot.layer < job.weights.last_trained
-    before = (*BEFORE_GRADIENTS, LEAVES, "final norm", "recomputation", "norm of token vectors")
+    before = (*BEFORE_GRADIENTS, LEAVES, "final norm", AGAIN, "norm of token vectors")
     if job.shape.token_vectors and job.adapters.adapts(VECTOR_OUTPUT, VECTOR_GATE):
         return snapshot.name not in before
     in_mlp: tuple[str, ...] = BEFORE_ATTENTION
