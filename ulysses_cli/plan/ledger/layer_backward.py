@@ -134,16 +134,17 @@ def _walk_mlp(
     job: Job, kind: Layer, whole_mixer: int, take: Callable[..., MemorySnapshot]
 ) -> Iterator[tuple[str, MemorySnapshot]]:
     left, restored = count_mlp_left(job, kind), {"restored_weights": quantized.compute_restored(job, kind)}
+    last = {"restored_weights": quantized.compute_last_restored(job, kind)}
     left -= 0 if layer.is_tiled(job) else lengths.compute_last_saved(job, kind, in_mlp=True)
     if not kind.num_experts and not layer.is_tiled(job):
         down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
-        yield "down", take("the MLP's last matrix", whole_mixer, left, mlp=down, **restored)
+        yield "down", take("the MLP's last matrix", whole_mixer, left, mlp=down, **last)
         left -= layer.compute_layer_input(job) * has_norm_behind(job.shape)  # the gradient that came from that norm
         yield "gate", take("gate and up", whole_mixer, left, mlp=gate, **restored)
     if not layer.is_tiled(job):
         gone = experts.compute_gone(job, kind)
         yield FETCH_BACK, take("mlp", whole_mixer, left - gone)
-    in_tile = restored if layer.is_tiled(job) else {}  # products of 8 bits were over when the gradients are made
+    in_tile = quantized.list_tile_backward(job, kind)
     yield "mlp", take("mlp", whole_mixer, left, mlp=mlp.compute_mlp_backward(job, kind), **in_tile)
 
 

@@ -306,6 +306,7 @@ def _compute_tile_backward(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp)
     sums = 4 * _count_elements(job, block) * (job.adapters is None)
     saved = _compute_saved_of(job, layer, block, tile)
     inside = saved - lengths.compute_last_saved(job, layer, in_mlp=True) + _compute_backward_of(job, block, tile)
+    inside += compute_tile_adapter_saved(job, layer, of_last=False)  # that of the last matrix has gone
     inside = max(inside, lengths.compute_tile_again(job, layer, saved))
     is_dense = isinstance(block, DenseMlp)
     if job.adapters is not None and job.adapters.drops and is_dense:

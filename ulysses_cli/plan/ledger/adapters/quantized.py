@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job, name_linear
-from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens
+from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens, is_tiled
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.weights import Weights, is_fused_mlp
 from ulysses_cli.plan.models.layers import Layer
@@ -46,13 +46,26 @@ def _list_quantized(weights: Weights, names: tuple[str, ...]) -> tuple[int, ...]
 
 
 def compute_restored(job: Job, kind: Layer) -> int:
-    """An MLP's weight in the model's dtype while it is multiplied, b n, and in 4 bits its scales, 4 n / 64."""
+    """The MLP's largest weight in the model's dtype while it is multiplied, b n, and in 4 bits its scales, 4 n / 64."""
+    return compute_last_restored(job, kind) * (1 + is_fused_mlp(job.family))
+
+
+def compute_last_restored(job: Job, kind: Layer) -> int:
+    """The same of its last weight."""
     if job.quantized is None or kind.num_experts:
         return 0
-    fused = is_fused_mlp(job.family)
-    num_elements = job.shape.hidden_size * job.shape.intermediate_size * (1 + fused)
+    num_elements = job.shape.hidden_size * job.shape.intermediate_size
     scales = SCALE_BYTES * num_elements // NF4_BLOCK if job.quantized == "nf4" else 0
     return job.dtype_bytes * num_elements + scales
+
+
+def list_tile_backward(job: Job, kind: Layer) -> Lines:
+    """In a tile's backward, beside the gradients of the activation's product: the last weight is restored before, when
+    one tensor of the inner width is not made yet."""
+    if not is_tiled(job):
+        return {}
+    inner = job.dtype_bytes * job.shape.intermediate_size * count_mlp_tile_tokens(job)
+    return {"restored_weights": max(0, compute_last_restored(job, kind) - inner)}
 
 
 def compute_product(job: Job, kind: Layer) -> int:
