@@ -118,9 +118,11 @@ def _count_exchanging(job: Job, widths: LatentWidths) -> int:
 
 
 def _count_copied(job: Job, widths: LatentWidths) -> int:
-    """Copies of a chunk's queries, keys and values; values are a view of what was expanded."""
+    """Copies of a chunk's queries, keys and values; values are a view of what was expanded. Queries and keys are joined
+    head by head, so that tokens of several rows do not lie one behind another."""
     n, q, v = job.levers.head_chunks, widths.queries, widths.values
-    return 2 * count_copy(job, q // n, q) + count_copy(job, v // n, widths.expanded)
+    moved = q // n if job.batch > 1 and job.layout.ulysses_size == 1 else count_copy(job, q // n, q)
+    return 2 * moved + count_copy(job, v // n, widths.expanded)
 
 
 def compute_forward(job: Job, mixer: AttentionMixer) -> int:
@@ -166,7 +168,8 @@ def list_backward(job: Job, mixer: AttentionMixer) -> Iterator[tuple[str, int, i
         yield "exchange", rest, b * (own + room - gone + max(first, rows + of_results)) * tokens, 0
         own += rows + (2 * v // n - v * (gone > 0) if saves_slices(job) else v)
     kernel = FLOAT * (q + widths.heads) // n + b * (4 * q - v) // n * widths.is_padded
-    own += _count_copied(job, widths) + 2 * count_copy(job, v // n, v)
+    copied = _count_copied(job, widths) if saves_slices(job) else 0  # else the copies were saved
+    own += copied + 2 * count_copy(job, v // n, v)
     own, gradients = b * (own + room - gone), b * widths.rows // n
     for num_bytes, share in list_ring_backward(job, q // n, (q + v) // n) or [(gradients, 1.0)]:
         yield "attention", rest, (own + max(gradients, num_bytes)) * tokens, round(share * kernel) * tokens
