@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.ledger import experts
 from ulysses_cli.plan.ledger.adapters import lengths
+from ulysses_cli.plan.ledger.adapters.quantized import compute_product as compute_int8_product
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
@@ -245,6 +246,20 @@ def compute_end_again(job: Job) -> int:
     adapts = _adapts_last(job)
     num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + (job.shape.model_type in SCALED_RESULTS)
     return num_hidden * compute_layer_input(job) + compute_last_input(job)
+
+
+def compute_product_again(job: Job, layer: Layer) -> int:
+    """In the recomputation of an MLP whose base is in 8 bits, at the second of its first matrices, in addition to what
+    is saved: what that product takes, the residual, and its input where that is not saved. The last matrix's input is
+    not made yet. Without an adapter that matrix saves nothing, so that its own backward comes before: its input's
+    gradient waits."""
+    product = 0 if is_tiled(job) else compute_int8_product(job, layer)
+    if not product:
+        return 0
+    num_hidden = 2 - saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
+    num_inner = int(not (_adapts_last(job) or has_norm_behind(job.shape))) - saves_input(job, "down_proj")
+    inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+    return product + num_hidden * compute_layer_input(job) + num_inner * inner
 
 
 def compute_last_input(job: Job) -> int:

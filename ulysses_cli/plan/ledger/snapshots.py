@@ -48,8 +48,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     gathered = compute_gathered(job)
     yield from _walk_load(job, gathered)
     held, saved_results = _list_held(job, gathered), list_saved(job)
-    if job.shape.token_vectors:
-        yield from _walk_vectors(job, held, gathered, "forward")
+    yield from _walk_start(job, held, gathered, "forward")
     inside = {**saved_results, "embedded": count_embedded(job)}
     recomputes = job.levers.gradient_checkpointing is not False
     for kind in job.shape.layer_kinds:
@@ -114,8 +113,12 @@ def _walk_layer(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, Memor
         yield INPUT_NORM, make_inside(job.view(kind), kind, base, name, place, 0, 0, filled)
 
 
-def _walk_vectors(job: Job, held: Lines, gathered: Gathered, phase: str) -> Iterator[MemorySnapshot]:
+def _walk_start(job: Job, held: Lines, gathered: Gathered, phase: str) -> Iterator[MemorySnapshot]:
     """Before the first layer."""
+    if not job.shape.token_vectors:
+        start = {"parameters_gathered": job.dtype_bytes * gathered.start}
+        yield MemorySnapshot(phase, "the embedding is gathered", {**held, **start})
+        return
     embedded, b = {"embedded": layer.compute_layer_input(job)}, job.dtype_bytes
     for name, num_gathered, work in (
         ("vectors are looked up", gathered.start, vectors.compute_embedding_forward(job)),
@@ -301,8 +304,7 @@ def _compute_beside_mixer(job: Job) -> int:
 def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """A forward that saves only the embedding's output and a layer's input."""
     residual = {"residual": 2 * layer.compute_layer_input(job), **vectors.list_used(job), **waiting.list_saved(job)}
-    if job.shape.token_vectors:
-        yield from _walk_vectors(job, held, gathered, "evaluation")
+    yield from _walk_start(job, held, gathered, "evaluation")
     works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind))
     for kind, place, work in works:
         maxima = gathered.list_maxima("forward", place, job.shape.numbers_of_kind[kind])
