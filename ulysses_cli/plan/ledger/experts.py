@@ -121,7 +121,7 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     result_bytes, down = _count_result_bytes(job), k * b * inner * tokens + matrix
     results = max(3 * k * result_bytes * hidden * tokens, _compute_again(job, mlp, tokens))
     if mlp.is_gated:
-        gate_up = 2 * matrix - k * b * (hidden + 2 * inner) * tokens
+        gate_up = compute_first_backward(job, mlp, tokens)
         waiting = matrix if mlp.num_experts * inner * hidden > job.engine.reduce_bucket else 0
         gate = k * b * ((3 - trained) * inner - hidden) * tokens  # frozen matrices have not saved the gate times up
         widest = max(
@@ -138,6 +138,14 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     views = 3 * _count_kept_views(job) * b * mlp.num_experts * inner * hidden
     own = b * mlp.shared_size * (tokens + max(tokens, hidden * trained))
     return scaled + max(widest, max(own, _compute_shared_again(job, mlp, tokens)) - views)
+
+
+def compute_first_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """In addition to what is saved, when gate and up of all experts compute their gradient: that gradient, and the
+    tokens' copies, while what the last matrices saved has gone."""
+    b, hidden, inner = job.dtype_bytes, job.shape.hidden_size, mlp.inner_size
+    matrices = 2 * b * mlp.num_experts * inner * hidden * (job.adapters is None)
+    return matrices - mlp.num_per_token * b * (hidden + 2 * inner) * tokens
 
 
 def _compute_shared_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:

@@ -171,9 +171,7 @@ def list_adapter_saved(job: Job, kind: Layer) -> Iterator[tuple[str, int, bool]]
 
 def compute_tile_adapter_saved(job: Job, kind: Layer, *, of_last: bool = True) -> int:
     """What adapters save of one tile of the MLP. `of_last`: also that of the MLP's last matrix."""
-    widths = (
-        width for name, width, in_mlp in _list_adapters(job, kind) if in_mlp and (of_last or name != "down_proj")
-    )
+    widths = (width for name, width, in_mlp in _list_adapters(job, kind) if in_mlp and (of_last or name != "down_proj"))
     return sum(widths) * count_mlp_tile_tokens(job)
 
 

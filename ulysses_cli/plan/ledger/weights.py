@@ -72,6 +72,10 @@ LATE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj") 
 LATENT_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa"}
 FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *LATENT_PROJECTIONS, *RECURRENT_PROJECTIONS}
 LAST_PROJECTIONS = ("o_proj", "out_proj")
+ATTENTION_GATES = (
+    "g_proj",
+    "gate_proj",
+)  # where they have a matrix of their own (modeling_afmoe.py, modeling_laguna.py)
 WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 
@@ -340,7 +344,8 @@ def _walk_attention(
         q_norm = make(4, "q_norm", *[("q_norm", query if is_full else head_dim)] * has_weights)
         k_norm = make(4, "k_norm", *[("k_norm", kv if is_full else head_dim)] * has_weights)
         together = shape.model_type in NORMS_AFTER_ALL
-        wide = query + attention.gate_width  # gates are a part of its result
+        gate = next((name for name in family.linear_extras if name in ATTENTION_GATES), "")
+        wide = query + attention.gate_width * (not gate)  # gates are a part of its result
         yield from linear("q_proj", hidden, wide, num_biases=query * biases.qkv)
         if shape.query_key_norm and not together:
             yield q_norm
@@ -358,6 +363,8 @@ def _walk_attention(
         if shape.model_type in NORMS_OF_VALUES:
             yield k_norm
             yield make(4, "v_norm")
+        if gate and attention.gate_width:
+            yield from linear("g_proj", hidden, attention.gate_width, target=str(gate))
     yield from linear("o_proj", query, hidden, num_biases=hidden * biases.out)
 
 

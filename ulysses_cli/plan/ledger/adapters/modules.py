@@ -78,14 +78,21 @@ def make_beside(
 def make_linear(
     make: Callable[..., Module], adapters: Adapters | None, make_base: Callable[..., Module] | None = None
 ) -> Callable[..., Iterator[Module]]:
-    """Returns what makes a linear layer with its adapter. `make_base` makes the matrix and its bias, if not `make`."""
+    """Returns what makes a linear layer with its adapter. `make_base` makes the matrix and its bias, if not `make`;
+    `target` is the layer's name in the model, if not `name`."""
     make_base = make_base or make
 
     def linear(
-        name: str, num_in: int, num_out: int, in_mlp: bool = False, depth: int = 4, num_biases: int = 0
+        name: str,
+        num_in: int,
+        num_out: int,
+        in_mlp: bool = False,
+        depth: int = 4,
+        num_biases: int = 0,
+        target: str = "",
     ) -> Iterator[Module]:
         weights = [(name, num_in * num_out)] + [(f"{name}{BIAS}", num_biases)] * (num_biases > 0)
-        if adapters is None or (adapters.targets and name not in adapters.targets):
+        if adapters is None or (adapters.targets and (target or name) not in adapters.targets):
             yield make_base(depth, name, *weights, in_mlp=in_mlp)
             return
         # peft reads the first adapter's dtype in the outer module, for which DeepSpeed then fetches that adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger import attention, layer, mixers, mlp
+from ulysses_cli.plan.ledger import attention, experts, layer, mixers, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import (
     count_mlp_left,
@@ -27,7 +27,7 @@ from ulysses_cli.plan.ledger.weights import (
 from ulysses_cli.plan.ledger.zero import lower_stages, states, swapping
 from ulysses_cli.plan.ledger.zero.flushes import NO_LEAVES, Flush, list_flushes
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, find_leaves
-from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 from ulysses_cli.plan.models.shape import ModelShape
 
 SENT, FIRST_SENT = "gradients are reduced", "the first gradients are reduced"
@@ -39,6 +39,12 @@ def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[Memor
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     place = get_snapshot_place(job, kind, snapshot.name)
     last = min(sent.layer, job.shape.num_layers - 1)
+    is_between = snapshot.name == "mlp" and sent.weight == "experts.down" and not layer.is_tiled(job)
+    is_there = is_between and job.shape.find_last_of_kind(kind, last) == last
+    if is_there and isinstance(kind.mlp, ExpertsMlp) and kind.mlp.is_gated:
+        work = experts.compute_first_backward(job, kind.mlp, job.local_tokens)
+        lines = drop_layers(job, {**snapshot.lines, "mlp": work}, last + 1)
+        yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", lines)
     if sent.layer < job.shape.num_layers and get_gradient_place(sent.weight) >= place:
         last -= 1
     number = job.shape.find_last_of_kind(kind, last) if last >= 0 else None
