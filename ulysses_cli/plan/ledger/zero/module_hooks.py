@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, Module
-from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, SCALED_LAYER, find_first_trained
+from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, SCALED_LAYER, find_first_trained, is_adapter
 
 LAYER_DEPTH = 2
 
@@ -41,7 +41,7 @@ class ModuleOrder:
         own = [module for module in before if module.part != EMBEDDING or module.name == "embed_tokens"]
         self.begins_frozen = not any(module.is_trained and module.weights for module in own)
         beside = [n for n, module in enumerate(modules) if module.is_beside and module.layer == self.first_trained]
-        has_trained = any(modules[n].is_trained and modules[n].weights for n in beside)
+        has_trained = any(_trains(modules[n]) for n in beside)
         # a frozen MLP beside attention reads frozen results: it has no backward, and no recomputation needs it
         self.left_out = frozenset(beside) if self.begins_frozen and not has_trained else frozenset()
 
@@ -104,6 +104,11 @@ class ModuleOrder:
         projects = module.layer == self.first_trained and _get_first_name(module) in FIRST_PROJECTIONS
         is_first = module.part == EMBEDDING or (projects and self.begins_frozen)
         return is_first and not module.is_trained
+
+
+def _trains(module: Module) -> bool:
+    """Also an MLP that is gathered as a whole, with adapters among its frozen weights."""
+    return (module.is_trained and bool(module.weights)) or any(is_adapter(name) for name, _ in module.weights)
 
 
 def _get_first_name(module: Module) -> str:
