@@ -93,7 +93,8 @@ def compute_first_unsaved(job: Job) -> int:
     """What the first layer that saves anything does not save although others do. A frozen embedding's output needs no
     gradient, so the first norm, which reads it, saves nothing, or if it is trained what its weight's gradient needs.
     Where adapters have a dropout, whose copy they save, the first projections save no input, and that dropout no mask.
-    A mixer in which nothing needs a gradient before its last projection saves that projection's input alone."""
+    A mixer in which nothing needs a gradient before its last projection saves that projection's input alone. A frozen
+    MLP beside attention saves nothing."""
     if job.adapters is None or job.trains("embed_tokens"):
         return 0
     if not _skips_first_norm(job):
@@ -113,6 +114,8 @@ def compute_first_unsaved(job: Job) -> int:
         unsaved += layer.DROPOUT_MASK_BYTES * num_adapted * job.shape.hidden_size * job.local_tokens
         unsaved += layer.compute_layer_input(job) * (has_norm and layer.saves_input(job, *FIRST_PROJECTIONS))
     first = job.shape.layers[job.weights.first_trained]
+    if mlp.is_parallel(job) and not job.adapters.adapts(*job.family.mlp_modules):
+        unsaved += mlp.compute_mlp_saved(job.view(first.without_window()), first)
     return unsaved + (convolution.compute_first_unsaved(job.view(first)) if mixers.is_convolution(first) else 0)
 
 

@@ -128,11 +128,11 @@ def _walk_start(job: Job, held: Lines, gathered: Gathered, phase: str) -> Iterat
         yield MemorySnapshot(phase, name, {**held, **embedded, **lines})
 
 
-def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
+def _list_forward_work(job: Job, kind: Layer, *, trains: bool = True) -> Iterator[tuple[str, Lines]]:
     """(Place in a layer, tensors in use there) of a forward."""
     job = job.view(kind)
     yield "attention", {"attention": mixers.compute_forward(job, kind)}
-    for place, around, work in lengths.list_forward(job, kind):
+    for place, around, work in lengths.list_forward(job, kind, trains=trains):
         yield place, {place: around, "lora": work}
     if kind.shared:
         yield "mlp", {"mlp": block.compute_mlp_forward(job, kind)}
@@ -291,7 +291,7 @@ def compute_prefill(job: Job) -> int:
         + max(
             sum(work.values()) + (0 if "mlp" in work else _compute_beside_mixer(job.view(kind)))
             for kind in job.shape.layer_kinds
-            for _, work in _list_forward_work(job, kind)
+            for _, work in _list_forward_work(job, kind, trains=False)
         )
     )
 
@@ -305,7 +305,7 @@ def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[Memo
     """A forward that saves only the embedding's output and a layer's input."""
     residual = {"residual": 2 * layer.compute_layer_input(job), **vectors.list_used(job), **waiting.list_saved(job)}
     yield from _walk_start(job, held, gathered, "evaluation")
-    works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind))
+    works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind, trains=False))
     for kind, place, work in works:
         maxima = gathered.list_maxima("forward", place, job.shape.numbers_of_kind[kind])
         most = {"parameters_gathered": job.dtype_bytes * (maxima[-1][1] if maxima else 0)}

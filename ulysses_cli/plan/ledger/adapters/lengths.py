@@ -66,7 +66,7 @@ def _compute_own_saved(job: Job, linear: AdaptedLinear, tokens: int) -> int:
     return NUM_SAVED * job.dtype_bytes * linear.num_out * tokens
 
 
-def compute_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bool) -> int:
+def compute_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bool, trains: bool = True) -> int:
     """The larger of two times: the base's result, while the adapters' product, its scaled copy and the weight with it
     are measured, b (o S + 3 i o); and then, with that product, 5 b o S. `keeps`: the identity that the product was made
     of is saved for a backward, and lives as long as the product."""
@@ -74,7 +74,7 @@ def compute_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bool) -
     identity = i * i
     making = o * tokens + identity + product
     measuring = o * tokens + identity * keeps + 3 * product
-    drops = job.adapters is not None and job.adapters.drops  # the frozen layer runs again on what is left
+    drops = trains and job.adapters is not None and job.adapters.drops  # the frozen layer runs again on what is left
     scaling = identity * keeps + product + (NUM_AT_ONCE + drops) * o * tokens
     return job.dtype_bytes * max(making, measuring, scaling)
 
@@ -93,12 +93,12 @@ def compute_gradients(job: Job, linear: AdaptedLinear, tokens: int) -> int:
     return NUM_GRADIENTS * job.dtype_bytes * linear.num_out * tokens
 
 
-def list_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
+def list_forward(job: Job, kind: Layer, *, trains: bool) -> Iterator[tuple[str, int, int]]:
     """(Place in a layer, bytes around an adapted layer, bytes of its work) of a forward: what was projected before, and
-    what the block holds."""
-    keeps = job.levers.gradient_checkpointing is False
+    what the block holds. An evaluation drops nothing."""
+    keeps = trains and job.levers.gradient_checkpointing is False
     b, h, done = job.dtype_bytes, job.shape.hidden_size, 0
-    drops = job.adapters is not None and job.adapters.drops  # and its copy of the input is there
+    drops = trains and job.adapters is not None and job.adapters.drops  # and its copy of the input is there
     for linear in list_adapted(job, kind):
         if linear.in_mlp:
             tokens = count_mlp_tile_tokens(job)
@@ -110,7 +110,11 @@ def list_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
             around = b * (job.query_width if is_last else h + max(done, _count_queries(job, kind, linear))) * tokens
             done += linear.num_out
         dropped = b * linear.num_in * tokens * drops
-        yield "mlp" if linear.in_mlp else "attention", around, compute_work(job, linear, tokens, keeps=keeps) + dropped
+        yield (
+            "mlp" if linear.in_mlp else "attention",
+            around,
+            compute_work(job, linear, tokens, keeps=keeps, trains=trains) + dropped,
+        )
 
 
 def _count_queries(job: Job, kind: Layer, linear: AdaptedLinear) -> int:
