@@ -42,7 +42,18 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 POST_NORMS = {
-    *("afmoe", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4", "kolibri1", "olmo2"),
+    *(
+        "afmoe",
+        "exaone4",
+        "flex_olmo",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "glm4",
+        "kolibri1",
+        "olmo2",
+    ),
     "olmo3",
 }
 # Attention and MLP read the same normed input side by side (modeling_cohere.py: CohereDecoderLayer).
@@ -55,7 +66,7 @@ BESIDE_MLP = {"gemma4_text"}
 SCALED_LAYERS, SCALED_LAYER = {"gemma4_text", "gemma4_unified_text"}, "scaled layer"
 CHILD_DEPTH = 3  # of modules directly inside a layer
 NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
-WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
+WITHOUT_INPUT_NORM = {"exaone4", "flex_olmo", "olmo2", "olmo3"}
 # Their layers with attention are built as those of another family, and their other layers are not.
 ATTENTION_LIKE = {"olmo_hybrid": "olmo3"}  # modeling_olmo_hybrid.py: OlmoHybridAttentionDecoderLayer
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
