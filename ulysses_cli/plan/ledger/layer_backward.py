@@ -157,12 +157,12 @@ def _walk_mixer(
     job: Job, kind: Layer, saved: int, result: int, take: Callable[..., MemorySnapshot]
 ) -> Iterator[tuple[str, MemorySnapshot]]:
     recurrent = mixers.find_recurrence(kind)
+    of_lengths = lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
+    of_lengths -= lengths.compute_last_saved(job, kind, in_mlp=False)
     if kimi_mixer := mixers.find_kimi(kind):
         for name, left, work in kimi.list_backward(job, kimi_mixer):
-            yield "attention", take(name, left, 0, recurrence=work)
+            yield "attention", take(name, left + of_lengths, 0, recurrence=work)
     elif latent_mixer := mixers.find_latent(kind):
-        of_lengths = lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
-        of_lengths -= lengths.compute_last_saved(job, kind, in_mlp=False)
         for name, left, num_bytes, in_kernels in latent.list_backward(job, latent_mixer):
             left += of_lengths * (name != "latents")  # their own backward is over then
             yield "attention", take(name, left, 0, attention=num_bytes, attention_kernel=in_kernels)
@@ -173,8 +173,9 @@ def _walk_mixer(
         yield from walk(job, saved, result, partial(take, **waiting))
     if recurrent:  # the gradient of the norm's output that comes from attention beside it waits
         waiting = {"norm_gradient": layer.compute_layer_input(job)} if kind.attention else {}
+        of_lengths = 0 if kind.attention else of_lengths  # of both, attention's part counts them
         for name, left, work in recurrence.list_backward(job, recurrent):
-            yield "attention", take(name, left, 0, recurrence=work, **waiting)
+            yield "attention", take(name, left + of_lengths, 0, recurrence=work, **waiting)
 
 
 def _walk_shared(job: Job, kind: Layer, take: Callable[..., MemorySnapshot]) -> Iterator[tuple[str, MemorySnapshot]]:

@@ -57,12 +57,12 @@ def compute_saved(job: Job, kind: Layer) -> int:
     if latent_mixer := find_latent(kind):
         return latent.compute_saved(job, latent_mixer) + of_lengths
     if kimi_mixer := find_kimi(kind):
-        return kimi.compute_saved(job, kimi_mixer)
+        return kimi.compute_saved(job, kimi_mixer) + of_lengths
     if not kind.mixers:
         return attention.compute_input_norm_saved(job)
     recurrent = find_recurrence(kind)
     if recurrent and kind.attention is None:
-        return recurrence.compute_saved(job, recurrent)
+        return recurrence.compute_saved(job, recurrent) + of_lengths
     saved = attention.compute_attention_saved(job) if kind.attention else convolution.compute_saved(job)
     return saved + of_lengths + compute_beside(job, kind)
 
