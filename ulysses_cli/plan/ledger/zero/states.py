@@ -189,8 +189,9 @@ def compute_weight_made(job: Job) -> int:
     (partition_parameters.py: _no_gather_coalesced). A tied head is made too, b V h / W, with replicas also its
     second shard, and released later."""
     head = job.shape.vocab_size * job.shape.hidden_size
-    tied = count_shard(head, job.world_size) if job.shape.tie_word_embeddings else 0
-    if job.layout.dp_replicate_size > 1 and job.levers.offload_param == "none":
+    is_here = job.shape.tie_word_embeddings and job.levers.offload_param == "none"
+    tied = count_shard(head, job.world_size) if is_here else 0
+    if job.layout.dp_replicate_size > 1:
         tied *= 1 + job.layout.dp_replicate_size
     drawn = job.weights.largest_module if job.world_size > 1 or job.levers.offload_param != "none" else 0
     arriving = compute_arriving(job, drawn) if job.world_size > 1 else 0
