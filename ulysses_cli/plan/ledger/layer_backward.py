@@ -237,9 +237,10 @@ def make_inside(
     """A snapshot inside a layer's backward: what is left of the layer's saved tensors, and the tensors in use. With
     recomputation the inside of the layer is computed again; without it, the inside is part of `kept_layers` and is
     freed piece by piece. At `place`, what adapters before it have saved is gone with their backward: experts have none,
-    and the backward of shared ones, which run after the others, comes first."""
+    and the backward of shared ones, where they run after the others, comes first."""
+    of_shared = GRADIENT_PLACES["router"] if experts.is_shared_first(job) else 0
     of_adapters = [
-        (0 if in_mlp and kind.num_experts else get_gradient_place(adapted), size)
+        (of_shared if in_mlp and kind.num_experts else get_gradient_place(adapted), size)
         for adapted, size, in_mlp in layer.list_adapter_saved(job, kind)
     ]
     if job.levers.gradient_checkpointing is not False:
