@@ -78,6 +78,8 @@ def compute_saved(job: Job, mixer: RecurrentMixer) -> int:
     """In addition to that result, which is let go when its layer has been computed again."""
     own = RecurrentBytes(job, mixer)
     inside = _count_convolved(job, own) + own.norm_saved + own.result * saves_input(job, own.last)
+    if own.is_scan and not (own.has_norm or own.is_split or saves_result(job)):
+        inside -= own.result  # on one rank the scan's kernel and the gate save the same result
     return (
         compute_input_norm_saved(job)
         + (inside + _count_projected(job, own)) * job.local_tokens
