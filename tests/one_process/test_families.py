@@ -1,6 +1,7 @@
 """Compares the light half's facts about model families with transformers: defaults, windows, parameters, modules."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.ledger.adapters.modules import BIAS, Adapters
 from ulysses_cli.plan.ledger.job import name_linear
-from ulysses_cli.plan.ledger.weights import list_weights
+from ulysses_cli.plan.ledger.weights import find_alike, has_norm_behind, list_weights
 from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
@@ -28,6 +29,7 @@ from ulysses_cli.prove.verify.shrink import shrink_config
 from ulysses_cli.prove.verify.small_layers import name_kind
 from ulysses_cli.train.assembly.loading import find_unused_weights
 from ulysses_cli.train.assembly.model_config import stretch_positions
+from ulysses_cli.train.memory.tiled_mlp import NORMS_AFTER
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
 
@@ -131,6 +133,15 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     }
     experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
     assert set(shape.linear_modules) == linear - experts - {"router", REFUSED_BY_PEFT.get(model_type)}
+
+
+@pytest.mark.parametrize("model_type", sample_every(4, sorted(FAMILIES)))
+def test_the_ledger_has_norms_behind_mlps_where_layers_have_them(model_type: str) -> None:
+    config = make_config(model_type, **LAYERS)
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    layers = make_model(config).get_decoder().layers
+    counted = any(has_norm_behind(replace(shape, model_type=find_alike(shape, layer))) for layer in shape.layers)
+    assert counted == any(hasattr(layer, name) for layer in layers for name in NORMS_AFTER)
 
 
 BIASED: list[tuple[str, dict[str, Any]]] = [

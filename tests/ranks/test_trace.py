@@ -34,7 +34,16 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.estimate import Estimate, compute_estimate
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
-from ulysses_cli.prove.trace.trace import HELD, Layers, TracedPeaks, cut_layers, extrapolate, list_cuts
+from ulysses_cli.prove.trace.trace import (
+    HELD,
+    Layers,
+    TracedPeaks,
+    cut_layers,
+    extrapolate,
+    join_ranks,
+    list_cuts,
+    list_ranks,
+)
 from ulysses_cli.report.traced import list_formula
 
 FILES = sorted(RECIPES.glob("*.yaml"))
@@ -241,6 +250,21 @@ def test_the_command_traces_in_a_process_of_its_own_and_remembers(tmp_path: Path
     assert "tracing" not in again.stderr
     changed = run("data.max_length=2Ki", "model.config.max_position_embeddings=4096")
     assert "tracing" in changed.stderr, "another row is another trace"
+
+
+@pytest.mark.parametrize(("stage", "ring", "expected"), [(3, 1, [0]), (2, 1, [7]), (3, 4, [1]), (2, 4, [7, 5])])
+def test_the_ranks_that_may_need_most_are_traced(stage: int, ring: int, expected: list[int]) -> None:
+    """On a ring a rank in the middle holds more keys of others than the last one."""
+    words = ("parallel.sp_size=4", f"parallel.ring_size={ring}", "parallel.dp_shard_size=2")
+    assert list_ranks(make_request(make_case({}, f"parallel.zero_stage={stage}", *words))) == expected
+
+
+def test_traces_of_several_ranks_are_joined_phase_by_phase() -> None:
+    traces = [
+        {"num_layers": 2, **vars(TracedPeaks({"load": load, "backward": 9 - load}, {"load": 0}, {"load": 1}))}
+        for load in (3, 5)
+    ]
+    assert join_ranks(traces) == {**traces[0], "device": {"load": 5, "backward": 6}}
 
 
 RINGS = {

@@ -26,7 +26,6 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
     from ulysses_cli.host import children
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
-    from ulysses_cli.prove.trace.trace import join_ranks, list_ranks
 
     request = {
         "recipe": recipe.model_dump(mode="json"),
@@ -39,15 +38,12 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
         return {**json.loads(file.read_text(encoding="utf-8")), "from_cache": True}
     except (OSError, ValueError):
         pass
-    traces = []
-    for rank in list_ranks(request):
-        with children.start_module("ulysses_cli.prove.trace", [], stdin=PIPE, stdout=PIPE) as child:
-            answer, _ = child.communicate(json.dumps({**request, "rank": rank}))
-        if child.returncode:
-            reason = answer.strip()[-SHOWN_CHARS:] or f"it ended with code {child.returncode}"
-            raise RecipeError([Problem("--trace", f"the traced step failed: {reason}", "see its output above")])
-        traces.append(json.loads(answer))
-    result = join_ranks(traces)
+    with children.start_module("ulysses_cli.prove.trace", [], stdin=PIPE, stdout=PIPE) as child:
+        answer, _ = child.communicate(json.dumps(request))
+    if child.returncode:
+        reason = answer.strip()[-SHOWN_CHARS:] or f"it ended with code {child.returncode}"
+        raise RecipeError([Problem("--trace", f"the traced step failed: {reason}", "see its output above")])
+    result: dict[str, Any] = json.loads(answer)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}.part")
