@@ -34,5 +34,5 @@ def test_a_disk_that_will_be_full_is_refused_before_the_run(
     output = find_shortage(tmp_path / "run", 10**9, 2 * 10**9, 2, 10)
     assert bool(output) is is_short
     if is_short:
-        assert "has 30.00 GiB free, checkpoints of 11.18 GiB each and the model will take 33.86 GiB" in output
+        assert "has 30.0 GiB free, checkpoints of 11.2 GiB each and the model will take 33.9 GiB" in output
         assert "lower run.save_total_limit" in output

@@ -41,7 +41,7 @@ def test_six_empty_answers_make_a_recipe_that_validates(texts: Path) -> None:
     assert "30 files, 11,625 bytes" in shown.stderr
     for question in ("Data: ", "Model: ", "GPUs: ", "Length: ", "Method: ", "Budget: "):
         assert question in shown.stderr
-    assert "Next: ulysses train my.yaml" in shown.stderr
+    assert "Next: ulysses prepare my.yaml" in shown.stderr
     assert shown.stdout.splitlines()[-1] == "my.yaml"
     recipe = yaml.safe_load(Path("my.yaml").read_text())
     assert recipe["data"] == {"datasets": [{"path": "texts"}], "eval_split": 0.05, "max_length": 1024}

@@ -16,6 +16,13 @@ def pick_scale(size: float, suffixes: Sequence[tuple[float, str]]) -> tuple[floa
     return next(((scale, suffix) for scale, suffix in suffixes if size >= scale * 0.9995), (1.0, ""))
 
 
+def format_bytes(value: float) -> str:
+    scale, suffix = pick_scale(abs(value), BINARY_SUFFIXES)
+    if scale == 1:
+        return f"{value:,.0f} B"
+    return f"{value / scale:,.{2 if abs(value) / scale < 10 else 1}f} {suffix}B"
+
+
 def format_plain(number: float) -> str:
     """1,000,000 for a whole number of either type; 0.05, 1e-12."""
     is_whole = math.isfinite(number) and number == int(number) and abs(number) < 1e15

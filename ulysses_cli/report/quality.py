@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.units import format_usd
+from ulysses_cli.plan.units import format_bytes, format_usd
 from ulysses_cli.report.page import charts, page
 from ulysses_cli.report.page.heat_map import draw_heat_map
 from ulysses_cli.report.page.page import Block, Chart, Facts, Note, PageSection, Table
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import NO_VALUE, format_binary, format_bytes, format_number, format_seconds
+from ulysses_cli.report.quantities import NO_VALUE, format_binary, format_number, format_seconds
 
 Findings = Mapping[str, Any]
 MAX_LISTED = 5

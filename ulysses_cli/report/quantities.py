@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, format_usd, pick_scale
+from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, format_bytes, format_usd, pick_scale
 
 NO_VALUE = "\u2013"
 LARGEST = 1e300  # a larger value is shown as infinite: arithmetic on a chart would overflow
@@ -70,13 +70,6 @@ def format_number(value: float) -> str:
         return whole if size >= 999.5 or value == int(value) else trim_zeros(f"{value:.3g}")
     scale, suffix = pick_scale(size, SI_SUFFIXES)
     return trim_zeros(f"{value / scale:.3g}" if size / scale < 999.5 else f"{value / scale:.0f}") + suffix
-
-
-def format_bytes(value: float) -> str:
-    scale, suffix = pick_scale(abs(value), BINARY_SUFFIXES)
-    if scale == 1:
-        return f"{value:,.0f} B"
-    return f"{value / scale:,.{2 if abs(value) / scale < 10 else 1}f} {suffix}B"
 
 
 def format_gib(num_bytes: float, decimals: int = 1) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.models.model_choice import choose_best, name_measure
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.units import format_bytes
 from ulysses_cli.run_folder.archive import (
     ASIDE,
     WRITING,
@@ -214,8 +214,8 @@ def _fetch_files(bucket: Bucket, step: int, folder: Path, report: Report) -> str
     needed, free = sum(entry.num_bytes for entry in entries.values()), shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"{bucket.address}/{name_folder(step)} has {needed / GIB:.2f} GiB, and {folder.parent} only "
-            f"{free / GIB:.2f} GiB free: make room, or choose another run.output_dir"
+            f"{bucket.address}/{name_folder(step)} has {format_bytes(needed)}, and {folder.parent} only "
+            f"{format_bytes(free)} free: make room, or choose another run.output_dir"
         )
     total = count_bytes(folder) + needed  # the manifest is here
     with watch_download(f"{bucket.address}/{name_folder(step)}", folder, total, report):

@@ -112,7 +112,7 @@ def init(
     or_exit(lambda: _write(to, text))
     for line in choice.header:
         printing.print_message(f"  {line}")
-    printing.print_message(f"wrote {to}, which validates. Next: ulysses train {to}")
+    printing.print_message(f"wrote {to}, which validates. Next: ulysses prepare {to} reads all data and shows samples")
     printing.print_data(str(to))
 
 

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, pick_scale
+from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, format_bytes, pick_scale
 from ulysses_cli.report.quantities import (
     LARGEST,
     format_binary,
-    format_bytes,
     format_number,
     trim_zeros,
 )

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.models.model_choice import choose_best, describe_measure, name_measure
+from ulysses_cli.plan.units import format_bytes
 from ulysses_cli.run_folder.archive import (
     CheckpointError,
     get_folder,
@@ -273,8 +273,8 @@ def find_shortage(run_dir: Path, num_trained: int, model_bytes: int, total_limit
     free = shutil.disk_usage(run_dir).free
     if needed <= free:
         return ""
-    size = STATE_BYTES * num_trained / GIB
+    size = format_bytes(STATE_BYTES * num_trained)
     return (
-        f"{run_dir} has {free / GIB:.2f} GiB free, checkpoints of {size:.2f} GiB each and the model will take "
-        f"{needed / GIB:.2f} GiB: make room, choose another run.output_dir, or lower run.save_total_limit"
+        f"{run_dir} has {format_bytes(free)} free, checkpoints of {size} each and the model will take "
+        f"{format_bytes(needed)}: make room, choose another run.output_dir, or lower run.save_total_limit"
     )

@@ -14,8 +14,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.units import format_bytes
 
 RUN_FILE = "run.txt"
 PREFIX = "ulysses-"
@@ -91,8 +91,8 @@ def _find_shortage(folder: Path, disk_bytes: int) -> str:
     others = sorted(str(other) for other in folder.parent.glob(f"{PREFIX}*") if other != folder)
     leftovers = f"; runs that were killed may have left {', '.join(others[:5])} (each names its run in {RUN_FILE})"
     return (
-        f"memory.nvme_path: {folder.parent} has {free / GIB:.2f} GiB free, the share of "
-        f"{format_count(num_ranks, 'rank')} there takes {needed / GIB:.2f} GiB: "
+        f"memory.nvme_path: {folder.parent} has {format_bytes(free)} free, the share of "
+        f"{format_count(num_ranks, 'rank')} there takes {format_bytes(needed)}: "
         "make room, use more GPUs, or cpu in place of nvme"
         f"{leftovers if others else ''}"
     )
