@@ -24,7 +24,14 @@ def trace_and_make_job(*words: str) -> tuple[dict[str, Any], dict[str, int], Job
     return start_trace(drawn), predict_phases(job), job
 
 
-@pytest.mark.parametrize("words", [(STATES,), (WEIGHTS,), (STATES, WEIGHTS)], ids=["states", "weights", "both"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((STATES,), id="states", marks=pytest.mark.check),
+        pytest.param((WEIGHTS,), id="weights", marks=pytest.mark.check),
+        pytest.param((STATES, WEIGHTS), id="both"),
+    ],
+)
 def test_a_trace_counts_files_as_the_formula_does(words: tuple[str, ...]) -> None:
     traced, formula, job = trace_and_make_job(*words)
     assert max(formula.values()) == pytest.approx(max(traced["device"].values()), rel=0.03)
@@ -40,6 +47,7 @@ def test_without_files_none_is_counted() -> None:
     assert traced["disk"] == {"activations": 0, "states": 0, "weights": 0}
 
 
+@pytest.mark.check
 def test_a_frozen_weight_that_is_soon_used_twice_is_read_once() -> None:
     """DeepSpeed lists it twice among the weights to read ahead, and then fails."""
     sizes = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048}

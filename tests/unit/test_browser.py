@@ -173,6 +173,7 @@ def check(frames: list[dict[str, Any]], num_charts: int) -> None:
             assert not chart["covered"], (frame["width"], chart)
 
 
+@pytest.mark.check
 def test_a_run_fits_every_width(run_html: str, tmp_path: Path) -> None:
     frames = measure(tmp_path, run_html)
     check(frames, 11)
