@@ -114,6 +114,7 @@ def test_a_part_past_its_time_keeps_its_rows_and_leaves_no_process(call: Any, tm
     assert time.monotonic() - begun < 50
 
 
+@pytest.mark.check
 def test_a_row_is_written_before_its_part_ends(call: Any, tmp_path: Path) -> None:
     file = tmp_path / "results" / "gpu-nvidia-h200.json"
     look = f"show(name='a'); import time; time.sleep(1.5); show(name='seen', text=open({str(file)!r}).read())"

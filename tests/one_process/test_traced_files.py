@@ -29,7 +29,7 @@ def trace_and_make_job(*words: str) -> tuple[dict[str, Any], dict[str, int], Job
     [
         pytest.param((STATES,), id="states", marks=pytest.mark.check),
         pytest.param((WEIGHTS,), id="weights", marks=pytest.mark.check),
-        pytest.param((STATES, WEIGHTS), id="both"),
+        pytest.param((STATES, WEIGHTS), id="both", marks=pytest.mark.check),
     ],
 )
 def test_a_trace_counts_files_as_the_formula_does(words: tuple[str, ...]) -> None:

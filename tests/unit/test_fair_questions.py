@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from support.tiers import sample_every
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
@@ -25,7 +26,9 @@ from ulysses_cli.plan.problem import RecipeError
 PROMPTER = Prompter(make_bytes_tokenizer())
 
 
-@pytest.mark.parametrize("task", [task for task in list_needle_tasks() if task.name.startswith("niah_multikey")])
+@pytest.mark.parametrize(
+    "task", sample_every(3, [each for each in list_needle_tasks() if each.name.startswith("niah_multikey")])
+)
 def test_a_haystack_of_needles_has_the_asked_key_once(task: object) -> None:
     """In 20,000 needles of 51,145 keys of two words, one of a random draw would stand there twice in every third."""
     for index in range(20):

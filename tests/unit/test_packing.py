@@ -126,6 +126,7 @@ def draw_lengths(count: int, seed: int = 0) -> list[int]:
     return [max(1, int(draw.lognormvariate(8.0, 1.3))) for _ in range(count)]
 
 
+@pytest.mark.check
 def test_a_log_normal_mix_is_packed_well() -> None:
     capacity, work = 131072, RowCost(1.0, 2e-5)
     rows = pack_documents(cut_documents(draw_lengths(40_000), capacity, "split").pieces, capacity, work)

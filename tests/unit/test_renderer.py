@@ -39,7 +39,7 @@ def make_encoder(template: str) -> Encoder:
     return Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
 
 
-@pytest.mark.parametrize("name", sample(ENDLESS, quick=["a loop", "one huge text"]))
+@pytest.mark.parametrize("name", sample(ENDLESS, quick=["a loop"]))
 def test_a_template_that_never_ends_is_one_problem(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     template, words = ENDLESS[name]
     monkeypatch.setattr(renderer, "SECONDS", 1.0 if name == "a loop" else 20.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.model_shapes import LLAMA, SHAPES, get_shape
-from support.tiers import sample
+from support.tiers import sample, sample_every
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
@@ -83,7 +83,7 @@ def test_prices_are_named_with_their_source() -> None:
 
 
 @pytest.mark.parametrize("length", sample([4096, 16_385, 50_001, 100_000, 2**17], quick=[50_001], checked=()))
-@pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize("is_lora", sample_every(2, [True, False]))
 @pytest.mark.parametrize("kinds", [("h100-80gb:8", "rtx-4090:2"), ("h200:16", "l40s:1")])
 def test_a_plan_equals_its_recipe(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
     """The written recipe, read again, is the job that was judged: the same engine, the same row."""

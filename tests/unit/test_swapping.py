@@ -70,6 +70,7 @@ def test_a_disk_frees_host_memory_and_costs_time(tmp_path: Path) -> None:
     assert "nvme_path" not in format_estimate(on_host, "r.yaml")
 
 
+@pytest.mark.check
 def test_small_gradients_wait_on_the_gpu(tmp_path: Path) -> None:
     """On 8 ranks, shares of matrices have files of their own and norms wait. On 128, most shares are below 1 MiB."""
     swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")

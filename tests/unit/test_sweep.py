@@ -20,6 +20,7 @@ def sweep(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[tuple[Esti
     return compute_sweeps([compute_estimate(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu(gpu))])
 
 
+@pytest.mark.check
 def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() -> None:
     """Tokens of experts outside tiles pass 2^31 elements; in tiles all rows can be indexed."""
     words = ("data.max_length=8Ki", "model.rope_scaling=null", "model.name_or_path=Qwen/Qwen3-30B-A3B")
