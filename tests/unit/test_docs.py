@@ -77,7 +77,6 @@ def test_the_readme_is_short() -> None:
     assert len(readme.splitlines()) <= 180
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_generated_parts_and_pictures_are_up_to_date(page: Path) -> None:
     text = page.read_text()
