@@ -20,15 +20,8 @@ from ulysses_cli.plan.ledger.weights import NORMS_OF_VALUES, has_norm_before
 from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.plan.rows.ring_share import RoundShare
 
-PRECISE_ROTARY = {
-    "ernie4_5",
-    "ernie4_5_moe",
-    "flex_olmo",
-    "lfm3",
-    "olmo",
-    "olmo2",
-    "olmo3",
-}  # cosines and sines are float32
+# Cosines and sines are float32.
+PRECISE_ROTARY = {"ernie4_5", "ernie4_5_moe", "flex_olmo", "lfm3", "olmo", "olmo2", "olmo3"}
 # Queries and keys are copied to float32 before they are rotated (modeling_cohere.py: apply_rotary_pos_emb).
 COPIES_TO_ROTATE = {"cohere", "cohere2", "cohere2_moe"}
 # Each layer makes its own cosines and sines, of this share of a head (modeling_glm.py: apply_rotary_pos_emb).

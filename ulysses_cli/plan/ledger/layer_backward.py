@@ -86,9 +86,8 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
             before = {"recomputed_attention": whole_mixer, "recomputed_mlp": 0, "lora": adapters}
             yield FETCH_AGAIN, MemorySnapshot("backward", AGAIN, {**base, **before})
         if isinstance(kind.mlp, DenseMlp) and not kind.shared and (product := mlp.compute_product_again(job, kind)):
-            later = sum(
-                size for name, size, _ in layer.list_adapter_saved(job, kind) if name in ("up_proj", "down_proj")
-            )
+            of_adapters = layer.list_adapter_saved(job, kind)
+            later = sum(size for name, size, _ in of_adapters if name in ("up_proj", "down_proj"))
             yield "gate", take(AGAIN, whole_mixer, left, mlp=product - later)
         for place, of_mixer, of_mlp, work in lengths.list_again(job, kind, whole_mixer, mlp_saved):
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}

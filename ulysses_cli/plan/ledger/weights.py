@@ -42,19 +42,8 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 POST_NORMS = {
-    *(
-        "afmoe",
-        "exaone4",
-        "flex_olmo",
-        "gemma2",
-        "gemma3_text",
-        "gemma4_text",
-        "gemma4_unified_text",
-        "glm4",
-        "kolibri1",
-        "olmo2",
-    ),
-    "olmo3",
+    *("afmoe", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4"),
+    *("kolibri1", "olmo2", "olmo3"),
 }
 # Attention and MLP read the same normed input side by side (modeling_cohere.py: CohereDecoderLayer).
 PARALLEL = {"cohere", "cohere2", "cohere2_moe"}
@@ -83,10 +72,8 @@ LATE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj") 
 LATENT_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa"}
 FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *LATENT_PROJECTIONS, *RECURRENT_PROJECTIONS}
 LAST_PROJECTIONS = ("o_proj", "out_proj")
-ATTENTION_GATES = (
-    "g_proj",
-    "gate_proj",
-)  # where they have a matrix of their own (modeling_afmoe.py, modeling_laguna.py)
+# Gates of attention with a matrix of their own (modeling_afmoe.py, modeling_laguna.py).
+ATTENTION_GATES = ("g_proj", "gate_proj")
 WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 

@@ -311,7 +311,7 @@ def prepare_process(request: Mapping[str, Any]) -> None:
     """Installs the fake device and replaces code that cannot run on it. Call it before anything else of the project is
     imported. `request` may name one of the ranks that `list_ranks` gives."""
     world_size, recipe = int(request["world_size"]), request["recipe"]
-    rank = request.get("rank", list_ranks(request)[0])
+    rank = request["rank"] if "rank" in request else list_ranks(request)[0]
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     import torch.distributed as dist
     from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data

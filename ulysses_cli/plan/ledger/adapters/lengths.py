@@ -109,12 +109,8 @@ def list_forward(job: Job, kind: Layer, *, trains: bool) -> Iterator[tuple[str, 
             tokens, is_last = job.local_tokens, linear.name == "o_proj"
             around = b * (job.query_width if is_last else h + max(done, _count_queries(job, kind, linear))) * tokens
             done += linear.num_out
-        dropped = b * linear.num_in * tokens * drops
-        yield (
-            "mlp" if linear.in_mlp else "attention",
-            around,
-            compute_work(job, linear, tokens, keeps=keeps, trains=trains) + dropped,
-        )
+        work = compute_work(job, linear, tokens, keeps=keeps, trains=trains) + b * linear.num_in * tokens * drops
+        yield "mlp" if linear.in_mlp else "attention", around, work
 
 
 def _count_queries(job: Job, kind: Layer, linear: AdaptedLinear) -> int:
