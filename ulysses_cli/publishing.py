@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,18 +11,37 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.rules.public_names import make_config_public
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 
 PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt; each has retries of its own
 TEMPORARY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 TOKEN_HINT = "set HF_TOKEN to a token that may write, or run `hf auth login`"
 CARD = "README.md"
+MAX_CONFIG_BYTES = 1 << 20  # a longer one is a tokenizer
 _T = TypeVar("_T")
 
 
 def list_files(folder: Path) -> list[Path]:
     """What is uploaded of a model folder besides its card."""
     return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != CARD)
+
+
+def measure_sent(file: Path) -> int:
+    sent = read_public(file)
+    return len(sent) if isinstance(sent, bytes) else file.stat().st_size
+
+
+def read_public(file: Path) -> str | bytes:
+    """What is sent of a file: its path, or its content where it would name folders of this machine."""
+    if file.suffix != ".json" or file.stat().st_size > MAX_CONFIG_BYTES:
+        return str(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return str(file)
+    public = make_config_public(content) if isinstance(content, dict) else content
+    return str(file) if public == content else (json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 class HubModels:
@@ -77,7 +97,7 @@ class HubModels:
         files = list_files(folder)
 
         def send() -> None:
-            operations = [CommitOperationAdd(file.relative_to(folder).as_posix(), str(file)) for file in files]
+            operations = [CommitOperationAdd(file.relative_to(folder).as_posix(), read_public(file)) for file in files]
             operations.append(CommitOperationAdd(CARD, card.encode()))
             self.api.create_commit(name, operations, commit_message=message)
 

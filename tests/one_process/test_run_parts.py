@@ -29,6 +29,7 @@ from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metada
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import Train
+from ulysses_cli.plan.rules.public_names import make_public
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_summary import summarize_run
@@ -254,13 +255,14 @@ def test_a_warm_up_as_a_share_of_all_steps() -> None:
     assert [ours(step) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_the_card_holds_the_whole_recipe() -> None:
+def test_the_card_holds_the_recipe_without_what_names_the_machine() -> None:
     recipe = make_recipe("lora.r=4").model_dump(mode="json")
     shape = read_model_shape(CONFIG, "test")
     card = make_card(recipe, "mine", shape, shape.vocab_size)
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "peft"}
-    assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == recipe
+    assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == make_public(recipe)
+    assert make_public(recipe).keys() == recipe.keys()
 
 
 def test_cores_near_a_device_are_read_in_the_kernels_format(tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import huggingface_hub.constants
+import huggingface_hub.utils._http
+import pytest
+
+from ulysses_cli import publishing
+
 SHA = "0123456789abcdef0123456789abcdef01234567"  # the one commit of every data set
 TOKEN = "hf_aTokenForTheStandInOfTheHub123"
 
@@ -226,3 +232,18 @@ def serve_hub() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def use_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Publishing of this process speaks to the stand-in, and waits nowhere."""
+    monkeypatch.setattr(publishing, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(publishing.HubModels.__init__, "__defaults__", ((0.0, 0.0),))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)  # as in a user's process
+    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serve_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
-import huggingface_hub.utils._http
 import pytest
 import yaml
 from support.commands import run
-from support.hub_server import TOKEN, Hub, serve_hub
+from support.hub_server import TOKEN, Hub, use_hub
 from support.paths import ROOT
 from support.run_directory import write_run
 from support.tiers import sample
 
-from ulysses_cli import publishing
 from ulysses_cli.commands.children import training
 from ulysses_cli.launch.launcher import Outcome
 from ulysses_cli.plan.exit_codes import DONE
@@ -30,16 +28,8 @@ CARD = (
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setattr(publishing, "PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(publishing.HubModels.__init__, "__defaults__", ((0.0, 0.0),))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)  # as in a user's process
-    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with serve_hub() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with use_hub(monkeypatch) as hub:
         yield hub
 
 

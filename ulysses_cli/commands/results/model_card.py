@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.rules.files import HUB_NAME
+from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, list_public_datasets, make_public
 from ulysses_cli.report.run_files import RecordedRun
 
 LOADED_BY_TRANSFORMERS = """\
@@ -26,14 +26,14 @@ SHOWN_VERSIONS = ("ulysses", "torch", "transformers", "deepspeed", "peft", "pyth
 
 def complete_card(card: str, name: str, run: RecordedRun, folder: Path, licence: Mapping[str, str]) -> str:
     """`folder`: the model's; `licence`: what the base model's card says of it."""
-    recipe = run.get_part("recipe")
+    recipe, written = read_recipe(card, run)
     holds_adapters = (folder / "adapter_config.json").is_file()
     head, _, body = card.removeprefix("---\n").partition("\n---\n")
     keys = [line for line in head.splitlines() if line]
     keys += [f"{key}: {json.dumps(value)}" for key, value in licence.items()]
     keys += ["pipeline_tag: text-generation", "tags:", "- ulysses", "- long-context"]
-    datasets = _list_datasets(recipe)
-    named = [path for path in datasets if HUB_NAME.fullmatch(path) and "/" in path]
+    datasets = list_public_datasets(recipe.get("data", {}).get("datasets", ()))
+    named = [path for path in datasets if "/" in path]
     keys += ["datasets:", *(f"- {path}" for path in named)] if named else []
     sections = [
         *_write_data(run, datasets),
@@ -43,22 +43,32 @@ def complete_card(card: str, name: str, run: RecordedRun, folder: Path, licence:
         *_write_licence(recipe, licence),
     ]
     before, heading, after = body.partition(LAST_HEADING)
-    return "\n".join(["---", *keys, "---", before.rstrip(), "", *sections]) + heading + after
+    return "\n".join(["---", *keys, "---", before.rstrip(), "", *sections]) + heading + (written or after)
 
 
-def _list_datasets(recipe: Mapping[str, Any]) -> list[str]:
-    """Names on the hub; of others only that they are local."""
-    paths = [dataset.get("path") or "generated texts" for dataset in recipe.get("data", {}).get("datasets", ())]
-    is_public = [path == "generated texts" or (HUB_NAME.fullmatch(path) and "/" in path) for path in paths]
-    return [path if public and not Path(path).exists() else "local files" if path != "generated texts" else path
-            for path, public in zip(paths, is_public, strict=True)]  # fmt: skip
+def read_recipe(card: str, run: RecordedRun) -> tuple[dict[str, Any], str]:
+    """The recipe as the card shows it, without what earlier versions have written of the machine, and its section; the
+    run's own and '' where the card shows none. The export has written the card where relative paths lead somewhere."""
+    import yaml
+
+    before, fence, rest = card.partition(LAST_HEADING)[2].partition("```yaml\n")
+    content, end, after = rest.rpartition("```")
+    try:
+        recipe = yaml.safe_load(content) if fence and end else None
+    except yaml.YAMLError:
+        recipe = None
+    if not isinstance(recipe, dict):
+        return make_public(run.get_part("recipe")), ""
+    public = make_public(recipe)
+    dumped = yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
+    return public, f"{before}{fence}{dumped.rstrip()}\n{end}{after}"
 
 
 def _write_data(run: RecordedRun, datasets: Sequence[str]) -> list[str]:
     tokens = sum(line.get("tokens") or 0 for line in run.metrics)
     targets = sum(line.get("supervised_tokens") or 0 for line in run.metrics)
     steps = run.metrics[-1]["step"] if run.metrics else 0
-    lines = ["## Data", "", f"- sources: {', '.join(dict.fromkeys(datasets)) or 'not recorded'}"]
+    lines = ["## Data", "", f"- sources: {', '.join(datasets) or 'not recorded'}"]
     lines += [f"- trained on {tokens:,} tokens, {targets:,} of them targets, in {format_count(steps, 'step')}"]
     length = run.get_part("recipe").get("data", {}).get("max_length")
     return [*lines, *([f"- rows of {length:,} tokens"] if length else []), ""]
@@ -110,11 +120,12 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
         lines += [f"vLLM does not serve {unserved} beside a base model: merge them first, {merged}.", ""]
         command, written = "", "base_config/config.json tells transformers, and a merged model's config.json tells both"
     elif holds_adapters:
-        base = recipe.get("model", {}).get("name_or_path") or "the base model"
+        base = _get_public_base(recipe) or "BASE_MODEL"
         override = f" --hf-overrides '{json.dumps({'rope_parameters': rope})}'" if is_stretched else ""
         own_rank = (recipe.get("lora") or {}).get("r", 16)
         rank = next((rank for rank in VLLM_RANKS if rank >= own_rank), own_rank)
         command = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={name}{limit}{override}"
+        lines += [] if base != "BASE_MODEL" else ["BASE_MODEL is the base model's folder.", ""]
         written = "the command above tells vLLM"
     else:
         lines += [LOADED_BY_TRANSFORMERS.format(name=name), ""]
@@ -133,11 +144,16 @@ def _list_unserved(lora: Mapping[str, Any]) -> str:
 
 
 def _write_licence(recipe: Mapping[str, Any], licence: Mapping[str, str]) -> list[str]:
-    base = recipe.get("model", {}).get("name_or_path")
-    if not base or Path(base).exists() or not HUB_NAME.fullmatch(base):
+    base = _get_public_base(recipe)
+    if not base:
         return []
     text = licence.get("license_name") or licence.get("license") or "not stated by its card"
     return ["## Licence", "", f"The base model's: {text} ({base}).", ""]
+
+
+def _get_public_base(recipe: Mapping[str, Any]) -> str:
+    base = str(recipe.get("model", {}).get("name_or_path") or "")
+    return base if base != LOCAL_FOLDER else ""
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def push(
 def push_run(run_dir: Path, repo: str | None, *, is_private: bool, report: Callable[[str], None]) -> tuple[str, str]:
     """Returns the repository's name and address. Raises RecipeError."""
     from ulysses_cli.commands.results.model_card import complete_card
+    from ulysses_cli.plan.rules.public_names import find_public_name
     from ulysses_cli.publishing import HubModels, list_files
     from ulysses_cli.run_folder.told import note_told
 
@@ -62,8 +63,8 @@ def push_run(run_dir: Path, repo: str | None, *, is_private: bool, report: Calla
     models = HubModels(report)
     name = models.complete_name(choose_name(run, run_dir, repo))
     check_repo_name(name)
-    base = str(run.get_part("recipe").get("model", {}).get("name_or_path") or "")
-    licence = models.find_licence(base) if "/" in base and not Path(base).exists() else {}
+    base = find_public_name(run.get_part("recipe").get("model", {}).get("name_or_path")) or ""
+    licence = models.find_licence(base) if "/" in base else {}
     card = complete_card(read_card(folder, name), name, run, folder, licence)
     report(f"uploading {folder} to {name}{', private' if is_private else ''}")
     step = run.metrics[-1]["step"] if run.metrics else 0
@@ -76,13 +77,13 @@ def push_run(run_dir: Path, repo: str | None, *, is_private: bool, report: Calla
 def plan_upload(run_dir: Path, repo: str | None, *, is_private: bool) -> dict[str, Any]:
     """What a push would upload. Asks no network: the account's name and the base's licence are left open."""
     from ulysses_cli.commands.results.model_card import complete_card
-    from ulysses_cli.publishing import CARD, list_files
+    from ulysses_cli.publishing import CARD, list_files, measure_sent
 
     run, folder = _load_model_run(run_dir)
     name = choose_name(run, run_dir, repo)
     shown = check_repo_name(name) if "/" in name else f"{YOUR_ACCOUNT}/{check_repo_name(name)}"
     card = complete_card(read_card(folder, shown), shown, run, folder, {})
-    sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in list_files(folder)}
+    sizes = {file.relative_to(folder).as_posix(): measure_sent(file) for file in list_files(folder)}
     sizes[CARD] = len(card.encode())
     files = [{"path": path, "bytes": size} for path, size in sizes.items()]
     return {"repo": shown, "private": is_private, "files": files, "bytes": sum(sizes.values()), "card": card}

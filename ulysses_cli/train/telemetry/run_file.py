@@ -16,7 +16,7 @@ import torch
 
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.rules.files import HUB_NAME
+from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, make_public
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
 PACKAGES = ("torch", "transformers", "deepspeed", "peft", "datasets", "safetensors")
@@ -72,7 +72,7 @@ model.resize_token_embeddings({grown}, mean_resizing=False)
 for part in (model.get_input_embeddings(), model.get_output_embeddings()):
     rows = part.weight.data  # tokens that were added begin, and stay, at the mean of the others
     rows[{own}:] = rows[:{own}].double().mean(0).to(rows.dtype)"""
-LOCAL = "a local folder"
+RECIPE_NOTE = "All defaults included; what names folders and services of the machine is left out:"
 
 
 def make_card(
@@ -86,42 +86,34 @@ def make_card(
 ) -> str:
     """The model card: what was trained, on what, how to load adapters, and the whole recipe. `num_own_tokens`: rows of
     the base model's embedding in its files. `key_mapping`: transformers', where the base's files are those of a
-    multimodal model. Local folders are left out: the card may be published."""
+    multimodal model. The card may be published: it says nothing of the machine."""
     import yaml
 
     holds_adapters = bool(recipe["lora"]) and not is_merged
-    known = collect_secrets(recipe, os.environ)
-    model, max_length = dict(recipe["model"]), recipe["data"]["max_length"]
-    for key in ("name_or_path", "tokenizer"):
-        if model[key] and _is_folder(model[key]):
-            model[key] = LOCAL
+    known, public = collect_secrets(recipe, os.environ), make_public(recipe)
+    model, max_length = public["model"], public["data"]["max_length"]
     base = model["name_or_path"]
     lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
-    lines += [f"base_model: {base}"] if base not in (None, LOCAL) else []
+    lines += [f"base_model: {base}"] if base not in (None, LOCAL_FOLDER) else []
     lines += ["---", "", f"# {name}", ""]
     size = f", {shape.num_parameters:,} parameters" if shape.num_parameters else ""
-    origin = {None: "A model from random weights", LOCAL: "A model from a local folder"}.get(base, base)
+    origin = {None: "A model from random weights", LOCAL_FOLDER: "A model from a local folder"}.get(base, base)
     summary = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
     lines += [f"{summary} with ulysses {get_own_version()}.", ""]
     if holds_adapters and base:
         sizes = {"own": num_own_tokens, "grown": shape.vocab_size}
         has_grown = shape.vocab_size > num_own_tokens
         code = LOADING.format(
-            base="the base model's folder" if base == LOCAL else base,
+            base="the base model's folder" if base == LOCAL_FOLDER else base,
             dtype=model["dtype"],
             mapping=MAPPING.format(mapping=dict(key_mapping)) if key_mapping else "",
             own_size=OWN_SIZE.format(**sizes) if has_grown else "",
             growth=GROWTH.format(**sizes) if has_grown else "",
         )
         lines += ["## Loading", "", "```python", *code.splitlines(), "```", ""]
-    lines += ["## Recipe", "", "All defaults included:", ""]
-    written = yaml.safe_dump(mask_secrets({**recipe, "model": model}, known=known), sort_keys=False, allow_unicode=True)
+    lines += ["## Recipe", "", RECIPE_NOTE, ""]
+    written = yaml.safe_dump(mask_secrets(public, known=known), sort_keys=False, allow_unicode=True)
     return "\n".join([mask_text("\n".join(lines), known), "```yaml", written.rstrip(), "```", ""])
-
-
-def _is_folder(name: str) -> bool:
-    """A path of this machine, not a name of the hub. The folder need not exist any more."""
-    return os.path.isdir(os.path.expanduser(name)) or not HUB_NAME.fullmatch(name)
 
 
 def list_base_warnings(model: Mapping[str, Any]) -> list[str]:
