@@ -121,10 +121,12 @@ def plan(
     deadline: str | None = None,
     method: Literal["full", "lora"] = "full",
     nvme_path: str | None = None,
+    tokens_per_step: int | str | None = None,
     online: bool = False,
 ) -> SearchResult:
     """Finds GPUs, layouts and memory levers for a model and a row length: `by_cost` and `by_time`, best first, or
     `walls`, which say why nothing fits. `nvme_path`: a folder on each machine's local disk, which plans may use.
+    `tokens_per_step`: the same in every plan; None chooses them.
     Raises RecipeError for arguments that cannot be read."""
     from ulysses_cli.commands import plan as command
     from ulysses_cli.hardware_table import load_hardware
@@ -137,6 +139,7 @@ def plan(
     request, _ = command.read_request(
         model, str(max_length), None if tokens is None else str(tokens), budget, deadline,
         command.Method(method), longest=False, online=online, nvme_path=nvme_path,
+        tokens_per_step=None if tokens_per_step is None else str(tokens_per_step),
     )  # fmt: skip
     return search(request, offers, max(SHOWN, len(offers) if words else 0))
 

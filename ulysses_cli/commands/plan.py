@@ -14,6 +14,7 @@ from ulysses_cli.commands.asking.completion import complete_gpus
 from ulysses_cli.commands.estimate_memory import find_shape, read_length
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
 from ulysses_cli.plan.exit_codes import DONE, USAGE
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.units import format_usd
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ def plan(
     model: Annotated[str, typer.Option(help="a model on the hub (owner/name) or a local folder")],
     max_length: Annotated[str | None, typer.Option(help="tokens per row, such as 128Ki or 1M")] = None,
     tokens: Annotated[str | None, typer.Option(help="tokens to train on in all  [default: 1B]")] = None,
+    tokens_per_step: Annotated[
+        str | None,
+        typer.Option(
+            help="tokens of an optimizer step, the same in every plan  [default: 1Mi, at most a hundredth of --tokens, "
+            "in whole rows]"
+        ),
+    ] = None,
     gpus: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,7 +96,9 @@ def plan(
     table = or_exit(load_hardware)
     offers = or_exit(lambda: read_offers(",".join(gpus) if gpus else None, table))
     request, notes = or_exit(
-        lambda: read_request(model, max_length, tokens, budget, deadline, method, longest, online, nvme_path)
+        lambda: read_request(
+            model, max_length, tokens, budget, deadline, method, longest, online, nvme_path, tokens_per_step
+        )
     )
     if write is not None:
         or_exit(lambda: _check_writable(write, force, longest))
@@ -145,6 +155,7 @@ def read_request(
     longest: bool,
     online: bool,
     nvme_path: str | None = None,
+    tokens_per_step: str | None = None,
 ) -> tuple[PlanRequest, list[str]]:
     from ulysses_cli.plan.planner.candidates import PlanRequest
     from ulysses_cli.plan.planner.draft import find_obstacle, needs_stretch
@@ -156,7 +167,7 @@ def read_request(
         raise RecipeError(
             [Problem("--longest", "finds the length, but --max-length gives one", "leave out one of them")]
         )
-    bounds = {"--budget": budget, "--deadline": deadline}
+    bounds = {"--budget": budget, "--deadline": deadline, "--tokens-per-step": tokens_per_step}
     ruled_out = [name for name, bound in bounds.items() if longest and bound is not None]
     if ruled_out:
         message, hint = "bounds a plan for rows of --max-length; --longest has none", "leave out one of them"
@@ -177,10 +188,25 @@ def read_request(
     seconds = None if deadline is None else _read_time(deadline)
     quantize_base = "nf4" if method is Method.qlora else None
     is_lora = method is not Method.full
-    request = PlanRequest(shape, length, num_tokens, is_lora, budget, seconds, quantize_base, nvme_path)
+    wished = None if tokens_per_step is None else read_length("--tokens-per-step", tokens_per_step)
+    if wished is not None and wished > num_tokens:
+        hint = "write fewer, or raise --tokens"
+        raise RecipeError([Problem("--tokens-per-step", f"{wished:,} are more than the {num_tokens:,} in all", hint)])
+    request = PlanRequest(shape, length, num_tokens, is_lora, budget, seconds, quantize_base, nvme_path, wished)
+    notes += [] if longest else [_describe_step(request)]
     if problems := [replace(each, key="--method") for each in check_quantized_base(make_plan_recipe(request), shape)]:
         raise RecipeError(problems)
     return request, notes
+
+
+def _describe_step(request: PlanRequest) -> str:
+    rows = request.rows_per_step
+    step = f"{rows * request.max_length:,} ({format_count(rows, 'row')})"
+    if request.tokens_per_step is None:
+        return f"--tokens-per-step {step}; every plan keeps it, by accumulation where its GPUs are few"
+    if request.tokens_per_step % request.max_length:
+        return f"--tokens-per-step {request.tokens_per_step:,} is rounded up to {step}"
+    return f"--tokens-per-step {step}"
 
 
 def _check_model(model: str, shape: ModelShape, length: int) -> None:

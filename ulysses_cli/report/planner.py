@@ -27,7 +27,10 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
         "mesh": asdict(job.layout),
         "levers": {**vars(job.levers)},
         "row_tokens": job.row_tokens,
+        "tokens_per_step": speed.tokens_per_step,
+        "accumulation": job.accumulation,
         "hours": candidate.seconds / 3600,
+        "startup_hours": candidate.startup_seconds / 3600,
         "usd": None if usd is None else {"low": usd[0], "high": usd[1]},
         "tokens_per_second": speed.tokens_per_second,
         "mfu": speed.mfu,
@@ -75,8 +78,15 @@ def format_search(result: SearchResult, title: str, assumptions: Sequence[str]) 
     text += "\n\nby time\n" + format_table(HEADER, map(_format_row, result.by_time))
     notes = [f"left out: {key}: {reason}" for key, reason in result.left_out.items()] + list(result.rings)
     notes += list_disks([*result.by_cost, *result.by_time])
-    text += "\n\n" + "\n".join(notes) if notes else ""
+    notes.append(_explain_startup([*result.by_cost, *result.by_time]))
+    text += "\n\n" + "\n".join(notes)
     return text + "\n\n" + format_prices([candidate.gpu for candidate in (*result.by_cost, *result.by_time)])
+
+
+def _explain_startup(candidates: Sequence[Candidate]) -> str:
+    seconds = [candidate.startup_seconds for candidate in candidates]
+    span = " to ".join(dict.fromkeys(f"{each / 60:.0f}" for each in (min(seconds), max(seconds))))
+    return f"hours and money begin with the start, about {span} min: processes, weights, a rehearsed step and save"
 
 
 def list_disks(candidates: Sequence[Candidate]) -> list[str]:

@@ -11,11 +11,22 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import Fit
 from ulysses_cli.plan.speed import Speed
 
+GIGA = 1e9
+TOKENS_PER_STEP = 1 << 20  # published fine-tunings on long rows take 0.5 to 4 million
+MIN_STEPS = 100  # that a plan has, unless its tokens are too few rows
+
+# A start: docs/estimating.md has the reasons. No GPU has measured it.
+PROCESS_SECONDS = 120.0  # processes, imports, groups of ranks, kernels that are compiled or chosen
+DOWNLOAD_GB_S = 0.5  # of a machine, for the weights: 4 Gbit/s
+MOST_STARTUP = 0.2  # of a plan's hours: each start of the run costs it again
+STATE_BYTES = 14  # of a trained weight in a checkpoint: bfloat16, and three float32 numbers of Adam
+
 
 @dataclass(frozen=True)
 class PlanRequest:
     """What a plan must do: train rows of `max_length` tokens, `num_tokens` in all. None means no bound.
-    `quantize_base`: the format of the base under adapters. `nvme_path`: a folder on a local disk of each machine."""
+    `quantize_base`: the format of the base under adapters. `nvme_path`: a folder on a local disk of each machine.
+    `tokens_per_step`: None chooses them."""
 
     shape: ModelShape
     max_length: int
@@ -25,6 +36,16 @@ class PlanRequest:
     deadline_seconds: float | None = None
     quantize_base: str | None = None
     nvme_path: str | None = None
+    tokens_per_step: int | None = None
+
+    @property
+    def rows_per_step(self) -> int:
+        """The same for every candidate, whatever its layout: another number would be another training. A given number
+        of tokens is rounded up to whole rows; otherwise a power of two, which most numbers of GPUs divide."""
+        if self.tokens_per_step is not None:
+            return -(-self.tokens_per_step // self.max_length)
+        most = min(TOKENS_PER_STEP, self.num_tokens // MIN_STEPS) // self.max_length
+        return 1 << max(0, most.bit_length() - 1)
 
     @property
     def zero_stage(self) -> int:
@@ -51,8 +72,27 @@ class Candidate:
     num_tokens: int
 
     @property
-    def seconds(self) -> float:
+    def training_seconds(self) -> float:
         return self.num_tokens / self.speed.tokens_per_second
+
+    @property
+    def startup_seconds(self) -> float:
+        """Until the first step: processes, weights to every machine and from its disk, the rehearsal of a step and a
+        save."""
+        weights, disk_bytes_per_second = self.job.weights, GIGA * self.gpu.efficiency.disk_gb_s
+        loaded = weights.num_elements * self.job.dtype_bytes
+        saved = STATE_BYTES * weights.num_trained / self.job.num_nodes
+        seconds = loaded / (GIGA * DOWNLOAD_GB_S) + (loaded + saved) / disk_bytes_per_second
+        return PROCESS_SECONDS + seconds + self.speed.step_seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.startup_seconds + self.training_seconds
+
+    @property
+    def is_justified(self) -> bool:
+        """GPUs that spend much of their time on starting are more than the work needs."""
+        return self.startup_seconds <= MOST_STARTUP * self.seconds
 
     @property
     def usd(self) -> tuple[float, float] | None:

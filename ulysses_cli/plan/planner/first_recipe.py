@@ -48,6 +48,7 @@ class Choice:
     price: float | None = None
     is_cpu: bool = False
     stretches: bool = False
+    accumulation: int = 1
 
 
 def suggest_length(longest_tokens: int | None, max_positions: int | None, *, is_cpu: bool) -> int:
@@ -71,13 +72,14 @@ def choose_on_cpu(shape: ModelShape, max_length: int, num_ranks: int) -> Choice:
 def choose_by_plan(best: Candidate, request: PlanRequest, model: str) -> Choice:
     draft, header = draft_candidate(best, request, model, "")
     cost = best.usd
-    lines = tuple(line for line in header if line.startswith(("hardware", "predicted")))
+    lines = tuple(line for line in header if line.startswith(("hardware", "predicted", "step")))
     lines += (f"cost       {format_usd(*cost, digits=2)} for the data below",) if cost else ()
     memory = tuple(write_levers(draft.levers)) if draft.levers is not None else ()
     price = best.gpu.usd_middle
     return Choice(
-        draft.layout, lines, memory, draft.lora_targets, draft.is_packed, price, stretches=draft.needs_stretch
-    )
+        draft.layout, lines, memory, draft.lora_targets, draft.is_packed, price, stretches=draft.needs_stretch,
+        accumulation=draft.accumulation,
+    )  # fmt: skip
 
 
 def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
@@ -96,7 +98,7 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     lines += (
         [] if choice.is_packed else ["  packing: off  # this model's layers carry something into the next document"]
     )
-    lines += ["", "train:", *_write_steps(answers)]
+    lines += ["", "train:", *_write_steps(answers, choice)]
     if choice.memory:
         lines += ["", "# chosen so that a step fits with a margin; `auto` lets each run choose", *choice.memory]
     if answers.is_lora:
@@ -142,11 +144,13 @@ def _write_parallel(layout: Layout, quantize_base: str | None) -> list[str]:
     return ["", "parallel:", *lines] if lines else []
 
 
-def _write_steps(answers: FirstAnswers) -> list[str]:
+def _write_steps(answers: FirstAnswers, choice: Choice) -> list[str]:
     rate = 3e-3 if answers.model == TINY else 1e-4 if answers.is_lora else 1e-5
     known = answers.num_tokens is not None
     length = "  num_train_epochs: 1" if known else "  max_steps: 500  # the size of the data is not known yet"
-    return [length, f"  learning_rate: {rate:.0e}".replace("e-0", "e-"), "  warmup_ratio: 0.03"]
+    rounds = f"  gradient_accumulation_steps: {choice.accumulation}  # so that a step has as many rows on any GPUs"
+    lines = [length, rounds] if choice.accumulation > 1 else [length]
+    return [*lines, f"  learning_rate: {rate:.0e}".replace("e-0", "e-"), "  warmup_ratio: 0.03"]
 
 
 def make_tiny_config(max_length: int) -> dict[str, object]:

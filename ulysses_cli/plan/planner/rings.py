@@ -33,8 +33,8 @@ def keep_rings_that_win(plans: Sequence[Candidate]) -> list[Candidate]:
         kept.setdefault((plan.gpu.key, _forget_ring(plan.job.layout)), []).append(plan)
     best = []
     for alike in kept.values():
-        fastest = min(plan.seconds for plan in alike)
-        near = (plan for plan in alike if plan.seconds * (1 - RING_GAIN) <= fastest)
+        fastest = min(plan.speed.step_seconds for plan in alike)
+        near = (plan for plan in alike if plan.speed.step_seconds * (1 - RING_GAIN) <= fastest)
         best.append(min(near, key=_rank_ring))
     return best
 
@@ -50,15 +50,16 @@ def _rank_ring(plan: Candidate) -> tuple[bool, int]:
 
 
 def explain_rings(shown: Iterable[Candidate], tried: Sequence[Candidate]) -> list[str]:
-    """What each ring that is shown gains over heads alone and over the best other ring of the same ranks. Where ranks
-    share a row without a ring: that no ring gains enough."""
+    """What each ring that is shown gains over heads alone and over the best other ring of the same ranks. Where no
+    ring is shown, none gains enough."""
     lines = list[str]()
     for plan in shown:
         layout = plan.job.layout
+        if layout.ring_size == 1:
+            continue
         alike = (each for each in tried if each.gpu.key == plan.gpu.key and each.job.layout != layout)
         rivals = [each for each in alike if _forget_ring(each.job.layout) == _forget_ring(layout)]
-        text = _explain_gains(plan, rivals) if layout.ring_size > 1 else _explain_no_ring(plan, rivals)
-        lines += [f"{plan.job.world_size} x {plan.gpu.key}: {text}"] if text else []
+        lines.append(f"{plan.job.world_size} x {plan.gpu.key}: {_explain_gains(plan, rivals)}")
     return list(dict.fromkeys(lines))
 
 
@@ -70,24 +71,14 @@ def _explain_gains(plan: Candidate, rivals: Sequence[Candidate]) -> str:
     else:
         gains = [_compare(plan, alone) if alone in fitting else f"{_name_ring(alone.job.layout)} does not fit"]
     others = [each for each in fitting if each is not alone]
-    gains += [_compare(plan, min(others, key=lambda each: each.seconds))] if others else []
+    nearest = min(others, key=lambda each: each.speed.step_seconds, default=None)
+    if nearest is not None and plan.speed.step_seconds <= (1 - RING_GAIN) * nearest.speed.step_seconds:
+        gains.append(_compare(plan, nearest))
     return f"{_name_ring(plan.job.layout)}: {'; '.join(gains)}"
 
 
-def _explain_no_ring(plan: Candidate, rivals: Sequence[Candidate]) -> str:
-    """'' where no ring is possible. keep_rings_that_win has dropped this plan where a ring gains enough."""
-    if not rivals:
-        return ""
-    fitting = [each for each in rivals if each.fit.verdict == "fits"]
-    name = _name_ring(plan.job.layout)
-    if not fitting:
-        return f"{name}: no ring of these ranks fits"
-    best = min(fitting, key=lambda each: each.seconds)
-    return f"{name}: no ring gains {RING_GAIN:.0%}: {_name_ring(best.job.layout)} takes {_compare(best, plan)}"
-
-
 def _compare(plan: Candidate, rival: Candidate) -> str:
-    return _compare_seconds(plan.seconds, rival.seconds, rival.job.layout)
+    return _compare_seconds(plan.speed.step_seconds, rival.speed.step_seconds, rival.job.layout)
 
 
 def _compare_seconds(own: float, other: float, layout: Layout) -> str:

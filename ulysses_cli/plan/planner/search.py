@@ -37,7 +37,6 @@ from ulysses_cli.plan.speed import compute_speed
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
-MIN_STEPS = 100  # a plan has at least this many optimizer steps, which bounds the rows of a step
 
 
 def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) -> SearchResult:
@@ -45,7 +44,7 @@ def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) ->
     layouts = _list_layouts(request, offers)
     tried = [candidate for job, kinds in layouts for candidate in _try_levers(request, job, kinds)]
     fitting = [plan for plan in tried if plan.fit.verdict == "fits"]
-    inside = keep_rings_that_win([plan for plan in fitting if not find_excess(request, plan)])
+    inside = keep_justified(keep_rings_that_win([plan for plan in fitting if not find_excess(request, plan)]))
     if not inside:
         return SearchResult((), (), tuple(list_walls(request, offers, layouts, tried, fitting)))
     by_cost = sorted(inside, key=lambda plan: (round_cost(plan.usd_middle), plan.job.num_nodes, plan.seconds))
@@ -57,6 +56,19 @@ def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) ->
     return SearchResult(best, fastest, (), left_out, tuple(explain_rings((*best, *fastest), tried)))
 
 
+def keep_justified(plans: Sequence[Candidate]) -> list[Candidate]:
+    """Without those whose GPUs are more than the work needs; of a kind that has no others, those on the fewest GPUs."""
+    fewest: dict[str, int] = {}
+    for plan in plans:
+        fewest[plan.gpu.key] = min(plan.job.world_size, fewest.get(plan.gpu.key, plan.job.world_size))
+    served = {plan.gpu.key for plan in plans if plan.is_justified}
+    return [
+        plan
+        for plan in plans
+        if plan.is_justified or (plan.gpu.key not in served and plan.job.world_size == fewest[plan.gpu.key])
+    ]
+
+
 def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
     """The best of each kind of GPU."""
     best: dict[str, Candidate] = {}
@@ -66,18 +78,17 @@ def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
 
 
 def _list_layouts(request: PlanRequest, offers: Sequence[Offer]) -> list[tuple[Job, list[Gpu]]]:
-    """Every layout with the kinds of GPU that could run it."""
+    """Every layout whose groups share the rows of a step evenly, with the kinds of GPU that could run it."""
     kinds: dict[tuple[int, int], list[Gpu]] = {}
     for offer in offers:
         for count in _list_counts(offer):
             kinds.setdefault((count, offer.gpu.gpus_per_node), []).append(offer.gpu)
     recipe = make_plan_recipe(request)
-    most_rows, has_disk = max(1, request.num_tokens // request.max_length // MIN_STEPS), request.nvme_path is not None
     return [
-        (replace(make_plan_job(recipe, request.shape, layout, per_node), has_disk=has_disk), gpus)
+        (make_plan_job(recipe, request, layout, per_node), gpus)
         for (count, per_node), gpus in kinds.items()
         for sp_size in list_sp_sizes(request.shape, count, request.max_length)
-        if count // sp_size <= most_rows
+        if request.rows_per_step % (count // sp_size) == 0
         for layout in list_sp_layouts(request.shape, count, sp_size)
     ]
 
@@ -136,9 +147,14 @@ def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
     return () if shape.adapts_all else shape.linear_modules
 
 
-def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_node: int) -> Job:
+def make_plan_job(recipe: Recipe, request: PlanRequest, layout: Layout, gpus_per_node: int) -> Job:
+    """The longest row is searched with one row for each group."""
+    rounds = request.rows_per_step // layout.dp_size if request.max_length else 1
     parallel = recipe.parallel.model_copy(update={**vars(layout)})
-    return make_job(recipe.model_copy(update={"parallel": parallel}), shape, Levers(), gpus_per_node=gpus_per_node)
+    train = recipe.train.model_copy(update={"gradient_accumulation_steps": rounds})
+    recipe = recipe.model_copy(update={"parallel": parallel, "train": train})
+    job = make_job(recipe, request.shape, Levers(), gpus_per_node=gpus_per_node)
+    return replace(job, has_disk=request.nvme_path is not None)
 
 
 def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
@@ -191,8 +207,7 @@ def search_longest(request: PlanRequest, offers: Sequence[Offer]) -> list[Longes
         best: tuple[int, Job] | None = None
         for sp_size in list_sp_sizes(request.shape, offer.max_gpus, None):
             for layout in list_sp_layouts(request.shape, offer.max_gpus, sp_size):
-                job = make_plan_job(recipe, request.shape, layout, offer.gpu.gpus_per_node)
-                job = replace(job, has_disk=request.nvme_path is not None)
+                job = make_plan_job(recipe, request, layout, offer.gpu.gpus_per_node)
                 length, levers = find_longest(job, offer.gpu)
                 if length and (best is None or length > best[0]):
                     best = length, replace(job, levers=levers, row_tokens=length)
@@ -209,6 +224,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
     job, gpu = best.job, best.gpu
     trained = "LoRA" if request.is_lora else "Full fine-tuning"
     trained = trained if request.quantize_base is None else f"LoRA on a base in {request.quantize_base}"
+    rows = request.rows_per_step
     steps = max(1, -(-request.num_tokens // best.speed.tokens_per_step))
     disk = compute_node_disk_bytes(job) / GIB
     draft = Draft(
@@ -220,6 +236,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         quantize_base=request.quantize_base,
         zero_stage=request.zero_stage,
         levers=job.levers,
+        accumulation=job.accumulation,
         needs_stretch=needs_stretch(request.shape, request.max_length),
         dataset="emozilla/pg19",
         is_packed=not request.shape.crosses_documents,
@@ -236,6 +253,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         *([f"disk       {disk:,.0f} GiB free below memory.nvme_path on each machine"] if disk else []),
         f"launch     ulysses train {file}",
         f"predicted  {peak} per GPU, {best.speed.tokens_per_second:,.0f} tokens/s, {best.seconds / 3600:.3g} hours",
+        f"step       {best.speed.tokens_per_step:,} tokens, as in every plan: {format_count(rows, 'row')}",
         "",
         "Put your own data in place of the data set below.",
     )
