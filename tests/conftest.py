@@ -12,7 +12,7 @@ from support.forked import PRELOADED
 from support.paths import ROOT
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples, get_turn
 
-from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder
+from ulysses_cli.host.operator_builds import FOLDER, choose_path, get_builds_folder
 from ulysses_cli.launch.environments import SCHEDULERS
 from ulysses_cli.prove.ranks import rank_server
 
@@ -25,6 +25,7 @@ settings.register_profile(
 )
 settings.load_profile("ulysses")
 os.environ[FOLDER] = str(get_builds_folder(os.environ))  # tests start ranks without the command, too
+os.environ["PATH"] = choose_path(os.environ)
 OWN_HOME = tempfile.TemporaryDirectory(prefix="ulysses-tests-")  # in place of a person's rates and caches
 for place in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
     os.environ[place] = os.path.join(OWN_HOME.name, place.lower())

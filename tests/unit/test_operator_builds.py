@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import queue
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from ulysses_cli.host.operator_builds import (
     read_cpu_kind,
     watch_builds,
 )
+from ulysses_cli.launch.launcher import make_environment
 
 
 def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +149,22 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
     folder.mkdir()
     refused.add(folder)
     assert find_write_problem(environ) == f"{folder}, where operators of DeepSpeed are built, cannot be written"
+
+
+def test_another_path_does_not_build_again(tmp_path: Path) -> None:
+    """Of two ninjas, each takes what the other has built for out of date. The second here builds nothing at all."""
+    other = tmp_path / "other/ninja"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\necho building all again\n")
+    other.chmod(0o755)
+    own = str(Path(sys.executable).parent)
+    paths = (os.defpath, f"{own}:{os.defpath}", f"{other.parent}:{os.defpath}", f"{other.parent}:{own}:{os.defpath}")
+    rule = "rule compile\n  command = echo built > $out\nbuild operator.so: compile\n"
+    (tmp_path / "build.ninja").write_text(rule)
+    said = []
+    for path in paths:
+        environ = make_environment({**os.environ, "PATH": path}, "cpu", 1)
+        ran = subprocess.run(["ninja"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+        said.append(ran.stdout.strip().splitlines()[-1])
+        assert environ["PATH"].endswith(path), "everything else is found where it was"
+    assert said == ["[1/1] echo built > operator.so", *["ninja: no work to do."] * 3]

@@ -8,6 +8,8 @@ import hashlib
 import os
 import platform
 import re
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,6 +43,15 @@ def get_builds_folder(environ: Mapping[str, str], has_gpu: bool | None = None) -
         return named if named.name == name else named / name  # a rank's variable holds the whole path already
     home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(home) / "ulysses" / "operators" / name
+
+
+def choose_path(environ: Mapping[str, str]) -> str:
+    """Returns a PATH on which this environment's own ninja is found first. torch takes the first one, and two versions
+    of ninja hash a command differently: each would build again what the other has built."""
+    path, own = environ.get("PATH", os.defpath), Path(sys.executable).parent / "ninja"
+    if not own.is_file() or shutil.which("ninja", path=path) == str(own):
+        return path
+    return f"{own.parent}{os.pathsep}{path}"
 
 
 @cache

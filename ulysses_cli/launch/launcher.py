@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
-from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder
+from ulysses_cli.host.operator_builds import FOLDER, choose_path, get_builds_folder
 from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import Rendezvous
@@ -55,7 +55,8 @@ def count_rank_slots(device: str) -> int:
 def make_environment(
     environ: Mapping[str, str], device: str, processes_here: int, rendezvous: Rendezvous | None = None
 ) -> dict[str, str]:
-    """The environment of the ranks, set before torch is imported. Variables that the user has set are kept."""
+    """The environment of the ranks, set before torch is imported. Variables that the user has set are kept;
+    PATH may begin with one more folder."""
     ours = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PEER_SHUTDOWN_SECONDS,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes_here)),
@@ -73,7 +74,7 @@ def make_environment(
         ours["DS_ACCELERATOR"] = "cpu"
     elif "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
         ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return {**ours, **environ} | ({KEY: rendezvous.key} if rendezvous is not None else {})
+    return {**ours, **environ, "PATH": choose_path(environ)} | ({KEY: rendezvous.key} if rendezvous is not None else {})
 
 
 def find_terminal() -> int:
