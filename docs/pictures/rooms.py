@@ -12,7 +12,7 @@ from support.house import HEAVY, LIGHT, MAY_IMPORT, PACKAGE
 FILES = ("validate", "hub", "hardware_table", "shipped", "publishing")
 ENTRY = ("cli", "api", "__main__", "")
 ROWS = {
-    **{"commands": 0, "report": 1, "launch": 1, "run_folder": 2, "host": 2, "evaluate": 2},
+    **{"commands": 0, "report": 1, "launch": 1, "run_folder": 2, "host": 2, "evaluate": 2, "readers": 3},
     **{"prove": 0, "train": 1, "data": 2},
 }
 BASE = "plan"
@@ -24,6 +24,7 @@ PURPOSES = {
     "run_folder": "checkpoints, manifests and logs of a run",
     "host": "network, operator builds, child processes",
     "evaluate": "tasks from a seed, scorers, statistics",
+    "readers": "files of unknown origin as rows, in bounded time and memory",
     "data": "documents to rows of tokens, with transformers and datasets, without torch",
     "train": "one rank of a run, from start-up to teardown",
     "prove": "runs that prove a claim: parity, speed, a healthy machine",
@@ -50,12 +51,12 @@ def draw_rooms(theme: Theme) -> str:
         write(theme, HEAVY_LEFT, 116, f"may import {', '.join(_sort_heavy()[:3])}, …", 12, "muted"),
     ]
     places = {name: (HEAVY_LEFT, heavy_width) if name in heavy else _place_light(name) for name in ROWS}
-    needed = [max(_measure_room(name, places[name][1]) for name in ROWS if ROWS[name] == row) for row in range(3)]
+    needed = [max(_measure_room(name, places[name][1]) for name in ROWS if ROWS[name] == row) for row in range(4)]
     tops = [TOP + sum(needed[:row]) + row * GAP for row in range(len(needed))]
     for name, row in ROWS.items():
         tint = heavy_colour if name in heavy else light_colour
-        is_tall = name in heavy and row == len(needed) - 1
-        height = needed[row] + (GAP + FILES_HEIGHT if is_tall else 0)
+        is_tall = name in heavy and row == 2  # beside two rows of the light half
+        height = needed[row] + (2 * GAP + needed[3] + FILES_HEIGHT if is_tall else 0)
         parts += _draw_room(theme, name, places[name][0], tops[row], places[name][1], height, tint)
     bottom = tops[-1] + needed[-1] + GAP
     parts += _draw_files(theme, bottom, light_colour)
@@ -74,7 +75,7 @@ def _place_light(name: str) -> tuple[float, float]:
 
 
 def _check(heavy: list[str]) -> None:
-    rows = {**ROWS, **dict.fromkeys(FILES, 3), BASE: 4, **dict.fromkeys(ENTRY, -1)}
+    rows = {**ROWS, **dict.fromkeys(FILES, 4), BASE: 5, **dict.fromkeys(ENTRY, -1)}
     if set(rows) != set(MAY_IMPORT):
         raise ValueError(f"rooms without a place in the picture: {sorted(set(rows) ^ set(MAY_IMPORT))}")
     for name, imports in MAY_IMPORT.items():

@@ -11,12 +11,12 @@ from support.templates import TEMPLATES
 from support.tiers import count_examples, sample, sample_every
 from support.tokenizers_trained import train, wrap
 
-from ulysses_cli.data.problems import BadRow
-from ulysses_cli.data.sources.columns import Chat, read_sample
 from ulysses_cli.data.store import TARGET, TURN
 from ulysses_cli.data.tokenizing import chat
 from ulysses_cli.data.tokenizing.chat import InexactTemplate, find_spans, make_render
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.readers.columns import Chat, read_sample
+from ulysses_cli.readers.problems import BadRow
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = st.text("abc XY.,\n'é你 ", min_size=1, max_size=12).filter(str.strip)

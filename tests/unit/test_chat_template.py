@@ -8,12 +8,12 @@ import pytest
 from support.recipes import check, load
 from support.tokenizers_trained import train, wrap
 
-from ulysses_cli.data.problems import BadRow
-from ulysses_cli.data.sources.columns import read_sample
 from ulysses_cli.data.store import TARGET
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.plan.models.chat_template import FOLDER, SHIPPED, find_end_marker, read_template
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.readers.columns import read_sample
+from ulysses_cli.readers.problems import BadRow
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = [

@@ -25,8 +25,6 @@ from support.checkpoints import make_checkpoint, make_state, write_contents
 from support.recipes import LLAMA, VALID
 from support.tiers import sample
 
-from ulysses_cli.data.problems import BadRow, DataError
-from ulysses_cli.data.sources.files import walk_blocks
 from ulysses_cli.data.tokenizing.chat import find_spans
 from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
@@ -36,6 +34,8 @@ from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metada
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.changes import list_changes
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.readers.files import walk_blocks
+from ulysses_cli.readers.problems import BadRow, DataError
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_summary import format_summary, summarize_run

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from support.recipes import load
 
-from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.sources import expansion
-from ulysses_cli.data.sources.files import list_files, walk_blocks
 from ulysses_cli.data.sources.fingerprint import FileHashes
 from ulysses_cli.data.sources.sources import open_source
 from ulysses_cli.hub import find_model_shape
@@ -22,6 +19,9 @@ from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rules.files import check_datasets
+from ulysses_cli.readers import expansion
+from ulysses_cli.readers.files import list_files, walk_blocks
+from ulysses_cli.readers.problems import DataError
 
 SECONDS = 20
 

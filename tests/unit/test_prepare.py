@@ -17,13 +17,13 @@ from support.paths import ROOT
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
-from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.data.transaction import lock
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Model
+from ulysses_cli.readers.problems import DataError
 
 RECIPE = """\
 model:
@@ -113,7 +113,7 @@ def test_what_is_prepared_again_after_a_setting_changes(
 
 @pytest.mark.check
 def test_workers_make_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ulysses_cli.data.sources import files
+    from ulysses_cli.readers import files
 
     monkeypatch.setattr(files, "BLOCK_BYTES", 300)
     write_texts(tmp_path, 40)
@@ -288,7 +288,7 @@ def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
 @pytest.mark.check
 def test_chats_without_a_template_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays one problem for any number of workers and rows, and when bad rows are skipped too."""
-    from ulysses_cli.data.sources import files
+    from ulysses_cli.readers import files
 
     monkeypatch.setattr(files, "BLOCK_BYTES", 300)
     wrap(train("gpt2")).save_pretrained(tmp_path / "t")

@@ -14,8 +14,8 @@ from support.paths import TINY_RECIPE
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
-from ulysses_cli.data.problems import MAX_SHOWN, shorten
 from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.readers.problems import MAX_SHOWN, shorten
 from ulysses_cli.report import printing
 from ulysses_cli.report.data_report import format_bad, format_sample
 from ulysses_cli.report.live.preparing import ProgressLine

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers import count_examples, sample
 
-from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.sources.blocks import Block
 from ulysses_cli.data.tokenizing import renderer
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import encode_block
+from ulysses_cli.readers.blocks import Block
+from ulysses_cli.readers.problems import DataError
 
 CHAT = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
 MANY = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from support.prepared import make_prepared
 from support.tiers import count_examples
 
-from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import PackedRows, hash_content, open_rows
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rows.packing import locate_row, share_rows
+from ulysses_cli.readers.problems import DataError
 
 TOKENS = st.lists(st.integers(0, 999), min_size=2, max_size=40)
 SOURCE = st.lists(TOKENS, min_size=1, max_size=12)

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.sources import expansion
-from ulysses_cli.data.sources.blocks import walk_rows
-from ulysses_cli.data.sources.files import walk_blocks
-from ulysses_cli.data.sources.tables import measure
+from ulysses_cli.readers import expansion
+from ulysses_cli.readers.blocks import walk_rows
+from ulysses_cli.readers.files import walk_blocks
+from ulysses_cli.readers.problems import DataError
+from ulysses_cli.readers.tables import measure
 
 SMALL = 1 << 20
 

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.problems import DataError, shorten
 from ulysses_cli.data.rows import Split, save_rows
 from ulysses_cli.data.selection import select_documents
 from ulysses_cli.data.store import TARGET, TokenStore
@@ -30,6 +29,7 @@ from ulysses_cli.plan.rows.packing import (
     pack_documents,
     pack_stream,
 )
+from ulysses_cli.readers.problems import DataError, shorten
 
 # Attention's share of the work at a hidden size of 4096 (per pair 12 x layers x hidden FLOPs, per token
 # 72 x layers x hidden^2). Fixed for all models, so that rows depend on the seed and the data alone.

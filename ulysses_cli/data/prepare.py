@@ -15,7 +15,6 @@ from typing import Any
 
 from ulysses_cli.data import facts
 from ulysses_cli.data.packer import RowSettings, make_rows
-from ulysses_cli.data.problems import DataError, NoTemplate, explain_bad_rows
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.sources.sources import Source, open_source
@@ -28,6 +27,7 @@ from ulysses_cli.plan.models.chat_template import explain_no_template
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import CHAT_TYPES
+from ulysses_cli.readers.problems import DataError, NoTemplate, explain_bad_rows
 
 MAX_KEPT_BAD = 100
 SMALL_BYTES = 8 << 20

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.problems import DataError
 from ulysses_cli.plan.files.locks import take_lock
 from ulysses_cli.plan.problem import Problem
+from ulysses_cli.readers.problems import DataError
 
 MANIFEST = "manifest.json"
 HINTS = {

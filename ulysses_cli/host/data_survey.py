@@ -13,11 +13,9 @@ from ulysses_cli.plan.files.addresses import get_scheme
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.rules.files import HUB_NAME
+from ulysses_cli.readers.compressed_files import PACKED
+from ulysses_cli.readers.files import LINES, ROWS, TEXTS, get_format
 
-ROWS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv")
-LINES = (".jsonl", ".ndjson")
-TEXTS = (".txt", ".md")
-PACKED = (".gz", ".zst")
 SAMPLE_BYTES = 64 << 20
 
 
@@ -43,8 +41,8 @@ def survey_data(path: str) -> Survey:
         return _survey_files(path, [place])
     if place.is_dir():
         files = [file for file in place.rglob("*") if _is_visible(file, place) and file.is_file()]
-        rows = [file for file in files if get_kind(file) in ROWS]
-        chosen = rows or [file for file in files if get_kind(file) in TEXTS]
+        rows = [file for file in files if get_format(file) in ROWS]
+        chosen = rows or [file for file in files if get_format(file) in TEXTS]
         if len(chosen) * 2 >= len(files) > 0:
             return _survey_files(path, chosen)
         if not files:
@@ -59,24 +57,19 @@ def survey_data(path: str) -> Survey:
     raise RecipeError([Problem("--data", f"{path} does not exist", hint)])
 
 
-def get_kind(file: Path) -> str:
-    """Returns the suffix that names a file's format."""
-    return (Path(file.stem).suffix if file.suffix in PACKED else file.suffix).lower()
-
-
 def _survey_files(path: str, files: Sequence[Path]) -> Survey:
     num_bytes, longest, is_known = 0, 0, True
     for file in files:
         size = file.stat().st_size
         num_bytes += size
-        if file.suffix in PACKED or get_kind(file) not in (*LINES, *TEXTS):
+        if file.suffix in PACKED or get_format(file) not in (*LINES, *TEXTS):
             is_known = False
-        elif get_kind(file) in LINES:
+        elif get_format(file) in LINES:
             longest = max(longest, _measure_lines(file))
         else:
             longest = max(longest, size)
     summary = f"{format_count(len(files), 'file')}, {num_bytes:,} bytes"
-    are_texts = all(get_kind(file) in TEXTS for file in files)
+    are_texts = all(get_format(file) in TEXTS for file in files)
     return Survey(path, summary, num_bytes, longest if is_known else None, len(files) if are_texts else None)
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.sources.blocks import Block, make_header
-from ulysses_cli.data.sources.files import BOM
 from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.readers.blocks import Block, make_header
+from ulysses_cli.readers.files import BOM
+from ulysses_cli.readers.problems import DataError
 
 PROBE_BYTES = 8192
 Ignores = tuple[tuple[str, Any], ...]  # (folder with a trailing slash, its patterns), deepest last

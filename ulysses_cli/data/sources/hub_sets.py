@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.hub_access import explain_absence, find_obstacle
-from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.sources.blocks import Block, drop_nulls
 from ulysses_cli.data.sources.fingerprint import hash_parts
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.readers.blocks import Block, drop_nulls
+from ulysses_cli.readers.problems import DataError
 
 ROWS_PER_BLOCK = 200
 

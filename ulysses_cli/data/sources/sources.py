@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.problems import MAX_SHOWN, BadRow, DataError, explain_bad_rows, make_where
-from ulysses_cli.data.sources import compressed_files, files, folder, hub_sets, synthetic
-from ulysses_cli.data.sources.blocks import Block, walk_rows
-from ulysses_cli.data.sources.columns import Kind, detect_kind
+from ulysses_cli.data.sources import folder, hub_sets, synthetic
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.plan.files.regular_files import describe_special
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.rules.files import is_local
+from ulysses_cli.readers import compressed_files, files
+from ulysses_cli.readers.blocks import Block, walk_rows
+from ulysses_cli.readers.columns import Kind, detect_kind
+from ulysses_cli.readers.problems import MAX_SHOWN, BadRow, DataError, explain_bad_rows, make_where
 
 KINDS: dict[str, Kind] = {
     "text": "text",

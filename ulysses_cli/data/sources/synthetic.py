@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ulysses_cli.data.sources.blocks import Block
+from ulysses_cli.readers.blocks import Block
 
 NUM_DOCUMENTS = 400
 DOCUMENTS_PER_BLOCK = 100

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ulysses_cli.data.problems import BadRow
+from ulysses_cli.readers.problems import BadRow
 
 Messages = Sequence[dict[str, Any]]
 MARK = "uQ7zMARKz7Qu"  # a placeholder for a message's content; no template changes these letters

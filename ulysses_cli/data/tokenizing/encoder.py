@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.problems import BadRow, NoTemplate
-from ulysses_cli.data.sources.columns import Chat, Completion, PlainText, Sample, Tokens
 from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype
 from ulysses_cli.data.tokenizing.chat import InexactTemplate
 from ulysses_cli.data.tokenizing.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
 from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
+from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tokens
+from ulysses_cli.readers.problems import BadRow, NoTemplate
 
 Bounds = NDArray[np.int64]  # [tokens, 2]: first character and one past the last
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ulysses_cli.data.problems import BadRow, DataError, make_where
-from ulysses_cli.data.sources.blocks import Block, count_blank, walk_rows
-from ulysses_cli.data.sources.columns import Kind, PlainText, Sample, read_sample
 from ulysses_cli.data.store import TARGET, Batch, Flags, Ids, hash_document
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
@@ -26,6 +23,9 @@ from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.recipe import Model
+from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
+from ulysses_cli.readers.columns import Kind, PlainText, Sample, read_sample
+from ulysses_cli.readers.problems import BadRow, DataError, make_where
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
 

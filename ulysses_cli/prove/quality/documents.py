@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import RowSlice
 from ulysses_cli.data.sources.fingerprint import FileHashes
 from ulysses_cli.data.sources.sources import open_source
@@ -30,6 +29,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.prove.quality.loading import EvaluatedModel
+from ulysses_cli.readers.problems import DataError
 
 OPTION = "--path"
 Numbers = NDArray[np.int64]

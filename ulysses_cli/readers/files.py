@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.problems import BadRow, DataError, explain_bad_rows
-from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block, NumberedRow, clean_message
-from ulysses_cli.data.sources.compressed_files import PACKED, open_file
-from ulysses_cli.data.sources.decoding import describe_damage
-from ulysses_cli.data.sources.tables import ROWS_PER_BLOCK, walk_arrow, walk_parquet
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.files.regular_files import describe_special
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.readers.blocks import BLOCK_BYTES, Block, NumberedRow, clean_message
+from ulysses_cli.readers.compressed_files import PACKED, open_file
+from ulysses_cli.readers.decoding import describe_damage
+from ulysses_cli.readers.problems import BadRow, DataError, explain_bad_rows
+from ulysses_cli.readers.tables import ROWS_PER_BLOCK, walk_arrow, walk_parquet
 
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
 ROWS = (*LINES, *TABLES, ".json", ".csv", ".tsv")

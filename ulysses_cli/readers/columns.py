@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ulysses_cli.data.problems import BadRow
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.readers.problems import BadRow
 
 Kind = Literal["text", "chat", "conversations", "completion", "instruction", "tokens"]
 Row = Mapping[str, Any]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from ulysses_cli.data.sources.expansion import Expansion
 from ulysses_cli.plan.files.regular_files import open_regular
+from ulysses_cli.readers.expansion import Expansion
 
 PACKED = (".gz", ".zst")
 
@@ -28,7 +28,8 @@ def _open_gzip(file: Path) -> BinaryIO:
 def _open_zstd(file: Path) -> BinaryIO:
     import pyarrow
 
-    return pyarrow.CompressedInputStream(open_regular(file), "zstd")
+    stream: BinaryIO = pyarrow.CompressedInputStream(open_regular(file), "zstd")
+    return stream
 
 
 class _Bounded(io.RawIOBase):

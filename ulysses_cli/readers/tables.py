@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block
-from ulysses_cli.data.sources.compressed_files import PACKED, open_file
-from ulysses_cli.data.sources.expansion import Expansion
+from ulysses_cli.readers.blocks import BLOCK_BYTES, Block
+from ulysses_cli.readers.compressed_files import PACKED, open_file
+from ulysses_cli.readers.expansion import Expansion
 
 ROWS_PER_BLOCK = 1000
 VALUE_BYTES = 8  # of any value in a Python list
@@ -100,8 +98,8 @@ def measure(array: Any) -> int:
         lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
         return value_bytes + int(compute.sum(lengths).as_py() or 0)
     if types.is_string_view(kind) or types.is_binary_view(kind):
-        views = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
-        return value_bytes + int(views.clip(0).sum(dtype=np.int64))
+        views = memoryview(array.buffers()[1]).cast("i")[::4][array.offset : array.offset + len(array)]
+        return value_bytes + sum(max(0, length) for length in views)  # 16 bytes each, of which the first 4 are a length
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         return value_bytes + int(compute.sum(compute.binary_length(array)).as_py() or 0)
     if types.is_run_end_encoded(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):

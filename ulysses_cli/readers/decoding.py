@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ulysses_cli.data.problems import NOT_UTF8, BadRow
+from ulysses_cli.readers.problems import NOT_UTF8, BadRow
 
 
 def decode_line(line: bytes) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ulysses_cli.data.problems import BadRow
-from ulysses_cli.data.sources.decoding import decode_line, find_damaged_line
+from ulysses_cli.readers.decoding import decode_line, find_damaged_line
+from ulysses_cli.readers.problems import BadRow
 
 BLOCK_BYTES = 4 << 20
 NESTED = ("messages", "conversations", "prompt", "completion", "tools")  # columns whose mappings reach a chat template

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ulysses_cli.data.problems import DataError
 from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.readers.problems import DataError
 
 MAX_EXPANSION = 200  # very repetitive texts reach about 50
 FREE_BYTES = 256 << 20  # up to this size any expansion is allowed
