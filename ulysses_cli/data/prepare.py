@@ -20,7 +20,8 @@ from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.sources.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, name_tokenizer
+from ulysses_cli.data.tokenizing.lost_parts import LostCounts, explain_lost_parts
+from ulysses_cli.data.tokenizing.tokenizer import get_template, load_tokenizer, name_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
 from ulysses_cli.plan.models.chat_template import explain_no_template
@@ -74,6 +75,8 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
         _check_bad_rows(store, source, data.on_bad_row)
+    if data.on_rewritten_turns == "raise":
+        _check_lost_parts(stores, described, tokenizer)
     _check_loss_mask(stores[: len(data.datasets)], recipe)
     context.hashes.save()
     path = _make_rows(stores, context)
@@ -133,12 +136,14 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     writer = StoreWriter(partial, len(encoder.tokenizer))
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
+    lost = LostCounts()
     task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings)
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
     for block in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
         writer.append(block.batch)
         bad += block.bad[: MAX_KEPT_BAD - len(bad)]
         totals["num_bad"] += len(block.bad)
+        lost.add(block.lost)
         for name in ("num_bytes", "num_blank", "num_in_pieces", "num_whole"):
             totals[name] += getattr(block, name)
         if block.bad and recipe.data.on_bad_row == "raise":
@@ -159,6 +164,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         **written,
         **totals,
         "bad": bad,
+        "lost": asdict(lost),
         "kind": kind,
         "has_lines": source.has_lines,
         "has_turns": kind not in ("text", "tokens"),
@@ -183,6 +189,18 @@ def _check_bad_rows(store: TokenStore, source: Source, on_bad_row: str) -> None:
     if manifest["num_bad"] and on_bad_row == "raise":
         bad = [(str(file), int(line), str(message)) for file, line, message in manifest["bad"]]
         raise DataError(_explain_bad(bad, manifest["num_bad"], source, is_all=False))
+
+
+def _check_lost_parts(stores: list[TokenStore], described: list[Event], tokenizer: Any) -> None:
+    """Raises for chats of which the template does not show all that the assistant said, with counts of each source."""
+    problems = []
+    for store, source in zip(stores, described, strict=True):
+        lost = LostCounts(**store.manifest["lost"])
+        if lost.num_turns:
+            has_lines = store.manifest["has_lines"]
+            problems.append(explain_lost_parts(lost, get_template(tokenizer), source["name"], has_lines=has_lines))
+    if problems:
+        raise DataError(problems)
 
 
 def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:
@@ -240,7 +258,18 @@ def _needs_seed(recipe: Recipe) -> bool:
 
 def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[str, Any]:
     manifest = store.manifest
-    names = ("kind", "num_documents", "num_tokens", "num_targets", "max_id", "num_bytes", "num_bad", "bad", "num_blank")
+    names = (
+        "kind",
+        "num_documents",
+        "num_tokens",
+        "num_targets",
+        "max_id",
+        "num_bytes",
+        "num_bad",
+        "bad",
+        "num_blank",
+        "lost",
+    )
     more = ("has_lines", "num_in_pieces", "num_whole", "whole_because")
     return {
         "key": source.key,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ulysses_cli.data.transaction import read_manifest
 from ulysses_cli.plan.problem import Where
 
-FORMAT = 2
+FORMAT = 3
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
 Ids = NDArray[Any]
 Flags = NDArray[np.uint8]

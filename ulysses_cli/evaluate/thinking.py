@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ulysses_cli.plan.models.chat_template import THOUGHT_MARKS
+
 # What chat templates read to leave thinking out, or to ask for it. A template that reads neither ignores both.
 SWITCHES = ("enable_thinking", "thinking")
-MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 # gpt-oss: a turn begins with the name of its channel, and answers stand in the last one.
 TURN, ANSWER_CHANNEL = "<|start|>assistant", "<|channel|>final<|message|>"
-THOUGHTS = (*MARKERS, ("<|channel|>analysis", ANSWER_CHANNEL))
+THOUGHTS = (*THOUGHT_MARKS, ("<|channel|>analysis", ANSWER_CHANNEL))
 
 
 def render_question(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinks: bool = False) -> str:
@@ -23,7 +24,7 @@ def render_question(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, th
     if text.endswith(TURN):
         return text + ANSWER_CHANNEL
     begun = text.rstrip()
-    for opening, closing in MARKERS:
+    for opening, closing in THOUGHT_MARKS:
         if begun.endswith(opening):  # the template begins a thought whatever it is told
             return f"{begun}\n\n{closing}\n\n"
     return text

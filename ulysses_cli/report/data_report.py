@@ -16,6 +16,7 @@ from ulysses_cli.report.quantities import format_share
 BAR_CELLS = 40
 LINE_CHARS = 100
 SHOWN_BAD = 20
+LOST = {"thought": "thoughts", "calls": "tool calls", "text": "the text"}
 Report = Mapping[str, Any]
 
 
@@ -29,6 +30,7 @@ def format_report(report: Report) -> str:
         _format_lengths(report),
         *map(format_sample, report["samples"]),
         format_bad(report["sources"]),
+        format_lost(report["sources"]),
         _format_notes(report["notes"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -191,6 +193,25 @@ def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
             lines += [clean_text(f"  {file}{at}{line}: {message}") for file, line, message in shown]
             if source["num_bad"] > SHOWN_BAD:
                 lines.append(f"  and {source['num_bad'] - SHOWN_BAD:,} more")
+    return "\n".join(lines)
+
+
+def format_lost(sources: Sequence[Mapping[str, Any]]) -> str:
+    """What chat templates do not show of each source, where the recipe allows it, with an example."""
+    lines = []
+    for source in sources:
+        lost = source["lost"]
+        if lost["num_turns"]:
+            of, counts = clean_text(source["name"]), lost["kinds"]
+            lines.append(f"not shown by the chat template, so not trained on, of {of}:")
+            lines += [
+                f"  {noun} of {format_count(counts[kind], 'turn')}" for kind, noun in LOST.items() if kind in counts
+            ]
+            file, line, turn, _, words = lost["example"]
+            place = f"{file}{':' if source['has_lines'] else ', row '}{line}"
+            lines.append(
+                clean_text(f"  in {format_count(lost['num_chats'], 'chat')}, such as {place}, turn {turn}: {words}")
+            )
     return "\n".join(lines)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ulysses_cli.data.tokenizing.lost_parts import LostPart, find_lost_parts, list_calls, split_content
 from ulysses_cli.readers.problems import BadRow
 
 Messages = Sequence[dict[str, Any]]
@@ -46,8 +47,9 @@ def find_spans(render: Render, messages: Messages, text: str, specials: Sequence
         turn_end = finder.find_end(index)
         start = finder.find_answer(index, turn_start)
         stop = _trim(text, start, turn_end, specials)
-        content = str(message.get("content") or "").rpartition("</think>")[2].strip()
-        if start >= stop or content not in text[start:stop] or (answers and start < answers[-1][1]):
+        # a template may leave out the text beside a call, which find_lost_parts tells
+        is_shown = split_content(message)[1] in text[start:stop] or bool(list_calls(message))
+        if start >= stop or not is_shown or (answers and start < answers[-1][1]):
             raise InexactTemplate(f"the chat template changes or moves the content of turn {index + 1}")
         answers.append((start, stop))
         turn_ends.append(turn_end)
@@ -246,13 +248,15 @@ def read_marked_spans(tokenizer: Any, messages: Messages, tools: Any) -> tuple[s
 @dataclass(frozen=True)
 class RenderedChat:
     """A chat as its template renders it, with the fields of Spans. `inexact_reason`: why there are no spans, if so.
-    `marked`: text and spans by the template's own {% generation %} marks, where they were asked for."""
+    `marked`: text and spans by the template's own {% generation %} marks, where they were asked for. `lost`: what the
+    assistant said and the text lacks."""
 
     text: str
     answers: list[tuple[int, int]]
     turn_ends: list[int]
     inexact_reason: str = ""
     marked: tuple[str, list[tuple[int, int]]] = ("", [])
+    lost: list[LostPart] = field(default_factory=list)
 
 
 def render_chat(
@@ -268,4 +272,14 @@ def render_chat(
     except InexactTemplate as error:
         reason = str(error)
     marked = read_marked_spans(tokenizer, messages, tools) if is_marked else ("", [])
-    return RenderedChat(text, spans.answers, spans.turn_ends, reason, marked)
+    return RenderedChat(text, spans.answers, spans.turn_ends, reason, marked, _find_lost(messages, text, spans))
+
+
+def _find_lost(messages: Messages, text: str, spans: Spans) -> list[LostPart]:
+    turns = [(at, message) for at, message in enumerate(messages) if message["role"] == "assistant"]
+    places = spans.answers or [(0, len(text))] * len(turns)
+    return [
+        part
+        for (at, message), (start, stop) in zip(turns, places, strict=True)
+        for part in find_lost_parts(message, at, text[start:stop])
+    ]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype
 from ulysses_cli.data.tokenizing.chat import InexactTemplate
+from ulysses_cli.data.tokenizing.lost_parts import THOUGHT, LostPart
 from ulysses_cli.data.tokenizing.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
 from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
 from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tokens
@@ -32,7 +33,8 @@ class EncoderSettings:
 
 @dataclass
 class Encoder:
-    """A tokenizer with the facts derived from it. Counts the long texts encoded in pieces and whole."""
+    """A tokenizer with the facts derived from it. Counts the long texts encoded in pieces and whole. `lost`: what the
+    assistant said in the last chat and the template does not show."""
 
     tokenizer: Any
     settings: EncoderSettings = field(default_factory=EncoderSettings)
@@ -42,6 +44,7 @@ class Encoder:
     def __post_init__(self) -> None:
         self.dtype = choose_dtype(len(self.tokenizer))
         self.eos: int | None = self.tokenizer.eos_token_id
+        self.lost: list[LostPart] = []
         self._announced: dict[int, tuple[Chat, RenderRequest]] = {}  # by id()
         self.backend: Any = None
         self.rule = CutRule(reason="it has no fast backend")
@@ -125,6 +128,7 @@ class Encoder:
 
     def encode(self, sample: Sample) -> tuple[Ids, Flags | None]:
         """Token ids and flags. Flags None: every token is a target."""
+        self.lost = []
         if isinstance(sample, PlainText):
             return self.encode_texts([sample.text])[0], None
         if isinstance(sample, Tokens):
@@ -178,15 +182,15 @@ class Encoder:
             raise BadRow("the chat template renders this chat as an empty text")
         if rendered.inexact_reason and answers_only and not self.marks_answers:
             raise InexactTemplate(rendered.inexact_reason)
+        # the prompt of a completion is no target: a template leaves out its thoughts when it asks the model, too
+        first = sample.first_target if answers_only else 0
+        self.lost = [part for part in rendered.lost if part.kind != THOUGHT or part.turn >= first]
         if not answers_only and self.backend is None:
             return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype), None
         if answers_only and self.marks_answers:
             text, answers = rendered.marked
-        if answers_only and sample.first_target:
-            turns = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
-            if len(turns) != len(answers):
-                raise InexactTemplate(f"the chat template marks {len(answers)} answers where there are {len(turns)}")
-            answers = answers[sum(at < sample.first_target for at in turns) :]
+        if answers_only and (first or self.lost):
+            answers = self._choose_answers(sample, text, answers, first)
         ids, bounds = self._encode_bounds(text)
         flags = _mark(bounds, answers) if answers_only else np.full(len(ids), TARGET, np.uint8)
         for end in rendered.turn_ends:
@@ -194,6 +198,28 @@ class Encoder:
             if at < len(ids) and bounds[at, 0] == end:
                 flags[at] |= TURN
         return ids, flags
+
+    def _choose_answers(
+        self, sample: Chat, text: str, answers: list[tuple[int, int]], first: int
+    ) -> list[tuple[int, int]]:
+        """Those from message `first` on. An answer of which the template shows the end mark alone is no target: the
+        model would learn to say nothing."""
+        turns = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
+        if len(turns) != len(answers):
+            if not first:
+                return answers
+            raise InexactTemplate(f"the chat template marks {len(answers)} answers where there are {len(turns)}")
+        lost = {part.turn for part in self.lost}
+        return [
+            (start, stop)
+            for turn, (start, stop) in zip(turns, answers, strict=True)
+            if turn >= first and not (turn in lost and self._is_bare(text[start:stop]))
+        ]
+
+    def _is_bare(self, text: str) -> bool:
+        for special in self.specials:
+            text = text.replace(special, "")
+        return not text.strip()
 
     def _encode_bounds(self, text: str) -> tuple[Ids, Bounds]:
         if self.backend is None:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ulysses_cli.data.tokenizing.chat import Messages, RenderedChat, make_render, render_chat
+from ulysses_cli.data.tokenizing.lost_parts import LostPart
 
 SECONDS = 30.0  # for one chat; a chat of a million tokens takes about one second
 MEMORY_BYTES = 3 << 30  # on top of what this process has
@@ -79,8 +80,11 @@ class Renderer:
             raise TemplateOutOfBounds(self.failure)
         if "error" in answer:
             raise TemplateRefusal(answer["error"])
-        text, answers, turn_ends, reason, (marked_text, marked) = answer["chat"]
-        return RenderedChat(text, list(map(_pair, answers)), turn_ends, reason, (marked_text, list(map(_pair, marked))))
+        text, answers, turn_ends, reason, (marked_text, marked), lost = answer["chat"]
+        marks = (marked_text, list(map(_pair, marked)))
+        return RenderedChat(
+            text, list(map(_pair, answers)), turn_ends, reason, marks, [LostPart(*part) for part in lost]
+        )
 
     def _send(self, request: RenderRequest) -> None:
         """Sends a request with those announced after it. The child receives all of them before it answers the first, so

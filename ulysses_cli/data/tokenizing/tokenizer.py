@@ -43,6 +43,12 @@ def list_stop_tokens(tokenizer: Any, model: Any) -> set[int]:
     return {token for token in found if isinstance(token, int)}
 
 
+def get_template(tokenizer: Any) -> str:
+    """The chat template's text; '' without one. Of several, the one for chats with tools."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return str(template.get("tool_use") or template.get("default") or "") if isinstance(template, dict) else template
+
+
 def name_tokenizer(model: Model) -> str:
     return str(model.tokenizer or model.name_or_path)
 

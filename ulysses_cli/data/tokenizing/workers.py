@@ -18,6 +18,7 @@ import numpy as np
 
 from ulysses_cli.data.store import TARGET, Batch, Flags, Ids, hash_document
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.lost_parts import LostCounts
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem
@@ -42,7 +43,7 @@ class TokenizingTask:
 
 @dataclass
 class EncodedBlock:
-    """A block's documents as tokens, its bad rows, and the number of its blank rows."""
+    """A block's documents as tokens, its bad rows, the number of its blank rows, and what its template did not show."""
 
     batch: Batch
     num_bytes: int
@@ -50,6 +51,7 @@ class EncodedBlock:
     num_blank: int = 0
     num_in_pieces: int = 0
     num_whole: int = 0
+    lost: LostCounts = field(default_factory=LostCounts)
 
 
 def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
@@ -58,6 +60,7 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
     lines: list[int] = []
     encoded: list[tuple[Ids, Flags | None]] = []
     bad: list[tuple[str, int, str]] = []
+    lost = LostCounts()
     encoder.num_in_pieces = encoder.num_whole = 0
     samples = [(line, _read(kind, row, encoder)) for line, row in walk_rows(block)]
     encoder.announce([sample for _, sample in samples if not isinstance(sample, BadRow)])
@@ -69,6 +72,7 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
                 texts.append(sample.text)
             else:
                 encoded.append(encoder.encode(sample))
+                lost.add_chat(block.file, line, encoder.lost)
             lines.append(line)
         except (BadRow, TemplateOutOfBounds) as error:
             if encoder.renderer.failure:
@@ -89,7 +93,8 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
         lines,
         flags,
     )
-    return EncodedBlock(batch, block.num_bytes, bad, count_blank(block), encoder.num_in_pieces, encoder.num_whole)
+    counts = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
+    return EncodedBlock(batch, block.num_bytes, bad, *counts, lost)
 
 
 def _read(kind: Kind, row: dict[str, Any] | BadRow, encoder: Encoder) -> Sample | BadRow:

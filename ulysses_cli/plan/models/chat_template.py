@@ -1,21 +1,30 @@
 """Reads and parses the chat template that a recipe names: a shipped one, a file, or text in the recipe.
 
-Renders nothing and loads no tokenizer.
+Neither compiles nor renders it: Jinja computes a template's constants when it compiles, without any bound. Loads no
+tokenizer.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ulysses_cli.plan.problem import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, nodes
 
 FOLDER = Path(__file__).parent / "templates"
 KEY = "data.chat_template"
 MAX_BYTES = 1 << 20
+# Around a thought in what the assistant says.
+THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+# Variables by which templates keep the thoughts of earlier turns, and the values that do so.
+KEEPING_THOUGHTS = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_history_thinking": "false"}
 IM = ("<|im_start|>", "<|im_end|>")
 
 
@@ -85,9 +94,42 @@ def _read_file(file: Path) -> str:
         raise RecipeError([Problem(KEY, f"{file} is not UTF-8 text", "save it as UTF-8")]) from None
 
 
+def find_switch(template: str) -> tuple[str, str] | None:
+    """The variable with which this template keeps the thoughts of earlier turns, and its value, if it reads one."""
+    from jinja2 import TemplateError
+
+    try:
+        names = _list_names(_make_environment().parse(template))
+    except (TemplateError, ValueError, RecursionError, MemoryError):
+        return None
+    return next(((name, value) for name, value in KEEPING_THOUGHTS.items() if name in names), None)
+
+
 def _check_syntax(text: str, where: str) -> str:
-    """Compiles the template as transformers would: with loop controls, `generation` blocks and its own filters."""
-    from jinja2 import TemplateSyntaxError, meta, nodes
+    """Parses the template as transformers would."""
+    from jinja2 import TemplateSyntaxError
+
+    hint = "fix it: a chat template is Jinja, as transformers reads it"
+    environment = _make_environment()
+    try:
+        tree = environment.parse(text)
+        unknown = next(_walk_unknown(tree, environment), None)
+    except TemplateSyntaxError as error:
+        raise RecipeError([Problem(KEY, f"{where}{error.lineno}: {error.message}", hint)]) from None
+    except (ValueError, RecursionError, MemoryError) as error:  # a number of 5,000 digits, 1,000 brackets in brackets
+        place = where.rpartition(", line")[0] or where.removesuffix(":")
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RecipeError([Problem(KEY, f"{place} cannot be parsed: {reason}", hint)]) from None
+    if unknown is not None:
+        raise RecipeError([Problem(KEY, f"{where}{unknown[0]}: {unknown[1]}", hint)])
+    if "messages" not in _list_names(tree):
+        place = where.rpartition(", line")[0] or where.removesuffix(":")
+        raise RecipeError([Problem(KEY, f"{place} never reads `messages`, so it is no chat template", NAME_ONE)])
+    return text
+
+
+def _make_environment() -> Environment:
+    """The syntax that transformers gives to templates: loop controls and `generation` blocks."""
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -99,18 +141,29 @@ def _check_syntax(text: str, where: str) -> str:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = ImmutableSandboxedEnvironment(
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    try:
-        environment.compile(text)
-    except TemplateSyntaxError as error:
-        hint = "fix it: a chat template is Jinja, as transformers reads it"
-        raise RecipeError([Problem(KEY, f"{where}{error.lineno}: {error.message}", hint)]) from None
-    if "messages" not in meta.find_undeclared_variables(environment.parse(text)):
-        place = where.rpartition(", line")[0] or where.removesuffix(":")
-        raise RecipeError([Problem(KEY, f"{place} never reads `messages`, so it is no chat template", NAME_ONE)])
-    return text
+
+
+def _list_names(tree: nodes.Template) -> set[str]:
+    """Variables that are read. jinja2.meta would compute the constants."""
+    from jinja2 import nodes
+
+    return {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
+
+
+def _walk_unknown(tree: nodes.Node, environment: Environment) -> Iterator[tuple[int, str]]:
+    """Line and message of filters and tests that do not exist. Jinja allows them in a branch that is never taken."""
+    from jinja2 import nodes
+
+    if isinstance(tree, nodes.Filter) and tree.name not in environment.filters:
+        yield tree.lineno, f"No filter named '{tree.name}'."
+    if isinstance(tree, nodes.Test) and tree.name not in environment.tests:
+        yield tree.lineno, f"No test named '{tree.name}'."
+    if not isinstance(tree, nodes.If | nodes.CondExpr):
+        for child in tree.iter_child_nodes():
+            yield from _walk_unknown(child, environment)
 
 
 def explain_no_template(tokenizer: str, source: str) -> Problem:

@@ -87,6 +87,11 @@ class Data(Section):
     )
     attend_across_documents: bool = setting(False, "attention may look into earlier documents of the row")
     assistant_only_loss: bool = setting(False, "chat: only what the assistant says is a target")
+    on_rewritten_turns: Literal["raise", "keep"] = setting(
+        "raise",
+        "what happens to chats of which the template leaves out thoughts, tool calls or text of the assistant; keep = "
+        "they are counted, and trained on as the template shows them",
+    )
     chat_template: str | None = setting(
         None,
         "how chats become text: chatml, llama-3, mistral, gemma, phi or qwen, a Jinja file, or a template; left out: "

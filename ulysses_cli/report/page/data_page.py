@@ -10,6 +10,7 @@ from ulysses_cli.report.data_report import (
     format_attention,
     format_bad,
     format_balance,
+    format_lost,
     format_quantiles,
     format_sample,
     sum_histogram,
@@ -100,5 +101,5 @@ def _draw_choices(report: Report) -> Chart:
 
 
 def _list_bad(report: Report) -> list[Preformatted]:
-    text = format_bad(report["sources"])
-    return [Preformatted(text, "bad rows")] if text else []
+    texts = {"bad rows": format_bad(report["sources"]), "not shown": format_lost(report["sources"])}
+    return [Preformatted(text, title) for title, text in texts.items() if text]

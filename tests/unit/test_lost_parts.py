@@ -1,0 +1,232 @@
+"""What the assistant said and a chat template does not show: found in templates of known models' manners, counted,
+refused until the recipe allows it, and never a target that is an end mark alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.real_model import READY, needs_real_model
+from support.templates import CHATML, QWEN3, TEMPLATES
+from support.tokenizers_trained import train, wrap
+
+from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.store import TARGET
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.lost_parts import find_lost_parts
+from ulysses_cli.plan.models.chat_template import find_switch
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.readers.columns import read_sample
+from ulysses_cli.readers.problems import DataError
+from ulysses_cli.report.data_report import format_report
+from ulysses_cli.report.page.data_page import make_data_page
+
+Row = dict[str, Any]
+IM = ("<|im_start|>", "<|im_end|>")
+HEAD = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+TAIL = "{{- '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+THOUGHTS = "{%- if m.reasoning_content %}{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{%- endif %}"
+# As DeepSeek R1's: what stands before the end of a thought is cut off.
+CUT = HEAD + "{{- m.content.split('</think>')[-1] }}" + TAIL
+# As GLM's and Qwen3-Coder's: a tag for each argument.
+TAGS = (
+    HEAD + THOUGHTS + "{{- m.content }}{%- for call in m.tool_calls or [] %}{{- '<call>' + call.function.name }}"
+    "{%- for key, value in call.function.arguments.items() %}"
+    "{{- '<key>' ~ key ~ '</key><value>' ~ (value if value is string else value | tojson) ~ '</value>' }}"
+    "{%- endfor %}{{- '</call>' }}{%- endfor %}" + TAIL
+)
+# The same values in another order, on several lines, and before the content.
+SORTED = (
+    HEAD + THOUGHTS + "{%- for call in m.tool_calls or [] %}{{- call.function.name ~ '\n' }}"
+    "{{- call.function.arguments | tojson(indent=2, sort_keys=true) }}{%- endfor %}{{- m.content }}" + TAIL
+)
+# As the newest templates: a variable keeps thoughts of earlier turns.
+SWITCHED = (
+    HEAD + "{%- if (preserve_thinking is defined and preserve_thinking) or loop.last %}" + THOUGHTS + "{%- endif %}"
+    "{{- m.content }}" + TAIL
+)
+ONE_CALL = TAGS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+NAME_ALONE = HEAD + "{{- m.content }}{%- for c in m.tool_calls or [] %}{{- c.function.name }}{%- endfor %}" + TAIL
+
+
+def call(name: str = "find", **arguments: Any) -> Row:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def turn(content: str = "", thought: str = "", calls: list[Row] | None = None) -> Row:
+    more = {"reasoning_content": thought} if thought else {}
+    return {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}
+
+
+USER = {"role": "user", "content": "Why?"}
+THINKING = [USER, turn("Because.", "First thought."), USER, turn("So.", "Second thought.")]
+INLINE = [USER, turn("<think>\nFirst thought.\n</think>\n\nBecause."), USER, turn("<think>\nMore.\n</think>\n\nSo.")]
+CALLING = [USER, turn(calls=[call(path="a/b", depth=2, deep=True, text='say "é"\n')]), {"role": "tool", "content": "x"}]
+BOTH = [USER, turn("I look.", "Hm.", [call(a=1), call(b=[2, {"c": 3.5}])]), {"role": "tool", "content": "x"}]
+TWICE = [USER, turn(calls=[call(a=1), call(a=1)])]
+
+
+def make_encoder(template: str, *, only_said: bool = True) -> Encoder:
+    tokenizer = wrap(train("qwen"), chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(IM)})
+    return Encoder(tokenizer, EncoderSettings(assistant_only_loss=only_said))
+
+
+@pytest.mark.parametrize("only_said", [True, False])
+@pytest.mark.parametrize(
+    ("template", "messages", "lost"),
+    [
+        (QWEN3, INLINE, [(1, "thought")]),
+        (QWEN3, [USER, turn(calls=[call(a=1)]), {"role": "tool", "content": "x"}, turn("So.")], []),
+        (QWEN3, THINKING, [(1, "thought"), (3, "thought")]),
+        (CHATML, THINKING, [(1, "thought"), (3, "thought")]),
+        (CHATML, INLINE, []),
+        (CHATML, CALLING, [(1, "calls")]),
+        (CHATML, BOTH, [(1, "thought"), (1, "calls")]),
+        (CUT, INLINE, [(1, "thought"), (3, "thought")]),
+        (TAGS, [*THINKING, *CALLING, *BOTH, *TWICE], []),
+        (SORTED, [*THINKING, *CALLING, *BOTH, *TWICE], []),
+        (SWITCHED, THINKING, [(1, "thought")]),
+        ("{%- set preserve_thinking = true %}" + SWITCHED, THINKING, []),
+        (ONE_CALL, [*BOTH, *TWICE], [(1, "calls"), (4, "calls")]),
+        (NAME_ALONE, CALLING, [(1, "calls")]),
+        (NAME_ALONE, [USER, turn("find it", calls=[call()])], []),
+        (CHATML, [USER, turn("I call find now", calls=[call()])], [(1, "calls")]),
+        (CHATML, [USER, turn("ok, sure", "ok")], [(1, "thought")]),
+        (TAGS, [USER, turn("ok", "I say ok.")], []),
+    ],
+)  # fmt: skip
+def test_what_a_template_leaves_out_is_found(
+    template: str, messages: list[Row], lost: list[tuple[int, str]], only_said: bool
+) -> None:
+    encoder = make_encoder(template, only_said=only_said)
+    encoder.encode(read_sample("chat", {"messages": messages}))
+    assert [(part.turn, part.kind) for part in encoder.lost] == lost
+
+
+def test_text_beside_a_call_may_be_left_out() -> None:
+    """As Llama's template does."""
+    either = "{%- if m.tool_calls %}{{- m.tool_calls[0].function | tojson }}{%- else %}{{- m.content }}{%- endif %}"
+    encoder = make_encoder(HEAD + either + TAIL)
+    ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("I look.", calls=[call(a=1)])]}))
+    assert [(part.turn, part.kind, part.words) for part in encoder.lost] == [(1, "text", "I look.")]
+    assert flags is not None
+    said = encoder.tokenizer.decode(ids[(flags & TARGET) > 0])
+    assert said == '{"name": "find", "arguments": {"a": 1}}<|im_end|>'
+
+
+@pytest.mark.parametrize("template", [CHATML, TEMPLATES["marked"].text], ids=["found", "marked"])
+def test_an_end_mark_alone_is_no_target(template: str) -> None:
+    encoder = make_encoder(template)
+    ids, flags = encoder.encode(read_sample("chat", {"messages": [*CALLING, turn("Done.")]}))
+    assert flags is not None
+    assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == "Done.<|im_end|>"
+
+
+@pytest.mark.parametrize(("only_completion", "turns"), [(True, [3]), (False, [1, 3])])
+def test_a_completions_prompt_may_lack_thoughts_but_not_calls(only_completion: bool, turns: list[int]) -> None:
+    """When the model is asked, the template leaves out the same thoughts."""
+    encoder = make_encoder(CHATML)
+    encoder.settings = EncoderSettings(completion_only_loss=only_completion)
+    encoder.encode(read_sample("completion", {"prompt": THINKING[:3], "completion": THINKING[3:]}))
+    assert [part.turn for part in encoder.lost] == turns
+    encoder.encode(read_sample("completion", {"prompt": [*CALLING, USER], "completion": [turn("So.")]}))
+    assert [(part.turn, part.kind) for part in encoder.lost] == [(1, "calls")]
+
+
+def test_keys_and_marks_of_thoughts() -> None:
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        assert [p.words for p in find_lost_parts({"content": "a", key: " Hm. "}, 0, "a")] == ["Hm."]
+        assert not find_lost_parts({"content": "a", key: " \n"}, 0, "a")
+    for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+        (part,) = find_lost_parts({"content": f"{opening}Hm.{closing}\na"}, 0, "a")
+        assert (part.kind, part.words) == ("thought", "Hm.")
+        assert not find_lost_parts({"content": f"{opening}\n\n{closing}\na"}, 0, "a"), "an empty thought"
+
+
+def test_the_switch_of_a_template() -> None:
+    assert find_switch(SWITCHED) == ("preserve_thinking", "true")
+    assert find_switch("{{ messages }}{% if clear_thinking is defined and not clear_thinking %}{% endif %}") == (
+        "clear_thinking",
+        "false",
+    )
+    assert find_switch("{# preserve_thinking #}{{ 'preserve_thinking' }}") is None
+    assert find_switch("{{ ") is None
+
+
+RECIPE = """\
+model: {config: {model_type: llama}, tokenizer: TOKENIZER}
+data:
+  datasets:
+    - path: FOLDER/d.jsonl
+  max_length: 4096
+  store_dir: FOLDER/store
+"""
+
+
+def prepare(folder: Path, chats: list[list[Row]], tokenizer: str, *overrides: str) -> Prepared:
+    (folder / "d.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    text = RECIPE.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer)
+    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None)
+
+
+def explain(folder: Path, chats: list[list[Row]], tokenizer: str, *overrides: str) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(folder, chats, tokenizer, *overrides)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_all_rows_are_counted_before_it_is_an_error(tmp_path: Path) -> None:
+    chats = [THINKING, [USER, turn("So.")], CALLING, BOTH]
+    file = tmp_path / "t.jinja"
+    file.write_text(SWITCHED)
+    setting = f"data.chat_template={file}"
+    assert explain(tmp_path, chats, "bytes", setting, "data.assistant_only_loss=true") == (
+        f"{tmp_path}/d.jsonl:1:1: the chat template does not show thoughts of 2 turns and tool calls of 2 turns, in 3 "
+        "chats; here turn 2 loses its thought: First thought.\n\n"
+        "hint: write {%- set preserve_thinking = true %} at the start of a copy of the template, and name it in "
+        "data.chat_template, or set data.on_rewritten_turns: keep to train on what is shown\n"
+    )
+    file.write_text("{%- set preserve_thinking = true %}" + SWITCHED)
+    words = explain(tmp_path, chats, "bytes", setting)
+    assert "does not show tool calls of 2 turns, in 2 chats; here turn 2 loses its tool calls: find {'path'" in words
+    assert f"{tmp_path}/d.jsonl:3:1: " in words
+    assert prepare(tmp_path, [THINKING], "bytes", setting).report["sources"][0]["lost"]["num_turns"] == 0
+
+
+def test_what_may_be_lost_is_counted_in_each_report(tmp_path: Path) -> None:
+    chats = [THINKING, CALLING, BOTH]
+    words = explain(tmp_path, chats, "bytes")
+    assert "thoughts of 3 turns and tool calls of 2 turns, in 3 chats" in words
+    assert "name a template in data.chat_template that shows them" in words
+    events: list[Any] = []
+    (tmp_path / "d.jsonl").touch()
+    text = RECIPE.replace("FOLDER", str(tmp_path)).replace("TOKENIZER", "bytes")
+    recipe = parse_recipe(text, "r.yaml", ["data.on_rewritten_turns=keep"]).recipe
+    report = prepare_data(recipe, 8, events.append).report
+    assert not [event for event in events if event["event"] == "progress"], "the store is the same"
+    (source,) = report["sources"]
+    assert source["lost"] == {
+        "num_turns": 4, "num_chats": 3, "kinds": {"thought": 3, "calls": 2},
+        "example": [f"{tmp_path}/d.jsonl", 1, 2, "thought", "First thought."],
+    }  # fmt: skip
+    for shown in (format_report(report), make_data_page(report)):
+        for line in ("thoughts of 3 turns", "tool calls of 2 turns", "in 3 chats, such as", "turn 2: First thought."):
+            assert line in shown
+    json.dumps(report)
+
+
+def test_a_secret_in_a_thought_is_masked(tmp_path: Path) -> None:
+    words = explain(tmp_path, [[USER, turn("So.", "The key is sk-" + "aB3" * 16)]], "bytes")
+    assert "aB3aB3" not in words
+
+
+@needs_real_model
+def test_a_real_template_that_shows_contents_alone(tmp_path: Path) -> None:
+    for only_said in ("true", "false"):
+        words = explain(tmp_path, [[USER, turn("So.")], BOTH], str(READY), f"data.assistant_only_loss={only_said}")
+        assert ":2:1: the chat template does not show thoughts of 1 turn and tool calls of 1 turn, in 1 chat" in words
+    prepare(tmp_path, [[USER, turn("So.")], INLINE], str(READY))
