@@ -28,6 +28,7 @@ from ulysses_cli.plan.models.chat_template import explain_no_template
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import CHAT_TYPES
+from ulysses_cli.readers.first_rows import explain_absent
 from ulysses_cli.readers.problems import DataError, NoTemplate, explain_bad_rows
 
 MAX_KEPT_BAD = 100
@@ -107,12 +108,13 @@ def _hash_tokenizer(tokenizer: Any) -> str:
 def _make_store(source: Source, context: _Context) -> TokenStore:
     kind = source.find_kind()
     settings = context.encoder.settings
-    deciding = {
+    deciding: list[Any] = {
         "chat": [settings.assistant_only_loss],
         "conversations": [settings.assistant_only_loss],
         "completion": [settings.completion_only_loss, settings.assistant_only_loss],
         "instruction": [settings.completion_only_loss],
     }.get(kind, [])
+    deciding += [dict(source.columns)] if source.columns else []
     name = hash_parts(FORMAT, source.fingerprint, kind, deciding, context.tokenizer_hash)[:32]
     folder = context.root / "tokens" / name
     try:
@@ -137,10 +139,12 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
     lost = LostCounts()
-    task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings)
+    task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings, source.columns)
+    seen, columns = set[str](), ""
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
     for block in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
         writer.append(block.batch)
+        seen, columns = seen | block.seen, columns or block.columns
         bad += block.bad[: MAX_KEPT_BAD - len(bad)]
         totals["num_bad"] += len(block.bad)
         lost.add(block.lost)
@@ -150,6 +154,8 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
             is_all = not writer.num_tokens and source.facts.get("num_files") == 1
             raise DataError(_explain_bad(bad, totals["num_bad"], source, is_all=is_all))
         emit({**progress, "bytes": totals["num_bytes"], "tokens": writer.num_tokens})
+    if absent := [name for name in source.columns if name not in seen]:
+        raise RecipeError(explain_absent(source.columns, absent, columns, source.key))
     changed = context.hashes.find_changed()
     if changed is not None:
         raise DataError([Problem("", "changed while it was read", "run again", Where(changed))])

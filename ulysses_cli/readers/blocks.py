@@ -14,7 +14,6 @@ from ulysses_cli.readers.decoding import decode_line, find_damaged_line
 from ulysses_cli.readers.problems import BadRow
 
 BLOCK_BYTES = 4 << 20
-NESTED = ("messages", "conversations", "prompt", "completion", "tools")  # columns whose mappings reach a chat template
 NumberedRow = tuple[int, dict[str, Any] | BadRow]  # a line or row number with the row
 
 
@@ -52,7 +51,12 @@ def walk_rows(block: Block) -> Iterator[NumberedRow]:
 
 def drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """A row without the nulls that Arrow adds: it gives all mappings of a column the same keys."""
-    return {name: _drop_nulls(value) if name in NESTED else value for name, value in row.items()}
+    return {name: _drop_nulls(value) if _holds_mappings(value) else value for name, value in row.items()}
+
+
+def _holds_mappings(value: Any) -> bool:
+    first = next((inner for inner in value if inner is not None), None) if isinstance(value, list) else value
+    return isinstance(first, dict)
 
 
 def _drop_nulls(value: Any) -> Any:

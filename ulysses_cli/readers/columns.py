@@ -8,27 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.recipe.data_section import COLUMNS, RowType
 from ulysses_cli.readers.problems import BadRow
 
-Kind = Literal["text", "chat", "conversations", "completion", "instruction", "tokens"]
 Row = Mapping[str, Any]
-COLUMNS: dict[Kind, tuple[str, ...]] = {
-    "chat": ("messages",),
-    "conversations": ("conversations",),
-    "completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "tokens": ("input_ids",),
-    "text": ("text",),
-}
-OPTIONAL = {
-    "chat": ("tools", "system"),
-    "conversations": ("tools", "system"),
-    "instruction": ("input",),
-    "tokens": ("labels",),
-}
+Names = Mapping[str, str]  # the file's own name of a column, by the name that is expected here
+SAME: Names = {}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_NAMES = {
     **{role: role for role in ROLES},
@@ -74,24 +62,34 @@ class Tokens:
 Sample = PlainText | Chat | Completion | Tokens
 
 
-def detect_kind(row: Row) -> Kind:
+def detect_kind(row: Row, names: Names = SAME) -> RowType:
     """The kind of a source, by the columns of its first row."""
+    renamed = rename(row, names)
     for kind, columns in COLUMNS.items():
-        if all(column in row for column in columns):
+        if all(column in renamed for column in columns):
             return kind
-    known = "; ".join(" + ".join(columns) for columns in COLUMNS.values())
-    raise BadRow(f"a row with {_list_columns(row)} is not understood: one of these is needed: {known}")
+    known = "; ".join(" + ".join(names.get(column, column) for column in columns) for columns in COLUMNS.values())
+    raise BadRow(f"a row with {list_columns(row)} is not understood: one of these is needed: {known}")
 
 
-def read_sample(kind: Kind, row: Row, *, has_template: bool = True) -> Sample:
+def rename(row: Row, names: Names) -> Row:
+    """The row by the names that are expected. A column that the file calls by such a name itself is another one."""
+    if not names or not isinstance(row, dict):
+        return row
+    own = {name: value for name, value in row.items() if name not in names and name not in names.values()}
+    return {**own, **{name: row[given] for name, given in names.items() if given in row}}
+
+
+def read_sample(kind: RowType, row: Row, *, has_template: bool = True, names: Names = SAME) -> Sample:
     """Raises BadRow with the reason if the row cannot be used. `has_template`: instructions become a chat."""
     if not isinstance(row, dict):
         raise BadRow(f"{_name(row)} where a row of columns is needed")
+    given, row = row, rename(row, names)
     for column in COLUMNS[kind]:
         if column not in row:
-            raise BadRow(f"column `{column}` is missing; there is {_list_columns(row)}")
+            raise BadRow(f"column `{names.get(column, column)}` is missing; there is {list_columns(given)}")
         if row[column] is None:
-            raise BadRow(f"column `{column}` is null")
+            raise BadRow(f"column `{names.get(column, column)}` is null")
     if kind == "text":
         return PlainText(_read_text(row, "text"))
     if kind == "tokens":
@@ -129,7 +127,7 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
         raise BadRow(f"turn {number} is {_name(turn)}, not role and content")
     names = ("role", "content") if "role" in turn else ("from", "value")
     if names[0] not in turn:
-        raise BadRow(f"turn {number} has no role; there is {_list_columns(turn)}")
+        raise BadRow(f"turn {number} has no role; there is {list_columns(turn)}")
     role = ROLE_NAMES.get(turn[names[0]]) if isinstance(turn[names[0]], str) else None
     if role is None:
         raise BadRow(f"turn {number} has the unknown role {turn[names[0]]!r}; known are {', '.join(ROLE_NAMES)}")
@@ -253,7 +251,7 @@ def _parse_json(text: str, name: str) -> Any:
         raise BadRow(f"{name} is not valid JSON: {error}") from None
 
 
-def _list_columns(row: Row) -> str:
+def list_columns(row: Row) -> str:
     names = [str(name) for name in row] if isinstance(row, dict) else []
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "no column"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ from ulysses_cli.data.sources import folder, hub_sets, synthetic
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.plan.files.regular_files import describe_special
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.recipe.data_section import Dataset, RowType
 from ulysses_cli.plan.rules.files import is_local
 from ulysses_cli.readers import compressed_files, files
-from ulysses_cli.readers.blocks import Block, walk_rows
-from ulysses_cli.readers.columns import Kind, detect_kind
-from ulysses_cli.readers.problems import MAX_SHOWN, BadRow, DataError, explain_bad_rows, make_where
+from ulysses_cli.readers.blocks import Block
+from ulysses_cli.readers.columns import SAME, Names
+from ulysses_cli.readers.first_rows import Origin, find_kind
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, RowType] = {
     "text": "text",
     "folder": "text",
     "synthetic": "text",
@@ -44,34 +44,17 @@ class Source:
     fingerprint: str
     num_bytes: int | None
     walk_blocks: Callable[[], Iterator[Block]]
-    kind: Kind | None
+    kind: RowType | None
     has_lines: bool = True
     is_joined: bool = False
+    columns: Names = field(default_factory=lambda: SAME)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def find_kind(self) -> Kind:
+    def find_kind(self) -> RowType:
         """The kind that the recipe names, or the one that the columns of the first readable row show."""
         if self.kind is not None:
             return self.kind
-        bad: list[tuple[str, int, str]] = []
-        for block in self.walk_blocks():
-            for line, row in walk_rows(block):
-                try:
-                    if not isinstance(row, BadRow):
-                        return detect_kind(row)
-                    bad.append((block.file, line, str(row)))
-                except BadRow as error:
-                    where = make_where(block.file, line, has_lines=self.has_lines)
-                    hint = f"rename the columns, or write {self.key}.type"
-                    raise DataError([Problem("", str(error), hint, where)]) from None
-                if len(bad) >= MAX_SHOWN:
-                    otherwise = f"write {self.key}.type: no row so far shows what the columns are"
-                    raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=self.has_lines))
-        otherwise = f"name another file in {self.key}.path"
-        if bad:
-            otherwise += ": no row of this one can be used"
-            raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=self.has_lines))
-        raise DataError([Problem("", "holds no row", otherwise, Where(self.name))])
+        return find_kind(self.walk_blocks(), Origin(self.key, self.name, self.has_lines), self.columns)
 
 
 def open_source(
@@ -79,6 +62,10 @@ def open_source(
 ) -> Source:
     """Lists the source's files, and reads only what the fingerprint needs. `output_folders`, which runs write to, are
     no data even if they are inside the source's folder."""
+    return replace(_open(dataset, key, seed, hashes, output_folders), columns=dataset.columns)
+
+
+def _open(dataset: Dataset, key: str, seed: int, hashes: FileHashes, output_folders: Sequence[Path]) -> Source:
     kind = KINDS.get(dataset.type)
     if dataset.type == "synthetic":
         fingerprint = hash_parts("synthetic", 1, seed, synthetic.NUM_DOCUMENTS)
@@ -97,7 +84,7 @@ def open_source(
 
 
 def _open_files(
-    dataset: Dataset, path: Path, key: str, kind: Kind | None, hashes: FileHashes, output_folders: Sequence[Path]
+    dataset: Dataset, path: Path, key: str, kind: RowType | None, hashes: FileHashes, output_folders: Sequence[Path]
 ) -> Source:
     try:
         listing = files.list_files(dataset.path, dataset.data_files, output_folders)

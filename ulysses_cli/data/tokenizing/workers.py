@@ -22,10 +22,10 @@ from ulysses_cli.data.tokenizing.lost_parts import LostCounts
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem
-from ulysses_cli.plan.recipe.data_section import Data
+from ulysses_cli.plan.recipe.data_section import Data, RowType
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
-from ulysses_cli.readers.columns import Kind, PlainText, Sample, read_sample
+from ulysses_cli.readers.columns import SAME, Names, PlainText, Sample, list_columns, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError, make_where
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
@@ -37,13 +37,15 @@ class TokenizingTask:
 
     model: Model
     data: Data
-    kind: Kind
+    kind: RowType
     settings: EncoderSettings
+    names: Names = field(default_factory=lambda: SAME)
 
 
 @dataclass
 class EncodedBlock:
-    """A block's documents as tokens, its bad rows, the number of its blank rows, and what its template did not show."""
+    """A block's documents as tokens, its bad rows, the number of its blank rows, and what its template did not show.
+    `seen`: which of the columns that the recipe names its rows have; `columns`: those of a row."""
 
     batch: Batch
     num_bytes: int
@@ -52,9 +54,11 @@ class EncodedBlock:
     num_in_pieces: int = 0
     num_whole: int = 0
     lost: LostCounts = field(default_factory=LostCounts)
+    seen: set[str] = field(default_factory=set)
+    columns: str = ""
 
 
-def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
+def encode_block(encoder: Encoder, kind: RowType, block: Block, names: Names = SAME) -> EncodedBlock:
     """Encodes every row of a block as a document, or reports it as a bad row."""
     texts: list[str] = []
     lines: list[int] = []
@@ -62,7 +66,13 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
     bad: list[tuple[str, int, str]] = []
     lost = LostCounts()
     encoder.num_in_pieces = encoder.num_whole = 0
-    samples = [(line, _read(kind, row, encoder)) for line, row in walk_rows(block)]
+    seen, columns = set[str](), ""
+    samples: list[tuple[int, Sample | BadRow]] = []
+    for line, row in walk_rows(block):
+        if names and not isinstance(row, BadRow):
+            seen.update(name for name, given in names.items() if given in row)
+            columns = columns or list_columns(row)
+        samples.append((line, _read(kind, row, encoder, names)))
     encoder.announce([sample for _, sample in samples if not isinstance(sample, BadRow)])
     for line, sample in samples:
         try:
@@ -94,12 +104,14 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
         flags,
     )
     counts = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
-    return EncodedBlock(batch, block.num_bytes, bad, *counts, lost)
+    return EncodedBlock(batch, block.num_bytes, bad, *counts, lost, seen, columns)
 
 
-def _read(kind: Kind, row: dict[str, Any] | BadRow, encoder: Encoder) -> Sample | BadRow:
+def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, names: Names) -> Sample | BadRow:
     try:
-        return row if isinstance(row, BadRow) else read_sample(kind, row, has_template=encoder.has_template)
+        if isinstance(row, BadRow):
+            return row
+        return read_sample(kind, row, has_template=encoder.has_template, names=names)
     except BadRow as error:
         return error
 
@@ -112,7 +124,7 @@ def encode_blocks(
     if num_workers == 1 or len(first) < 2:
         encoder = Encoder(tokenizer, task.settings)
         for block in _chain(first, blocks):
-            yield encode_block(encoder, task.kind, block)
+            yield encode_block(encoder, task.kind, block, task.names)
         return
     context = multiprocessing.get_context("spawn")
     lifeline, parent_end = context.Pipe(duplex=False)
@@ -140,15 +152,15 @@ def _chain(first: list[Block], rest: Iterator[Block]) -> Iterator[Block]:
 
 
 _encoder: Encoder
-_kind: Kind
+_task: TokenizingTask
 
 
 def _start_worker(task: TokenizingTask, lifeline: Connection) -> None:
-    global _encoder, _kind
+    global _encoder, _task
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C for all
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
-    _encoder, _kind = Encoder(load_tokenizer(task.model, task.data), task.settings), task.kind
+    _encoder, _task = Encoder(load_tokenizer(task.model, task.data), task.settings), task
 
 
 def _exit_with_parent(lifeline: Connection) -> None:
@@ -160,4 +172,4 @@ def _exit_with_parent(lifeline: Connection) -> None:
 
 
 def _encode(block: Block) -> EncodedBlock:
-    return encode_block(_encoder, _kind, block)
+    return encode_block(_encoder, _task.kind, block, _task.names)

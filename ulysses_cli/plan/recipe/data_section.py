@@ -12,6 +12,23 @@ from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
 DatasetType = Literal[
     "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "folder", "synthetic"
 ]
+RowType = Literal["text", "chat", "conversations", "completion", "instruction", "tokens"]
+COLUMNS: dict[RowType, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "conversations": ("conversations",),
+    "completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "tokens": ("input_ids",),
+    "text": ("text",),
+}
+OPTIONAL: dict[RowType, tuple[str, ...]] = {
+    "chat": ("tools", "system"),
+    "conversations": ("tools", "system"),
+    "completion": ("tools",),
+    "instruction": ("input",),
+    "tokens": ("labels",),
+    "text": (),
+}
 
 
 class Dataset(Section):
@@ -31,6 +48,12 @@ class Dataset(Section):
         "auto",
         "columns to expect; auto = by the first row; folder = a tree of files; synthetic = generated",
         spellings={"chat_template": "chat", "sharegpt": "conversations", "alpaca": "instruction"},
+    )
+    columns: dict[str, Annotated[str, Field(min_length=1, max_length=4096)]] = setting(
+        {},
+        "the file's own name of a column, by the name that is expected: {prompt: question, completion: answer}",
+        unit="columns",
+        max_length=16,
     )
     data_files: tuple[str, ...] | None = setting(
         None, "files below path", unit="paths", min_length=1, max_length=100_000

@@ -15,7 +15,7 @@ from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, find_holder
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.changes import list_differences, shorten_list
-from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.plan.recipe.data_section import COLUMNS, OPTIONAL, Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
@@ -42,6 +42,7 @@ def check_datasets(recipe: Recipe) -> Problems:
             yield from check_dataset(dataset, f"data.{section}.{index}")
             yield from _check_unused(dataset, f"data.{section}.{index}", is_eval=section == "eval_datasets")
             yield from _check_reading(dataset, f"data.{section}.{index}")
+            yield from _check_columns(dataset, f"data.{section}.{index}.columns")
 
 
 def check_loss_mask(recipe: Recipe) -> Problems:
@@ -207,6 +208,24 @@ def _check_reading(dataset: Dataset, key: str) -> Problems:
     if dataset.data_files and (is_tree or (is_saved and dataset.path is not None)):
         what = f"for type {dataset.type}" if is_tree else "for a data set that was saved to disk"
         yield Problem(f"{key}.data_files", f"is not used {what}", "leave it out, or name files with type: auto")
+
+
+def _check_columns(dataset: Dataset, key: str) -> Problems:
+    """Names that are expected, each once. Whether rows have the columns, `prepare` finds out."""
+    kinds = [kind for kind in COLUMNS if dataset.type in (kind, "auto")]
+    known = list(dict.fromkeys(name for kind in kinds for name in (*COLUMNS[kind], *OPTIONAL[kind])))
+    if dataset.columns and not known:
+        yield Problem(key, f"is not used for type {dataset.type}", "leave it out")
+        return
+    hint = f"write {{EXPECTED: NAME IN THE FILE}}; expected are {', '.join(known)}"
+    for name in dataset.columns:
+        if name not in known:
+            what = "is no column that rows are read from" if dataset.type == "auto" else f"type {dataset.type} has none"
+            yield Problem(f"{key}.{name}", what, hint)
+    given = list(dataset.columns.values())
+    for name, own in dataset.columns.items():
+        if given.count(own) > 1 and given.index(own) != list(dataset.columns).index(name):
+            yield Problem(f"{key}.{name}", f"`{own}` is named twice", "name each column of the file once")
 
 
 def is_local(path: str) -> bool:

@@ -1,0 +1,109 @@
+"""Tests `columns` of a data set: the file's own names of columns, by the names that are expected."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import load
+from test_prepare import prepare, read_documents, write_rows
+
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.rules.files import check_datasets
+from ulysses_cli.readers.columns import detect_kind, read_sample
+from ulysses_cli.readers.problems import BadRow, DataError
+
+QA = [{"question": "2+2?", "answer": "four", "prompt": 7}, {"question": "3+3?", "answer": "six"}]
+NAMED = "data.datasets.0.columns={prompt: question, completion: answer}"
+WRITE = "write {EXPECTED: NAME IN THE FILE}; expected are"
+
+
+def test_named_columns_are_read_as_if_the_file_had_these_names(tmp_path: Path) -> None:
+    write_rows(tmp_path, *({"prompt": row["question"], "completion": row["answer"]} for row in QA))
+    plain = prepare(tmp_path)
+    write_rows(tmp_path, *QA)
+    named = prepare(tmp_path, NAMED)
+    assert read_documents(named) == read_documents(plain) == ["2+2?four<|end|>", "3+3?six<|end|>"]
+    counts = [each.report["sources"][0] for each in (plain, named)]
+    assert all(count["kind"] == "completion" for count in counts)
+    assert counts[0]["num_targets"] == counts[1]["num_targets"] < counts[0]["num_tokens"]
+
+
+def test_other_names_make_other_tokens(tmp_path: Path) -> None:
+    write_rows(tmp_path, *({"title": "a", "body": f"b{n}"} for n in range(3)))
+    first = prepare(tmp_path, "data.datasets.0.columns={text: title}")
+    second = prepare(tmp_path, "data.datasets.0.columns={text: body}")
+    assert first.path != second.path
+    assert read_documents(first)[0] == "a<|end|>"
+    assert read_documents(second)[0] == "b0<|end|>"
+    assert prepare(tmp_path, "data.datasets.0.columns={text: title}") == first
+
+
+def test_nulls_of_a_table_reach_no_template_under_another_name(tmp_path: Path) -> None:
+    from pyarrow import Table, parquet
+
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "extra": {"x": 1}}]
+    parquet.write_table(Table.from_pylist([{"dialog": turns}]), tmp_path / "d.parquet")
+    words = (f"data.datasets.0.path={tmp_path / 'd.parquet'}", "data.datasets.0.columns={messages: dialog}")
+    assert prepare(tmp_path, *words).report["sources"][0]["kind"] == "chat"
+
+
+@pytest.mark.parametrize(
+    ("columns", "key", "message", "hint"),
+    [
+        ("{prompt: question, completion: answer, tools: x}", "tools", "no row has a column `x`", "question, answer"),
+        ("{text: answer, system: question}", "system", "is not used: the columns show rows of type text", "type"),
+    ],
+)  # fmt: skip
+def test_a_name_that_no_row_has_is_a_mistake_in_the_recipe(
+    tmp_path: Path, columns: str, key: str, message: str, hint: str
+) -> None:
+    write_rows(tmp_path, *QA)
+    with pytest.raises(RecipeError) as raised:
+        prepare(tmp_path, f"data.datasets.0.columns={columns}")
+    (problem,) = raised.value.problems
+    assert problem.key == f"data.datasets.0.columns.{key}"
+    assert message in problem.message
+    assert hint in problem.hint
+
+
+def test_a_row_without_a_named_column_is_said_by_the_name_in_the_file(tmp_path: Path) -> None:
+    write_rows(tmp_path, *QA, {"question": "4+4?", "reply": "eight"})
+    with pytest.raises(DataError) as raised:
+        prepare(tmp_path, NAMED)
+    assert "column `answer` is missing; there is question, reply" in str(raised.value)
+    with pytest.raises(DataError, match=r"question \+ wrong"):
+        prepare(tmp_path, "data.datasets.0.columns={prompt: question, completion: wrong}")
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "message", "hint"),
+    [
+        (["columns={promt: a}"], "columns.promt", "is no column that rows are read from", f"{WRITE} messages, tools"),
+        (
+            ["columns={text: body}", "type=chat"],
+            "columns.text",
+            "type chat has none",
+            f"{WRITE} messages, tools, system",
+        ),
+        (["columns={prompt: a, completion: a}"], "columns.completion", "`a` is named twice", "name each column"),
+        (["columns={text: a}", "type=folder"], "columns", "is not used for type folder", "leave it out"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(
+    words: list[str], key: str, message: str, hint: str, tmp_path: Path
+) -> None:
+    where = f"data.datasets.0.path={tmp_path}"
+    problems = list(check_datasets(load(where, *(f"data.datasets.0.{word}" for word in words)).recipe))
+    found = [problem for problem in problems if problem.key == f"data.datasets.0.{key}"]
+    assert [problem.message for problem in found] == [message]
+    assert (
+        "prompt" in found[0].hint or "messages" in found[0].hint or "leave" in found[0].hint or "once" in found[0].hint
+    )
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"question": "a"}, {}])
+def test_the_expected_names_of_a_file_do_not_stand_in_for_named_columns(row: dict[str, Any]) -> None:
+    with pytest.raises(BadRow):
+        detect_kind(row, {"prompt": "question", "completion": "answer"})
+    with pytest.raises(BadRow, match="is missing"):
+        read_sample("completion", row, names={"prompt": "question", "completion": "answer"})
