@@ -65,7 +65,17 @@ ORDER: dict[str, list[str]] = {
         *("units", "recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules"),
         *("speed", "planner"),
     ],
-    "readers": ["problems", "expansion", "compressed_files", "decoding", "blocks", "tables", "files", "columns"],
+    "readers": [
+        "problems",
+        "expansion",
+        "compressed_files",
+        "decoding",
+        "blocks",
+        "tables",
+        "files",
+        "columns",
+        "first_rows",
+    ],
     "evaluate": [
         *(
             "sample",
