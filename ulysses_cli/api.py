@@ -98,9 +98,11 @@ def validate(
 
 
 def estimate(
-    recipe: RecipeLike, gpu: str = "h100-80gb", overrides: Overrides = (), *, online: bool = False
+    recipe: RecipeLike, gpu: str | None = None, overrides: Overrides = (), *, online: bool = False
 ) -> Estimate:
-    """Predicts memory, time and price of a recipe on a kind of GPU. Raises RecipeError."""
+    """Predicts memory, time and price of a recipe on a kind of GPU; None: `run.gpu`, or h100-80gb. Raises
+    RecipeError."""
+    from ulysses_cli.commands.estimate_memory import DEFAULT_GPU, find_own_gpu
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.planner.estimate import compute_estimate
     from ulysses_cli.plan.problem import RecipeError
@@ -108,7 +110,9 @@ def estimate(
     valid = validate(recipe, overrides, online=online)
     if valid.problems or valid.loaded is None or valid.shape is None:
         raise RecipeError(valid.problems)
-    return compute_estimate(valid.loaded.recipe, valid.shape, load_hardware().get_gpu(gpu, "gpu"))
+    table = load_hardware()
+    kind = find_own_gpu(valid.loaded, table) if gpu is None else table.get_gpu(gpu, "gpu")
+    return compute_estimate(valid.loaded.recipe, valid.shape, kind or table.get_gpu(DEFAULT_GPU))
 
 
 def plan(
@@ -119,7 +123,7 @@ def plan(
     gpus: Mapping[str, int] | str | None = None,
     budget: float | None = None,
     deadline: str | None = None,
-    method: Literal["full", "lora"] = "full",
+    method: Literal["auto", "full", "lora", "qlora"] = "auto",
     nvme_path: str | None = None,
     tokens_per_step: int | str | None = None,
     online: bool = False,
@@ -130,7 +134,7 @@ def plan(
     Raises RecipeError for arguments that cannot be read."""
     from ulysses_cli.commands import plan as command
     from ulysses_cli.hardware_table import load_hardware
-    from ulysses_cli.plan.planner.search import SHOWN, search
+    from ulysses_cli.plan.planner.search import SHOWN, list_methods, search_methods
 
     words = (
         gpus if gpus is None or isinstance(gpus, str) else ",".join(f"{kind}:{count}" for kind, count in gpus.items())
@@ -138,10 +142,11 @@ def plan(
     offers = command.read_offers(words, load_hardware())
     request, _ = command.read_request(
         model, str(max_length), None if tokens is None else str(tokens), budget, deadline,
-        command.Method(method), longest=False, online=online, nvme_path=nvme_path,
+        longest=False, online=online, nvme_path=nvme_path,
         tokens_per_step=None if tokens_per_step is None else str(tokens_per_step),
     )  # fmt: skip
-    return search(request, offers, max(SHOWN, len(offers) if words else 0))
+    requests = list_methods(request, None if method == "auto" else method)
+    return search_methods(requests, offers, max(SHOWN, len(offers) if words else 0))[1]
 
 
 def train(

@@ -11,6 +11,8 @@ from support.commands import run
 from support.paths import RECIPES
 from support.tiers import sample
 
+from ulysses_cli.commands.plan import read_offers
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.step_parts import PARTS
 
@@ -51,7 +53,7 @@ def test_a_row_that_fits_is_no_longer_than_the_longest() -> None:
 
 
 def test_the_text_of_an_estimate() -> None:
-    done = run("estimate-memory", RECIPE)
+    done = run("estimate-memory", RECIPE, "run.gpu=null")
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("verdict    fits: ", "no --gpu is named: h100-80gb", "peak       in backward", "longest    ", "USD "):
         assert words in done.stdout
@@ -138,7 +140,37 @@ def test_an_estimate_takes_half_a_second() -> None:
         (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--budget", "100"), "--budget: bounds a plan for rows"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--deadline", "1h"), "--deadline: bounds a plan for rows"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "256Mi", "--gpus", "h100:8"), "no plan (heads)"),
-        (("plan", "--model", "meta-llama/Llama-3.1-70B", "--max-length", "8Ki", "--gpus", "h100:1"), "no plan (host)"),
+        (
+            (
+                "plan",
+                "--model",
+                "meta-llama/Llama-3.1-70B",
+                "--max-length",
+                "8Ki",
+                "--gpus",
+                "h100:1",
+                "--method",
+                "full",
+            ),
+            "no plan (host)",
+        ),
+        (
+            ("plan", "--model", "Qwen/Qwen3-32B", "--longest", "--gpus", "rtx-4090:1", "--method", "lora"),
+            "lora: no row fits",
+        ),
+        (
+            ("plan", "--model", "Qwen/Qwen3-32B", "--longest", "--gpus", "rtx-4090:1", "--method", "lora"),
+            "leave out --method",
+        ),
+        (
+            ("plan", "--model", "Qwen/Qwen3-30B-A3B", "--max-length", "8Ki", "--gpus", "h100:1", "--method", "qlora"),
+            "--method: the experts of",
+        ),
+        (
+            ("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--tokens", "1M", "--tokens-per-step", "2M"),
+            "--tokens-per-step: 2,000,000 are more than the 1,000,000 in all",
+        ),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--tokens-per-step", "1Mi"), "leave out one of them"),
     ],
 )
 def test_mistakes_end_with_2_and_say_what_to_do(words: tuple[str, ...], message: str) -> None:
@@ -198,6 +230,48 @@ def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
     )
     words = ("--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--tokens", "10B", "--gpus", kinds)
     assert min(measure_cpu_seconds("plan", *words) for _ in range(2)) < 3 * NOISE
+
+
+def test_the_longest_row_names_positions_and_the_method_that_fits() -> None:
+    """All weights do not fit an RTX 4090; the base in 4 bits leaves room for the longest row."""
+    words = ("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--gpus", "rtx-4090:1")
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert "qlora" in done.stdout
+    assert "Qwen/Qwen3-8B was made for 40,960 positions: a longer row needs model.rope_scaling" in done.stdout
+
+
+@pytest.mark.check
+def test_positions_that_cannot_be_stretched_bound_the_longest_row() -> None:
+    words = (
+        "plan",
+        "--model",
+        "microsoft/Phi-3-mini-128k-instruct",
+        "--longest",
+        "--gpus",
+        "b300:8",
+        "--format",
+        "json",
+    )
+    (row,) = json.loads(run(*words).stdout)["longest"]
+    assert (row["max_length"], row["stretch"]) == (131072, 1)
+
+
+def test_no_plan_is_for_amd_unless_one_is_named() -> None:
+    """Nothing here was tried on ROCm."""
+    offers = read_offers(None, load_hardware())
+    assert {"h100-80gb", "rtx-4090"} <= {offer.gpu.key for offer in offers}
+    assert not any(offer.gpu.is_amd for offer in offers)
+    words = ("--model", "Qwen/Qwen3-0.6B", "--max-length", "8Ki")
+    named = (("plan", *words, "--tokens", "10M", "--gpus", "mi300x:1"), ("estimate-memory", *words, "--gpu", "mi300x"))
+    assert all("mi300x: nothing of this tool was tried" in run(*each).stdout for each in named)
+
+
+def test_a_plan_takes_the_first_method_that_fits() -> None:
+    words = ("--model", "Qwen/Qwen3-32B", "--max-length", "8Ki", "--gpus", "l40s:1", "--tokens", "10M")
+    done = run("plan", *words)
+    assert ", qlora training\n" in done.stdout
+    assert "assumed: --method qlora: no plan that trains all weights fits" in done.stdout
 
 
 @pytest.mark.check

@@ -306,8 +306,41 @@ def test_the_command(tmp_path: Path, words: list[str]) -> None:
     assert onto.exit_code == 2
     assert f"{recipe} is the recipe\n\nhint: name another file with --out" in onto.stderr
     assert run("parallel.sp_size=3").exit_code == 2
-    chosen = run("--dry-run")
-    assert "a token costs least" in chosen.stderr
+    own, usual = run("--dry-run"), run("--dry-run", "run.gpu=null")
+    assert own.stdout == usual.stdout.replace(" run.gpu=null", "")
+    assert (own.stderr, "takes h100-80gb, on which it fits" in usual.stderr) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ((), "H100"),
+        (("run.gpu=null",), "H100"),
+        (("run.gpu=h200",), "H200"),
+        # an H100 does not hold it
+        pytest.param(("run.gpu=null", "data.max_length=1Mi", "parallel.sp_size=1"), "B200", marks=pytest.mark.check),
+        (("run.gpu=mi300x",), "MI300X"),  # named
+        (("--gpu", "rtx-4090"), "RTX4090"),
+    ],
+)
+def test_a_job_takes_the_recipes_own_kind_of_gpu(words: tuple[str, ...], kind: str) -> None:
+    """Never an AMD GPU or a cheaper card that nobody named."""
+    recipe = str(ROOT / "recipes" / "qwen3-4b-64k-4gpu.yaml")
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    options = [word for word in words if word not in overrides]
+    volume = ["--image", "me/it:1", "--volume", "v", "--dry-run"]
+    done = CliRunner().invoke(app, ["launch", "sky", recipe, *overrides, *volume, *options])
+    assert done.exit_code == 0, done.stderr
+    assert f"accelerators: {kind}:" in done.stdout
+    assert ("ROCm" in done.stderr) == (kind == "MI300X")
+
+
+def test_an_unknown_kind_in_a_recipe_is_placed() -> None:
+    recipe = str(ROOT / "recipes" / "qwen3-4b-64k-4gpu.yaml")
+    for words in (["launch", "slurm", recipe, "--dry-run"], ["estimate-memory", recipe]):
+        done = CliRunner().invoke(app, [*words, "run.gpu=h1000"])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "command line: run.gpu: no GPU is called h1000\n\nhint: did you mean h100" in done.stderr
 
 
 def test_a_job_without_time_for_steps_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_the_header_agrees_with_the_ledger_and_the_recipe_fits(file: Path) -> No
     written = read_field(file, "predicted")
     gpu = load_hardware().get_gpu(written.split(" on ")[1])
     recipe = load_recipe(file).recipe
+    assert recipe.run.gpu == gpu.key
     estimate = compute_estimate(recipe, find_model_shape(recipe).shape, gpu)
     assert estimate.fit.verdict == "fits"
     peak, room = estimate.fit.gpu_peak_bytes / GIB, estimate.fit.gpu_capacity_bytes / GIB

@@ -155,7 +155,7 @@ def test_a_plan_equals_its_recipe(length: int, is_lora: bool, kinds: tuple[str, 
 )
 def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str) -> None:
     """Of those with the optimizer or weights on the GPU, none reaches beyond the length called the longest."""
-    (longest,) = search_longest(PlanRequest(get_shape(name), 0, 10**9), offer(kind))
+    (longest,) = search_longest([PlanRequest(get_shape(name), 0, 10**9)], offer(kind))
     job, gpu = longest.candidate.job, longest.candidate.gpu
     assert longest.candidate.fit.verdict == "fits"
     beyond = replace(job, row_tokens=round(job.row_tokens * 1.02 / 1024) * 1024)
@@ -222,7 +222,7 @@ def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
     lengths = {
         f"{each.candidate.gpu.key}:{each.candidate.job.world_size}": each.max_length
         for kinds in (("h100-80gb:1", "h200:1"), ("l40s:8", "h200:8"))
-        for each in search_longest(request, offer(*kinds))
+        for each in search_longest([request], offer(*kinds))
     }
     assert lengths["h100-80gb:1"] < lengths["h200:1"] < lengths["h200:8"]
     assert lengths["h100-80gb:1"] < lengths["l40s:8"] < lengths["h200:8"]
@@ -231,14 +231,14 @@ def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
 @pytest.mark.full
 def test_the_longest_row_of_8b_on_8_gpus() -> None:
     """The stored length changes with the ledger alone. Arctic's long-sequence training publishes 3.7 million tokens."""
-    (longest,) = search_longest(PlanRequest(get_shape("meta-llama/Llama-3.1-8B"), 0, 10**9), offer("h100-80gb:8"))
+    (longest,) = search_longest([PlanRequest(get_shape("meta-llama/Llama-3.1-8B"), 0, 10**9)], offer("h100-80gb:8"))
     assert longest.candidate.fit.verdict == "fits"
     assert longest.max_length == 6_995_968 >= 1.4 * 3_700_000
 
 
 def test_no_plan_fits_a_gpu_that_is_too_small() -> None:
     tiny = replace(TABLE.get_gpu("rtx-4090"), memory_bytes=2 << 30)
-    assert search_longest(PlanRequest(LLAMA, 0, 10**9), [Offer(tiny, 1)]) == []
+    assert search_longest([PlanRequest(LLAMA, 0, 10**9)], [Offer(tiny, 1)]) == []
 
 
 @pytest.mark.check
@@ -352,7 +352,7 @@ def test_a_disk_is_left_alone_where_the_host_has_room(tmp_path: Path) -> None:
 @pytest.mark.check
 def test_the_longest_row_is_longer_with_a_disk(tmp_path: Path) -> None:
     without, with_disk = (
-        search_longest(PlanRequest(LLAMA, 0, 10**9, nvme_path=path), offer("h200:1"))[0]
+        search_longest([PlanRequest(LLAMA, 0, 10**9, nvme_path=path)], offer("h200:1"))[0]
         for path in (None, str(tmp_path))
     )
     assert with_disk.max_length > 1.2 * without.max_length

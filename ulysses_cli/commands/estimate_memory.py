@@ -23,11 +23,12 @@ from ulysses_cli.commands.options import (
 from ulysses_cli.plan.exit_codes import DONE, FAILED
 
 if TYPE_CHECKING:
-    from ulysses_cli.plan.hardware import Gpu
+    from ulysses_cli.plan.hardware import Gpu, Hardware
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.models.shape import ModelShape
     from ulysses_cli.plan.planner.estimate import Estimate
     from ulysses_cli.plan.problem import Problem
+    from ulysses_cli.plan.recipe.loader import Loaded
     from ulysses_cli.validate import Validated
 
 DEFAULT_GPU = "h100-80gb"
@@ -53,7 +54,10 @@ def estimate_memory(
     ] = None,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(help="kind of GPU; repeat to compare several  [default: h100-80gb]", autocompletion=complete_gpus),
+        typer.Option(
+            help="kind of GPU; repeat to compare several  [default: run.gpu, or h100-80gb]",
+            autocompletion=complete_gpus,
+        ),
     ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="memory against row length, for several layouts, instead of one estimate")
@@ -87,19 +91,22 @@ def estimate_memory(
       ulysses estimate-memory my.yaml --trace
     """
     from ulysses_cli.hardware_table import describe_calibration, load_hardware
+    from ulysses_cli.plan.hardware import list_untested
     from ulysses_cli.plan.ledger.job import is_known
     from ulysses_cli.plan.planner.estimate import compute_estimate
 
     or_exit(lambda: check_page(html))
     table = or_exit(load_hardware)
-    gpus = or_exit(lambda: [table.get_gpu(name) for name in dict.fromkeys(gpu or [DEFAULT_GPU])])
+    named = or_exit(lambda: [table.get_gpu(name) for name in dict.fromkeys(gpu or ())])
     valid, notes = or_exit(lambda: _find_recipe(words or [], model, max_length, num_processes, online=online))
     if valid.problems or valid.loaded is None or valid.shape is None:
         end_with(valid.problems, output)
-    if not gpu:
-        notes.append(f"no --gpu is named: {DEFAULT_GPU}")
-    notes += describe_calibration()
     recipe, shape = valid.loaded.recipe, valid.shape
+    own = valid.loaded
+    gpus = named or or_exit(lambda: [find_own_gpu(own, table) or table.get_gpu(DEFAULT_GPU)])
+    if not named and recipe.run.gpu is None:
+        notes.append(f"no --gpu is named: {DEFAULT_GPU}")
+    notes += [*describe_calibration(), *list_untested(gpus)]
     if trace and not is_known(shape):
         raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))
     results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
@@ -112,6 +119,20 @@ def estimate_memory(
 
         write_page(html, make_sweep_page(compute_sweeps(results)))
     raise typer.Exit(FAILED if strict and any(result.fit.verdict != "fits" for result in results) else DONE)
+
+
+def find_own_gpu(loaded: Loaded, table: Hardware) -> Gpu | None:
+    """The kind that the recipe is for. Training does not look at it: it sees the GPU."""
+    from ulysses_cli.plan.problem import RecipeError
+
+    name = loaded.recipe.run.gpu
+    if name is None:
+        return None
+    try:
+        return table.get_gpu(name, "run.gpu")
+    except RecipeError as error:
+        located = [replace(each, where=loaded.locate("run.gpu")) for each in error.problems]
+        raise RecipeError(located) from None
 
 
 def _show_estimates(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 10
 MAX_HOURS = 24 * 366
 GpuOption = Annotated[
-    str | None, typer.Option("--gpu", help="kind of GPU, such as h200  [default: the cheapest per token that fits]")
+    str | None, typer.Option("--gpu", help="kind of GPU, such as h200  [default: run.gpu, or h100-80gb where it fits]")
 ]
 PerNodeOption = Annotated[
     int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of a machine  [default: the kind's usual machine]")
@@ -191,26 +191,39 @@ def _make_job(
 
 
 def _choose_gpu(name: str | None, valid: Validated) -> Gpu:
-    """Returns the named kind; without a name, the one on which the recipe fits for sure and a token costs least."""
+    """Returns the named kind, or the recipe's own. Without either: the kind that `estimate-memory` assumes, if the
+    recipe fits there for sure, else of NVIDIA's kinds that on which a token costs least."""
+    from ulysses_cli.commands.estimate_memory import DEFAULT_GPU, find_own_gpu
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.launch.environments import refuse
-    from ulysses_cli.plan.planner.estimate import compute_estimate
+    from ulysses_cli.plan.hardware import list_untested
+    from ulysses_cli.plan.planner.estimate import find_rate
     from ulysses_cli.report import printing
 
     table = load_hardware()
-    if name is not None:
-        return table.get_gpu(name)
+    own = find_own_gpu(valid.loaded, table) if valid.loaded is not None else None
+    gpu = table.get_gpu(name) if name is not None else own
+    if gpu is not None:
+        for note in list_untested([gpu]):
+            printing.print_message(note)
+        return gpu
     if valid.loaded is None or valid.shape is None:
         raise refuse("the model's shape is unknown, so no GPU can be chosen", "name one with --gpu, or add --online")
     recipe, shape = valid.loaded.recipe, valid.shape
-    priced = [gpu for gpu in table.gpus.values() if gpu.usd_middle is not None]
-    estimates = [compute_estimate(recipe, shape, gpu) for gpu in priced]
-    fitting = [estimate for estimate in estimates if estimate.fit.verdict == "fits"]
-    if not fitting:
+    usual = table.get_gpu(DEFAULT_GPU)
+    if find_rate(recipe, shape, usual):
+        printing.print_message(f"the job takes {usual.key}, on which it fits; --gpu or run.gpu names another kind")
+        return usual
+    kinds = [gpu for gpu in table.gpus.values() if not gpu.is_amd]
+    usd = {
+        gpu.key: gpu.usd_middle / rate for gpu in kinds if gpu.usd_middle and (rate := find_rate(recipe, shape, gpu))
+    }
+    if not usd:
         hint = "ulysses validate-config --gpu KIND says what is short"
-        raise refuse("the recipe fits no kind of GPU that has a price", hint)
-    best = min(fitting, key=lambda estimate: (estimate.gpu.usd_middle or 0) / estimate.speed.tokens_per_second).gpu
+        raise refuse("the recipe fits no kind of NVIDIA's GPUs that has a price", hint)
+    best = table.get_gpu(min(usd, key=lambda key: usd[key]))
     printing.print_message(
-        f"the job takes {best.key}: of the kinds that fit, a token costs least on it; --gpu names another"
+        f"the job takes {best.key}: it does not fit {usual.key}, and of NVIDIA's kinds that it fits, a token costs "
+        "least on this; --gpu or run.gpu names another kind"
     )
     return best

@@ -29,6 +29,7 @@ UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 class Method(StrEnum):
+    auto = "auto"
     full = "full"
     lora = "lora"
     qlora = "qlora"
@@ -53,7 +54,7 @@ def plan(
     gpus: Annotated[
         list[str] | None,
         typer.Option(
-            help="the GPUs you can get, as KIND:MOST,... or repeated  [default: every kind, up to 64 machines]",
+            help="the GPUs you can get, as KIND:MOST,... or repeated  [default: all NVIDIA kinds, up to 64 machines]",
             autocompletion=complete_gpus,
         ),
     ] = None,
@@ -62,8 +63,12 @@ def plan(
     ] = None,
     deadline: Annotated[str | None, typer.Option(help="longest time, such as 24h or 3d")] = None,
     method: Annotated[
-        Method, typer.Option(help="train all weights, or LoRA adapters of rank 16, or those on a base in 4 bits")
-    ] = Method.full,
+        Method,
+        typer.Option(
+            help="train all weights (full), adapters of rank 16 (lora), those on a base in 4 bits (qlora), or the "
+            "first that fits"
+        ),
+    ] = Method.auto,
     nvme_path: Annotated[
         str | None,
         typer.Option(help="a folder on each machine's local disk, for what neither its GPUs nor its memory hold"),
@@ -90,29 +95,35 @@ def plan(
       ulysses plan --model Qwen/Qwen3-8B --max-length 1Mi --gpus h200:1 --nvme-path /mnt/nvme
     """
     from ulysses_cli.hardware_table import describe_calibration, load_hardware
+    from ulysses_cli.plan.hardware import list_untested
     from ulysses_cli.plan.planner import search
     from ulysses_cli.report import planner, printing
 
     table = or_exit(load_hardware)
     offers = or_exit(lambda: read_offers(",".join(gpus) if gpus else None, table))
     request, notes = or_exit(
-        lambda: read_request(
-            model, max_length, tokens, budget, deadline, method, longest, online, nvme_path, tokens_per_step
-        )
+        lambda: read_request(model, max_length, tokens, budget, deadline, longest, online, nvme_path, tokens_per_step)
     )
     if write is not None:
         or_exit(lambda: _check_writable(write, force, longest))
+    notes += list_untested(offer.gpu for offer in offers)
+    wished = None if method is Method.auto else str(method)
+    requests = or_exit(lambda: search.list_methods(request, wished))
     if longest:
-        raise typer.Exit(_show_longest(request, offers, notes, output))
+        raise typer.Exit(_show_longest(requests, offers, notes, output))
     notes += [*search.list_limits(request, offers), *describe_calibration()]
     notes += [f"the budget of {format_usd(budget)} is compared with mid-range prices"] if budget is not None else []
-    result = or_exit(lambda: search.search(request, offers, max(search.SHOWN, len(offers) if gpus else 0)))
+    shown = max(search.SHOWN, len(offers) if gpus else 0)
+    request, result = or_exit(lambda: search.search_methods(requests, offers, shown))
+    if request.method != requests[0].method and result.by_cost:
+        inside = " inside the bounds" if budget is not None or deadline is not None else ""
+        notes.append(f"--method {request.method}: no plan that trains all weights fits{inside}")
     result = result if gpus else replace(result, left_out={})  # nobody asked for these kinds of GPU
     if output is Format.json:
         printing.print_json(planner.describe_search(result, notes))
     elif result.by_cost:
         rows = f"{request.max_length:,} tokens per row, {request.num_tokens:,} tokens in all"
-        title = f"{request.shape.name}, {rows}, {method} training"
+        title = f"{request.shape.name}, {rows}, {request.method} training"
         printing.print_data(planner.format_search(result, title, notes))
     if not result.by_cost:
         _explain_walls(result)
@@ -125,7 +136,7 @@ def plan(
         printing.print_message(f"wrote {write}: put your data in it, then ulysses validate-config {write}")
 
 
-def _show_longest(request: PlanRequest, offers: list[Offer], notes: list[str], output: Format) -> int:
+def _show_longest(requests: list[PlanRequest], offers: list[Offer], notes: list[str], output: Format) -> int:
     """Prints the longest row of each offer. Returns the exit code."""
     from ulysses_cli.plan.planner import search
     from ulysses_cli.report import planner, printing
@@ -133,15 +144,19 @@ def _show_longest(request: PlanRequest, offers: list[Offer], notes: list[str], o
     if len(offers) > 1:
         message = f"looking for the longest row on {len(offers)} kinds of GPU; --gpus with fewer is quicker"
         printing.print_message(message)
-    rows = or_exit(lambda: search.search_longest(request, offers))
+    rows = or_exit(lambda: search.search_longest(requests, offers))
     if output is Format.json:
         printing.print_json(planner.describe_longest(rows, notes))
-    else:
-        title = f"{request.shape.name}: the longest row that fits for sure"
+        return DONE if rows else USAGE
+    if rows:
+        title = f"{requests[0].shape.name}: the longest row that memory holds for sure"
         printing.print_data(planner.format_longest(rows, title, notes))
-        for offer in offers:
-            if offer.gpu.key not in {row.candidate.gpu.key for row in rows}:
-                printing.print_message(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, with any memory levers")
+    hint = "offer more of them, or GPUs with more memory"
+    hint += "" if len(requests) > 1 or requests[0].method == "qlora" else ", or leave out --method to try adapters"
+    for offer in offers:
+        if offer.gpu.key not in {row.candidate.gpu.key for row in rows}:
+            named = f"{offer.max_gpus} x {offer.gpu.key}: {', '.join(each.method for each in requests)}"
+            printing.print_message(f"{named}: no row fits, with any memory levers: {hint}")
     return DONE if rows else USAGE
 
 
@@ -151,7 +166,6 @@ def read_request(
     tokens: str | None,
     budget: float | None,
     deadline: str | None,
-    method: Method,
     longest: bool,
     online: bool,
     nvme_path: str | None = None,
@@ -159,9 +173,7 @@ def read_request(
 ) -> tuple[PlanRequest, list[str]]:
     from ulysses_cli.plan.planner.candidates import PlanRequest
     from ulysses_cli.plan.planner.draft import find_obstacle, needs_stretch
-    from ulysses_cli.plan.planner.search import make_plan_recipe
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.rules.adapters import check_quantized_base
 
     if longest and max_length is not None:
         raise RecipeError(
@@ -186,16 +198,20 @@ def read_request(
     if needs_stretch(shape, length):
         notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     seconds = None if deadline is None else _read_time(deadline)
-    quantize_base = "nf4" if method is Method.qlora else None
-    is_lora = method is not Method.full
     wished = None if tokens_per_step is None else read_length("--tokens-per-step", tokens_per_step)
     if wished is not None and wished > num_tokens:
         hint = "write fewer, or raise --tokens"
         raise RecipeError([Problem("--tokens-per-step", f"{wished:,} are more than the {num_tokens:,} in all", hint)])
-    request = PlanRequest(shape, length, num_tokens, is_lora, budget, seconds, quantize_base, nvme_path, wished)
+    request = PlanRequest(
+        shape,
+        length,
+        num_tokens,
+        budget_usd=budget,
+        deadline_seconds=seconds,
+        nvme_path=nvme_path,
+        tokens_per_step=wished,
+    )
     notes += [] if longest else [_describe_step(request)]
-    if problems := [replace(each, key="--method") for each in check_quantized_base(make_plan_recipe(request), shape)]:
-        raise RecipeError(problems)
     return request, notes
 
 
@@ -242,12 +258,12 @@ def _read_time(text: str) -> float:
 
 
 def read_offers(text: str | None, table: Hardware) -> list[Offer]:
-    """Reads `h100-80gb:8,h200`; a kind without a number means up to 64 machines."""
+    """Reads `h100-80gb:8,h200`; a kind without a number means up to 64 machines, and nothing every kind of NVIDIA's."""
     from ulysses_cli.plan.planner.candidates import Offer
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if text is None:
-        return [Offer(gpu, MAX_MACHINES * gpu.gpus_per_node) for gpu in table.gpus.values()]
+        return [Offer(gpu, MAX_MACHINES * gpu.gpus_per_node) for gpu in table.gpus.values() if not gpu.is_amd]
     offers: list[Offer] = []
     for part in text.strip(", ").split(","):
         name, colon, count = part.strip().partition(":")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -54,6 +54,10 @@ class Gpu:
     efficiency: Efficiency = Efficiency()
 
     @property
+    def is_amd(self) -> bool:
+        return self.name.startswith("AMD")
+
+    @property
     def usd_middle(self) -> float | None:
         """The geometric mean, because prices differ by factors."""
         return None if self.usd_low is None or self.usd_high is None else math.sqrt(self.usd_low * self.usd_high)
@@ -78,7 +82,7 @@ class Hardware:
         close = difflib.get_close_matches(key, [*self.gpus, *self.aliases], n=1)
         near = f"did you mean {close[0]}? " if close else ""
         message = f"no GPU is called {name}" if name else "names no GPU"
-        how = "write KIND:MOST, such as h100-80gb:8; " if option != KEY else ""
+        how = "write KIND:MOST, such as h100-80gb:8; " if option == "--gpus" else ""
         how = "write --gpu again for each; " if option == KEY and "," in name else how
         raise RecipeError([Problem(option, message, f"{how}{near}known: {', '.join(self.gpus)}")])
 
@@ -204,6 +208,12 @@ def _read_gpu(
         price_date=str(entry.get("price_date") or ""),
         efficiency=own,
     )
+
+
+def list_untested(gpus: Iterable[Gpu]) -> list[str]:
+    """A note for each named kind that is not NVIDIA's: no plan proposes one by itself."""
+    reason = "nothing of this tool was tried or is described on AMD's GPUs, whose torch is ROCm's"
+    return [f"{key}: {reason}" for key in dict.fromkeys(gpu.key for gpu in gpus if gpu.is_amd)]
 
 
 def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:

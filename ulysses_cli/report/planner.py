@@ -68,8 +68,20 @@ def describe_wall(wall: Wall) -> dict[str, str]:
 def describe_longest(results: Sequence[Longest], assumptions: Sequence[str]) -> dict[str, Any]:
     return {
         "assumptions": list(assumptions),
-        "longest": [{"max_length": result.max_length, **describe_candidate(result.candidate)} for result in results],
+        "longest": [
+            {
+                "max_length": result.max_length,
+                "method": result.request.method,
+                "positions": result.request.shape.max_position_embeddings,
+                "stretch": result.stretch,
+                **describe_candidate(result.candidate),
+            }
+            for result in results
+        ],
     }
+
+
+MOST_STRETCHED = 32  # arXiv 2309.00071: Llama 2 from 4Ki to 128Ki
 
 
 def format_search(result: SearchResult, title: str, assumptions: Sequence[str]) -> str:
@@ -127,15 +139,41 @@ def _describe_price(gpu: Gpu) -> dict[str, Any]:
 
 
 def format_longest(results: Sequence[Longest], title: str, assumptions: Sequence[str]) -> str:
-    header = ("GPUs", "longest row", "sp x dp", "levers", "tokens/s", "step", "margin GiB", "limited by")
+    header = (
+        "GPUs",
+        "longest row",
+        "positions",
+        "method",
+        "sp x dp",
+        "levers",
+        "tokens/s",
+        "step",
+        "margin GiB",
+        "limited by",
+    )
     rows = []
     for result in results:
         row = _format_row(result.candidate)
         step = format_seconds(result.candidate.speed.step_seconds)
-        rows.append((row[0], f"{result.max_length:,}", row[1], row[2], row[5], step, row[6], row[7]))
-    disks = list_disks([result.candidate for result in results])
+        positions = f"{result.stretch:.3g} x" if result.stretch > 1 else "inside"
+        about = (f"{result.max_length:,}", positions, result.request.method)
+        rows.append((row[0], *about, row[1], row[2], row[5], step, row[6], row[7]))
+    notes = _explain_positions(results) + list_disks([result.candidate for result in results])
     text = _format_title(title, assumptions) + "\n\n" + format_table(header, rows)
-    return text + ("\n\n" + "\n".join(disks) if disks else "")
+    return text + ("\n\n" + "\n".join(notes) if notes else "")
+
+
+def _explain_positions(results: Sequence[Longest]) -> list[str]:
+    """What rows beyond the model's positions need besides memory."""
+    shape = results[0].request.shape
+    if max(result.stretch for result in results) <= 1:
+        return []
+    positions, known = f"{shape.max_position_embeddings:,}", shape.max_position_embeddings * MOST_STRETCHED
+    return [
+        f"{shape.name} was made for {positions} positions: a longer row needs model.rope_scaling (`plan --write` and "
+        "`init` write yarn) and training on such rows",
+        f"memory says nothing of quality: YaRN's paper shows stretches up to {MOST_STRETCHED} x, here {known:,} tokens",
+    ]
 
 
 def _format_row(candidate: Candidate) -> tuple[str, ...]:

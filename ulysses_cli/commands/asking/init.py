@@ -22,7 +22,7 @@ from ulysses_cli.commands.options import end_with, or_exit
 if TYPE_CHECKING:
     from ulysses_cli.host.data_survey import Survey
     from ulysses_cli.plan.models.shape import ModelShape
-    from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest
+    from ulysses_cli.plan.planner.candidates import Offer
     from ulysses_cli.plan.planner.first_recipe import Choice, FirstAnswers
 
 T = TypeVar("T")
@@ -35,15 +35,6 @@ class MethodAnswer(StrEnum):
     full = "full"
     lora = "lora"
     qlora = "qlora"
-
-
-# What each answer tries, in this order: adapters instead of all weights, and the format of the base under them.
-TRIED: dict[MethodAnswer, tuple[tuple[bool, str | None], ...]] = {
-    MethodAnswer.auto: ((False, None), (True, None), (True, "nf4")),
-    MethodAnswer.full: ((False, None),),
-    MethodAnswer.lora: ((True, None),),
-    MethodAnswer.qlora: ((True, "nf4"),),
-}
 
 
 def init(
@@ -103,8 +94,8 @@ def init(
     trained = ask.get("Method: full, lora, qlora, or auto for what fits", method, "auto", _read_method, "--method")
     usd = ask.get("Budget: highest cost in USD, or none", budget, NO_BUDGET, _read_budget, "--budget")
     answers = FirstAnswers(
-        survey.path, name, length, TRIED[trained][0][0], survey.is_tree, survey.num_documents,
-        _count_tokens(survey, name), usd, f"runs/{to.stem}", TRIED[trained][0][1],
+        survey.path, name, length, False, survey.is_tree, survey.num_documents,
+        _count_tokens(survey, name), usd, f"runs/{to.stem}",
     )  # fmt: skip
     shape = or_exit(lambda: _find_shape(name, length))
     answers, choice = or_exit(lambda: _choose(answers, trained, shape, offer))
@@ -247,35 +238,22 @@ def _read_budget(text: str) -> float | None:
 def _choose(
     answers: FirstAnswers, method: MethodAnswer, shape: ModelShape, offer: Offer | None
 ) -> tuple[FirstAnswers, Choice]:
-    """On GPUs the planner's cheapest plan; `auto` takes LoRA where no plan for all weights fits, and a base in 4 bits
-    where LoRA would have to offload the 16-bit base from the GPUs and would be slower."""
+    """On GPUs the planner's cheapest plan."""
+    from ulysses_cli.plan.planner.candidates import METHODS
     from ulysses_cli.plan.planner.first_recipe import CPU_RANKS, choose_by_plan, choose_on_cpu, make_request
-    from ulysses_cli.plan.planner.search import make_plan_recipe, search
+    from ulysses_cli.plan.planner.search import list_methods, search_methods
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.rules.adapters import check_quantized_base
 
+    name = None if method is MethodAnswer.auto else str(method)
     if offer is None:
-        return answers, choose_on_cpu(shape, answers.max_length, min(CPU_RANKS, os.cpu_count() or 1))
-    problems: list[Problem] = []
-    found: list[tuple[FirstAnswers, PlanRequest, Candidate]] = []
-    for is_lora, quantize_base in TRIED[method]:
+        is_lora, quantize_base = METHODS[name or "full"]
         answers = replace(answers, is_lora=is_lora, quantize_base=quantize_base)
-        request = make_request(shape, answers)
-        found_wrong = check_quantized_base(make_plan_recipe(request), shape)
-        refused = [replace(each, key="--method", hint="use --method lora") for each in found_wrong]
-        if refused and method is MethodAnswer.auto:
-            continue  # this model's base stays in 16 bits: the walls are those of the method before
-        result = None if refused else search(request, [offer])
-        if result is not None and result.by_cost:
-            found.append((answers, request, result.by_cost[0]))
-            if not is_lora or result.by_cost[0].job.levers.offload_param == "none":
-                break
-        walls = result.walls if result is not None else ()
-        problems = refused or [Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in walls]
-    if not found:
-        raise RecipeError(problems)
-    answers, request, best = min(found, key=lambda each: each[2].seconds * each[2].job.world_size)
-    return answers, choose_by_plan(best, request, answers.model)
+        return answers, choose_on_cpu(shape, answers.max_length, min(CPU_RANKS, os.cpu_count() or 1))
+    request, result = search_methods(list_methods(make_request(shape, answers), name), [offer])
+    if not result.by_cost:
+        raise RecipeError([Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in result.walls])
+    answers = replace(answers, is_lora=request.is_lora, quantize_base=request.quantize_base)
+    return answers, choose_by_plan(result.by_cost[0], request, answers.model)
 
 
 def _write(file: Path, text: str) -> None:

@@ -172,4 +172,4 @@ def make_runtime(job: ClusterJob, image: str, claim: str | None) -> dict[str, An
 
 
 def _name_resource(job: ClusterJob) -> str:
-    return "amd.com/gpu" if job.gpu.name.startswith("AMD") else "nvidia.com/gpu"
+    return "amd.com/gpu" if job.gpu.is_amd else "nvidia.com/gpu"

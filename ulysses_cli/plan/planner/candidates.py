@@ -15,6 +15,9 @@ GIGA = 1e9
 TOKENS_PER_STEP = 1 << 20  # published fine-tunings on long rows take 0.5 to 4 million
 MIN_STEPS = 100  # that a plan has, unless its tokens are too few rows
 
+# What each method trains: adapters instead of all weights, and the format of the base under them.
+METHODS: dict[str, tuple[bool, str | None]] = {"full": (False, None), "lora": (True, None), "qlora": (True, "nf4")}
+
 # A start: docs/estimating.md has the reasons. No GPU has measured it.
 PROCESS_SECONDS = 120.0  # processes, imports, groups of ranks, kernels that are compiled or chosen
 DOWNLOAD_GB_S = 0.5  # of a machine, for the weights: 4 Gbit/s
@@ -37,6 +40,10 @@ class PlanRequest:
     quantize_base: str | None = None
     nvme_path: str | None = None
     tokens_per_step: int | None = None
+
+    @property
+    def method(self) -> str:
+        return next(name for name, what in METHODS.items() if what == (self.is_lora, self.quantize_base))
 
     @property
     def rows_per_step(self) -> int:
@@ -88,6 +95,10 @@ class Candidate:
     @property
     def seconds(self) -> float:
         return self.startup_seconds + self.training_seconds
+
+    @property
+    def gpu_seconds(self) -> float:
+        return self.seconds * self.job.world_size
 
     @property
     def is_justified(self) -> bool:

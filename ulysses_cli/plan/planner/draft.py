@@ -32,6 +32,7 @@ class Draft:
     zero_stage: int = 3
     is_packed: bool = True
     nvme_path: str | None = None
+    gpu: str | None = None  # its kind
 
 
 def find_obstacle(shape: ModelShape) -> str:
@@ -86,6 +87,7 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
         lines += ["", "lora:", "  r: 16", "  alpha: 32"]
         lines += [f"  target_modules: [{', '.join(draft.lora_targets)}]"] if draft.lora_targets else []
         lines += [f"  quantize_base: {draft.quantize_base}"] if draft.quantize_base is not None else []
+    lines += ["", "run:", f"  gpu: {quote(draft.gpu)}"] if draft.gpu is not None else []
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     LeverChoice,
     choose_for_job,
+    choose_levers,
     find_cheapest,
     find_longest,
     read_levers,
@@ -87,6 +88,14 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         own_ring=explain_own_ring(settled, gpu),
         inside=find_layout_inside(settled, gpu, job, open_names),
     )
+
+
+def find_rate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+    """Tokens per second where the recipe fits for sure, else 0; a fraction of the work of an estimate."""
+    choice = choose_levers(recipe, shape, gpu)
+    if choice.fit is None or choice.fit.verdict != "fits":
+        return 0.0
+    return compute_speed(make_job(recipe, shape, choice.levers, gpus_per_node=gpu.gpus_per_node), gpu).tokens_per_second
 
 
 def suggest_levers(job: Job, gpu: Gpu) -> str:

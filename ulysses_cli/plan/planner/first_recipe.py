@@ -49,6 +49,7 @@ class Choice:
     is_cpu: bool = False
     stretches: bool = False
     accumulation: int = 1
+    gpu: str | None = None  # its kind
 
 
 def suggest_length(longest_tokens: int | None, max_positions: int | None, *, is_cpu: bool) -> int:
@@ -78,7 +79,7 @@ def choose_by_plan(best: Candidate, request: PlanRequest, model: str) -> Choice:
     price = best.gpu.usd_middle
     return Choice(
         draft.layout, lines, memory, draft.lora_targets, draft.is_packed, price, stretches=draft.needs_stretch,
-        accumulation=draft.accumulation,
+        accumulation=draft.accumulation, gpu=draft.gpu,
     )  # fmt: skip
 
 
@@ -107,6 +108,7 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
         lines += [f"  quantize_base: {answers.quantize_base}"] if answers.quantize_base else []
     lines += ["", "run:", f"  output_dir: {quote(answers.output_dir)}  # checkpoints, metrics, report and the model"]
     lines += ["  device: cpu"] if choice.is_cpu else []
+    lines += [f"  gpu: {quote(choice.gpu)}  # kind, for estimates and `ulysses launch`"] if choice.gpu else []
     lines += ["  save_steps: 100  # `ulysses train ... --resume auto` goes on from the newest checkpoint"]
     if answers.budget_usd is not None and choice.price is not None:
         lines += [f"  price_per_gpu_hour: {choice.price:g}  # USD; write what you pay"]

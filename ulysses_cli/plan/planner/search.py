@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest, SearchResult, round_cost
+from ulysses_cli.plan.planner.candidates import METHODS, Candidate, Offer, PlanRequest, SearchResult, round_cost
 from ulysses_cli.plan.planner.draft import Draft, find_obstacle, needs_stretch, write_draft
 from ulysses_cli.plan.planner.fit import Fit, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
@@ -30,9 +30,12 @@ from ulysses_cli.plan.planner.lever_choice import (
 from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.spending import spend_what_is_left
 from ulysses_cli.plan.planner.walls import count_distance, explain_absence, find_excess, list_walls
+from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import find_ring_size
+from ulysses_cli.plan.rules.adapters import check_quantized_base
+from ulysses_cli.plan.rules.positions import REPLACEABLE
 from ulysses_cli.plan.speed import compute_speed
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -54,6 +57,35 @@ def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) ->
     absent = [offer.gpu for offer in offers if offer.gpu.key not in shown]
     left_out = {gpu.key: explain_absence(request, gpu, tried) for gpu in absent}
     return SearchResult(best, fastest, (), left_out, tuple(explain_rings((*best, *fastest), tried)))
+
+
+def list_methods(request: PlanRequest, method: str | None) -> list[PlanRequest]:
+    """The request with each method that may be taken: the given one; None: all that the model allows, of which the
+    first that fits trains most."""
+    requests = []
+    for name in METHODS if method is None else (method,):
+        is_lora, quantize_base = METHODS[name]
+        tried = replace(request, is_lora=is_lora, quantize_base=quantize_base)
+        problems = list(check_quantized_base(make_plan_recipe(tried), request.shape))
+        if problems and method is not None:
+            raise RecipeError([replace(each, key="--method", hint="use --method lora") for each in problems])
+        requests += [] if problems else [tried]
+    return requests
+
+
+def search_methods(
+    requests: Sequence[PlanRequest], offers: Sequence[Offer], limit: int = SHOWN
+) -> tuple[PlanRequest, SearchResult]:
+    """The request that was taken, and its plans: all weights where a plan fits; else LoRA, and a base in 4 bits where
+    LoRA would have to keep the 16-bit base on the host and would be slower."""
+    found: list[tuple[PlanRequest, SearchResult]] = []
+    for tried in requests:
+        result = search(tried, offers, limit)
+        if result.by_cost:
+            found.append((tried, result))
+            if not tried.is_lora or result.by_cost[0].job.levers.offload_param == "none":
+                break
+    return min(found, key=lambda each: each[1].by_cost[0].gpu_seconds, default=(tried, result))
 
 
 def keep_justified(plans: Sequence[Candidate]) -> list[Candidate]:
@@ -193,30 +225,52 @@ def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest row on all GPUs of an offer."""
+    """The longest row on all GPUs of an offer, with the method that was taken."""
 
     candidate: Candidate
     max_length: int
+    request: PlanRequest
+
+    @property
+    def stretch(self) -> float:
+        """How many times the positions of the model the row has; 1 where it has no rotary positions."""
+        shape = self.request.shape
+        return max(1.0, self.max_length / shape.max_position_embeddings) if shape.rope_type else 1.0
 
 
-def search_longest(request: PlanRequest, offers: Sequence[Offer]) -> list[Longest]:
-    """With every lever, for each kind; `request.max_length` is not used."""
-    check_known(request.shape, "--model")
-    recipe, longest = make_plan_recipe(request), []
+def search_longest(requests: Sequence[PlanRequest], offers: Sequence[Offer]) -> list[Longest]:
+    """With every lever, for each kind. All weights where a row fits; of adapters those with the longest row. The
+    requests' `max_length` is not used."""
+    check_known(requests[0].shape, "--model")
+    found = []
     for offer in offers:
-        best: tuple[int, Job] | None = None
-        for sp_size in list_sp_sizes(request.shape, offer.max_gpus, None):
-            for layout in list_sp_layouts(request.shape, offer.max_gpus, sp_size):
-                job = make_plan_job(recipe, request, layout, offer.gpu.gpus_per_node)
-                length, levers = find_longest(job, offer.gpu)
-                if length and (best is None or length > best[0]):
-                    best = length, replace(job, levers=levers, row_tokens=length)
-        if best is not None:
-            cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))
-            settled = replace(best[1], levers=cheapest or best[1].levers)
-            fit, speed = judge(settled, compute_ledger(settled), offer.gpu), compute_speed(settled, offer.gpu)
-            longest.append(Longest(Candidate(offer.gpu, settled, fit, speed, request.num_tokens), best[0]))
-    return sorted(longest, key=lambda row: -row.max_length)
+        rows = list[Longest]()
+        for request in requests:
+            row = _find_longest(request, offer)
+            rows += [row] if row is not None else []
+            if rows and not request.is_lora:
+                break
+        found += [max(rows, key=lambda row: row.max_length)] if rows else []
+    return sorted(found, key=lambda row: -row.max_length)
+
+
+def _find_longest(request: PlanRequest, offer: Offer) -> Longest | None:
+    recipe, shape = make_plan_recipe(request), request.shape
+    best: tuple[int, Job] | None = None
+    for sp_size in list_sp_sizes(shape, offer.max_gpus, None):
+        for layout in list_sp_layouts(shape, offer.max_gpus, sp_size):
+            job = make_plan_job(recipe, request, layout, offer.gpu.gpus_per_node)
+            length, levers = find_longest(job, offer.gpu)
+            if shape.rope_type and shape.rope_type not in REPLACEABLE:  # its positions cannot be stretched
+                length = min(length, shape.max_position_embeddings // sp_size * sp_size)
+            if length and (best is None or length > best[0]):
+                best = length, replace(job, levers=levers, row_tokens=length)
+    if best is None:
+        return None
+    cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))
+    settled = replace(best[1], levers=cheapest or best[1].levers)
+    fit, speed = judge(settled, compute_ledger(settled), offer.gpu), compute_speed(settled, offer.gpu)
+    return Longest(Candidate(offer.gpu, settled, fit, speed, request.num_tokens), best[0], request)
 
 
 def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str) -> tuple[Draft, tuple[str, ...]]:
@@ -237,6 +291,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         zero_stage=request.zero_stage,
         levers=job.levers,
         accumulation=job.accumulation,
+        gpu=gpu.key,
         needs_stretch=needs_stretch(request.shape, request.max_length),
         dataset="emozilla/pg19",
         is_packed=not request.shape.crosses_documents,

@@ -329,6 +329,7 @@ class Run(Section):
         None, "https:// address that gets the same facts as JSON; its value is masked like a password", unit="address"
     )
     rehearsal: bool = setting(True, "one step, evaluation and save at the longest row before step 1, without effect")
+    gpu: str | None = text(None, "kind of GPU that the recipe is for, which estimates and `launch` take", unit="kind")
     price_per_gpu_hour: float | None = setting(
         None, "price of one GPU for an hour; the run then shows its cost", unit="USD", ge=0, le=10_000
     )
