@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """A line of eval.jsonl: the loss on held-out documents after a step."""
+    """A line of eval.jsonl: the loss on held-out documents after a step; step 0 is the base model's."""
 
     step: int
     loss: float | None = None

@@ -30,6 +30,8 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     code, output = runs.train("whole")
     assert code == 0, output
     losses = read_evaluations(tmp_path / "whole")
+    base = losses.pop(0)
+    assert base > max(losses.values()), "the base's loss comes first, and no checkpoint is its"
     last, best = max(losses), min(losses, key=lambda step: losses[step])
     assert 0 < best == last - 4
     assert f"early stop after step {last}: evaluation loss has not improved for 2 evaluations" in output
@@ -39,7 +41,7 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     kill_after(runs, "killed", best)
     code, output = runs.train("killed", "--resume", "auto")
     assert code == 0, output
-    assert read_evaluations(tmp_path / "killed") == losses
+    assert read_evaluations(tmp_path / "killed") == {0: base, **losses}
     assert runs.list_checkpoints("killed") == runs.list_checkpoints("whole")
     assert runs.read_model("killed") == runs.read_model("whole")
     code, output = runs.train("killed", "--resume", "auto")

@@ -27,7 +27,7 @@ RECIPE = make_settings(
     run={"save_steps": 2, "eval_steps": 2, "sample_steps": 2, "sample_prompts": ["a"], "sample_max_new_tokens": 8},
 )
 PHASES = list_phases(num_steps=4, evaluated=2, saved=2)
-BEFORE_STEPS = ("start", "loading", "rehearsal")
+BEFORE_STEPS = ("start", "loading", "rehearsal", "first evaluation")
 AFTER_STEPS = ("export", "check of the export")
 END_SECONDS = 15.0  # from the death of an agent to that of all ranks
 STOP_SECONDS = 60.0
@@ -53,9 +53,9 @@ def check_resumed_run(runs: Runs, run: str) -> None:
     assert first
     assert runs.read_losses(run) == runs.read_losses("whole")
     assert runs.read_model(run) == runs.read_model("whole")
-    for name in ("eval", "samples"):
+    for name, steps in (("eval", [0, 2, 4]), ("samples", [2, 4])):
         lines = (runs.folder / run / f"{name}.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [2, 4], name
+        assert [json.loads(line)["step"] for line in lines] == steps, name
     again = runs.start(run, "--resume", "auto")
     out, output = again.communicate(timeout=240)
     assert (again.returncode, out) == (0, f"{run}/model\n"), output

@@ -102,6 +102,7 @@ def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[st
         "start": {"phase": "reading inputs"},
         "loading": {"phase": "loading the model"},
         "rehearsal": {"phase": "rehearsal: evaluation"},
+        "first evaluation": {"phase": "evaluation", "step": 0},
         "mid-step": {"phase": "micro-step 2", "step": evaluated - 1},
         "evaluation": {"phase": "evaluation", "step": evaluated},
         "save": {"phase": "saving", "step": saved},

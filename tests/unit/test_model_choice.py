@@ -54,9 +54,9 @@ def test_pruning_keeps_the_best_beside_the_newest(tmp_path: Path) -> None:
 def test_a_resumed_run_knows_the_losses_of_its_state_and_of_its_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 8, eval_losses=dump_losses({2: 2.0, 6: math.inf}))
-    write_evaluations(tmp_path, {8: 3.0, 10: 0.1})
+    write_evaluations(tmp_path, {0: 0.01, 8: 3.0, 10: 0.1})
     point = find_resume_point(tmp_path, "auto", 0, lambda _: None)
-    assert (point.eval_losses, point.best_step) == ({2: 2.0, 6: math.inf, 8: 3.0}, 2)
+    assert (point.eval_losses, point.best_step) == ({2: 2.0, 6: math.inf, 8: 3.0}, 2), "not the base's of step 0"
     assert [point.has_stalled(patience, 0.0) for patience in (1, 2, 3, None)] == [True, True, False, False]
     other = find_resume_point(tmp_path / "other", str(tmp_path / "checkpoints" / "step-8"), 0, lambda _: None)
     assert (other.eval_losses, other.best_step) == ({2: 2.0, 6: math.inf}, None)
@@ -118,11 +118,12 @@ def test_a_score_decides_where_the_run_goes_by_it(tmp_path: Path) -> None:
 def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path) -> None:
     settings = {"keep_best": "eval_loss", "export_best": True}
     settings |= {"early_stopping_patience": 2, "early_stopping_threshold": 0.0}
-    write_evaluations(tmp_path, LOSSES)
+    write_evaluations(tmp_path, {0: 0.5, **LOSSES})
     (tmp_path / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
     (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": {"run": settings}}))
     figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
     assert figures["best model"] == ("step 4", "evaluation loss 1; it is exported")
+    assert "from 0.5 before step 1, lowest" in figures["eval loss"][1], "the base's loss, which no checkpoint has"
     assert figures["stopped early"] == ("step 8", "evaluation loss had not improved for 2 evaluations")
 
 

@@ -40,6 +40,7 @@ def test_the_summary_against_the_files_themselves(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
     assert summary["loss"] == {
+        "first_step": 1,
         "first": losses[0],
         "last": losses[-1],
         "min": min(losses),

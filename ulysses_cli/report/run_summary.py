@@ -101,7 +101,7 @@ def _summarize_choice(run: RecordedRun) -> dict[str, Any]:
     losses = {
         line["step"]: float(line["loss"]) if is_number(line.get("loss")) else math.inf
         for line in run.evals
-        if "loss" in line
+        if "loss" in line and line["step"]  # not the base model's
     }
     measure = settings.get("keep_best")
     if measure == SCORE:
@@ -127,7 +127,8 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         figures.append(("step", f"{summary['last_step']:,}", planned))
     for name, losses in (("train loss", loss), ("eval loss", evals)):
         if losses:
-            lowest = f"from {losses['first']:.4g}, lowest {losses['min']:.4g} at step {losses['min_step']:,}"
+            begin = " before step 1" if losses["first_step"] == 0 else ""
+            lowest = f"from {losses['first']:.4g}{begin}, lowest {losses['min']:.4g} at step {losses['min_step']:,}"
             figures.append((name, f"{losses['last']:.4g}", lowest))
     if summary["best_step"] is not None:
         remark = f"{summary['best_measure']}; {summary['best_use']}"
@@ -178,7 +179,8 @@ def _summarize_loss(lines: Sequence[Line]) -> dict[str, float] | None:
     if not losses:
         return None
     min_step, lowest = min(losses, key=lambda pair: pair[1])
-    return {"first": losses[0][1], "last": losses[-1][1], "min": lowest, "min_step": min_step}
+    (first_step, first), last = losses[0], losses[-1][1]
+    return {"first_step": first_step, "first": first, "last": last, "min": lowest, "min_step": min_step}
 
 
 def _compute_median(lines: Sequence[Line], name: str) -> float | None:

@@ -75,8 +75,9 @@ def find_last_step(path: Path, last_step: int) -> int:
 
 
 def read_eval_losses(path: Path, last_step: int) -> dict[int, float]:
-    """The evaluation losses by step up to `last_step`; infinity stands for one that was not finite."""
-    lines = {step: json.loads(line).get("loss") for step, line in _read_lines(path, last_step)}
+    """The evaluation losses by step up to `last_step`; infinity stands for one that was not finite. The base model's,
+    of step 0, is left out: the run has not trained it."""
+    lines = {step: json.loads(line).get("loss") for step, line in _read_lines(path, last_step) if step}
     return {step: float(loss) if isinstance(loss, int | float) else math.inf for step, loss in lines.items()}
 
 

@@ -97,14 +97,21 @@ class Evaluation:
 
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
         """Collective over all ranks. `stop`: reasons to end it early; by default the run's own."""
+        losses = self.measure(state, stop)
+        if losses:
+            loss = gather_values(losses["loss"], state.groups.host_group)[0]
+            state.eval_losses[state.step] = loss if math.isfinite(loss) else math.inf
+            self.judge(state)
+
+    def measure(self, state: TrainState, stop: StopConditions | None = None) -> dict[str, Any]:
+        """Collective over all ranks. Chooses nothing: before step 1 the losses are the base model's, of which no
+        checkpoint is kept."""
         if self.rows is None:
-            return
+            return {}
         state.phase = "evaluation"
         set_phase = partial(setattr, state, "phase")
         losses = evaluate(state.engine, state.groups, self.rows, self.batching, set_phase, stop or state.stop)
         if losses:
             self.write({"step": state.step, **losses})
             state.last_eval_step = state.step
-            loss = gather_values(losses["loss"], state.groups.host_group)[0]
-            state.eval_losses[state.step] = loss if math.isfinite(loss) else math.inf
-            self.judge(state)
+        return losses

@@ -146,7 +146,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         saves.resume(state, point)
     else:
         saves.begin()
-    record.start_files(state.step)
+    record.start_files(state.step or -1)  # a run that begins anew measures its base again, too
     if connected.groups.is_first:
         write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
     meter = Meter(partial(compute_model_flops, inputs.shape), connected.forecast.peak_tflops, record.write_step)
@@ -165,6 +165,8 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
     if state.step:
         measure_again(state, settings, evaluation, samples, suite)
+    elif settings.eval_on_start:
+        evaluation.measure(state)
     steps_before = state.step
     try:
         reason = train(state)

@@ -78,9 +78,10 @@ def _write_losses(run: RecordedRun) -> list[str]:
     if not run.evals:
         loss = run.metrics[-1].get("loss") if run.metrics else None
         return ["## Loss", "", f"Training loss at the end: {loss:.4f}. Nothing was held out.", ""] if loss else []
-    last = run.evals[-1]
+    first, last = run.evals[0], run.evals[-1]
+    before = f" Before step 1: {_format(first.get('loss'))}." if first["step"] == 0 < last["step"] else ""
     lines = ["## Loss on held-out documents", "", f"After step {last['step']}: {_format(last.get('loss'))}, "
-             f"perplexity {_format(last.get('perplexity'))}.", ""]  # fmt: skip
+             f"perplexity {_format(last.get('perplexity'))}.{before}", ""]  # fmt: skip
     buckets = last.get("by_position")
     if isinstance(buckets, dict) and buckets:
         lines += ["| position in the document | loss | tokens |", "| --- | --- | --- |"]

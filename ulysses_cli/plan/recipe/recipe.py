@@ -254,6 +254,7 @@ class Run(Section):
     eval_steps: int | None = setting(
         None, "evaluate every so many steps; left out: at the end", unit="steps", ge=1, le=MAX_TOKENS
     )
+    eval_on_start: bool = setting(True, "also evaluate before step 1: the loss of the base model, as step 0")
     save_steps: int | None = setting(
         None, "checkpoint every so many steps; left out: at the end", unit="steps", ge=1, le=MAX_TOKENS
     )
