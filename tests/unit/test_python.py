@@ -12,6 +12,7 @@ import pytest
 import ulysses_cli
 from ulysses_cli import RecipeError, api, estimate, plan, train, validate
 from ulysses_cli.launch.listening import StepListener, open_listener
+from ulysses_cli.run_folder.early_stop import name_asker
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes/tiny-cpu.yaml"
@@ -107,9 +108,20 @@ def test_a_callback_that_returns_true_stops_the_run_once(answer: object, stops: 
     with open_listener(lambda split, line: calls.append((split, line["step"])) or answer) as listener:
         agent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **listener.environ})
         asked: list[str] = []
-        assert listener.follow(agent, lambda: asked.append("stop")) == 0
+        assert listener.follow(agent, lambda: asked.append(name_asker("a signal", listener.environ))) == 0
+    assert set(asked) <= {"the program's on_step"}, "the run's end says who asked"
     assert calls == [("train", 0), ("train", 1), ("train", 2)]
     assert len(asked) <= stops  # an agent that has ended is not asked
+
+
+def test_the_end_of_a_run_names_the_function_that_stopped_it() -> None:
+    script = "import os, time; f = open(os.environ['ULYSSES_LINES'], 'w')\nprint('{\"split\": \"eval\"}', file=f, flush=True); print('{\"split\": \"train\"}', file=f, flush=True); time.sleep(60)"  # noqa: E501
+    with open_listener(lambda split, _: split == "eval") as listener:
+        agent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **listener.environ})
+        assert name_asker("a signal", listener.environ) == "a signal"
+        listener.follow(agent, agent.kill)
+        assert name_asker("a signal", listener.environ) == "the program's on_eval"
+    assert name_asker("a signal", {}) == "a signal"
 
 
 def test_a_callback_that_raises_is_not_called_again() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ulysses_cli.run_folder.early_stop import ASKED_FILE
+
 POLL_SECONDS = 0.2
 READ_BYTES = 1 << 16
 
@@ -23,7 +25,7 @@ class StepListener:
     def __init__(self, handle: int, environ: Mapping[str, str], receive: Callable[[str, dict[str, Any]], object]):
         self.handle, self.environ, self.receive = handle, dict(environ), receive
         self.error: BaseException | None = None
-        self.waiting = b""
+        self.waiting, self.asker = b"", ""
 
     def follow(self, agent: subprocess.Popen[bytes], stop: Callable[[], None]) -> int:
         """Returns the agent's exit code."""
@@ -31,6 +33,7 @@ class StepListener:
         while agent.poll() is None:
             if self._pass_on(POLL_SECONDS) and not has_stopped:
                 has_stopped = True
+                Path(self.environ[ASKED_FILE]).write_text(f"the program's {self.asker}", encoding="utf-8")
                 stop()
         self._pass_on(0)
         return agent.wait()
@@ -48,15 +51,19 @@ class StepListener:
     def _call(self, written: bytes) -> bool:
         if self.error is not None:
             return False
+        split = ""
         try:
             line = json.loads(written)
         except ValueError:  # a rank was killed while it wrote; the run goes on, and its own files are whole
             return False
         try:
-            return self.receive(line.pop("split"), line) is True
+            split = line.pop("split")
+            wants_stop = self.receive(split, line) is True
         except BaseException as error:  # noqa: BLE001 - raised again once the run has saved and ended
-            self.error = error
-            return True
+            self.error, wants_stop = error, True
+        if wants_stop:
+            self.asker = self.asker or ("on_step" if split == "train" else "on_eval")
+        return wants_stop
 
 
 @contextmanager
@@ -68,6 +75,7 @@ def open_listener(receive: Callable[[str, dict[str, Any]], object]) -> Iterator[
         os.mkfifo(path, 0o600)
         handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         try:
-            yield StepListener(handle, {"ULYSSES_LINES": str(path)}, receive)
+            environ = {"ULYSSES_LINES": str(path), ASKED_FILE: str(path.with_name("asked"))}
+            yield StepListener(handle, environ, receive)
         finally:
             os.close(handle)

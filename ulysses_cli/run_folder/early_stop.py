@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 STOP_FILE = "ULYSSES_STOP_FILE"
+ASKED_FILE = "ULYSSES_ASKED_FILE"  # who asked for the signal, where a Python program did
 
 
 def write_early_stop(reason: str, environ: Mapping[str, str] = os.environ) -> None:
     if environ.get("LOCAL_RANK") == "0" and STOP_FILE in environ:
         Path(environ[STOP_FILE]).write_text(reason, encoding="utf-8")
+
+
+def name_asker(reason: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`reason`, or the function of a Python program whose wish reached the ranks as a signal."""
+    return (ASKED_FILE in environ and read_early_stop(Path(environ[ASKED_FILE]))) or reason
 
 
 def read_early_stop(file: Path) -> str:

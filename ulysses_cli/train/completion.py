@@ -10,7 +10,7 @@ import torch
 
 from ulysses_cli.plan.models.model_choice import name_measure
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, get_step
-from ulysses_cli.run_folder.early_stop import write_early_stop
+from ulysses_cli.run_folder.early_stop import name_asker, write_early_stop
 from ulysses_cli.train.assembly.run import AssembledRun
 from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.collection import Collector
@@ -19,7 +19,7 @@ from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.export.check import check_adapter, check_model
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.export.wrapper import BaseModel
-from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.guard.stop_conditions import SIGNAL, StopConditions
 from ulysses_cli.train.guard.watchdog import WRITING
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.hooks.samples import Samples
@@ -45,6 +45,7 @@ def finish(
     saves.save_last(state)
     if reason := reason or measure_last_step(state, evaluation, samples, suite):
         saves.finish_uploads(state)
+        reason = name_asker(reason) if reason == SIGNAL else reason
         write_early_stop(reason)
         record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
