@@ -853,15 +853,15 @@ def test_check_output_dir(tmp_path: Path) -> None:
     changed = (here, "train.max_steps=30")
     assert only(*changed) == (
         f"command line: run.output_dir: {tmp_path} holds the run of another recipe, which has ended; {differs}"
-        "\n\nhint: --resume auto continues it and names settings that must stay; --overwrite replaces it; or choose "
-        "another run.output_dir"
+        "\n\nhint: `ulysses train` with --resume auto continues it and names settings that must stay, with --overwrite "
+        "replaces it; or choose another run.output_dir"
     )
     with open(tmp_path / "lock-0", "w") as lock:
         take_lock(lock.fileno(), shares=True)
         assert only(*changed) == (
             f"command line: run.output_dir: {tmp_path} holds the run of another recipe, and that run is still going on"
-            f"; {differs}\n\nhint: choose another run.output_dir, or wait for that run to end: then --resume auto "
-            "continues it and --overwrite replaces it"
+            f"; {differs}\n\nhint: choose another run.output_dir, or wait for that run to end: then `ulysses train` "
+            "with --resume auto continues it, with --overwrite replaces it"
         )
     assert "which has ended" in only(*changed)
     (tmp_path / "lock-1").mkdir()  # cannot be opened, as another user's file
@@ -869,6 +869,16 @@ def test_check_output_dir(tmp_path: Path) -> None:
     assert check(here, "run.resume_from_checkpoint=auto") == []
     (tmp_path / "run.json").write_text("{")
     assert "cannot be read" in only(here)
+
+
+def test_a_run_of_an_earlier_version_is_of_the_same_recipe(tmp_path: Path) -> None:
+    """A setting that it did not know is no change, unless the recipe sets it."""
+    here = f"run.output_dir={tmp_path}"
+    old = load(here).recipe.model_dump(mode="json")
+    del old["run"]["eval_on_start"], old["train"]["z_loss_weight"]
+    (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": "of other settings", "recipe": old}))
+    assert check(here) == []
+    assert "in:\n  run.eval_on_start: was true, is false\n" in only(here, "run.eval_on_start=false")
 
 
 def test_check_resume(tmp_path: Path) -> None:

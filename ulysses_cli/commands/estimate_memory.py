@@ -210,7 +210,7 @@ def _find_recipe(
             raise RecipeError([Problem("", "neither a recipe nor --model is given", hint)])
         if len(files) > 1:
             raise RecipeError([Problem("", f"one recipe at a time, not {', '.join(files)}")])
-        return validate_recipe(files[0], overrides, num_processes, online=online), []
+        return validate_recipe(files[0], overrides, num_processes, online=online, starts_anew=True), []
     if files:
         raise RecipeError(
             [Problem("--model", f"cannot be combined with {files[0]}", "name a recipe or a model, not both")]

@@ -45,7 +45,8 @@ def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subje
     files, overrides = split_words(words)
     if len(files) != 1:
         end_with([no_recipe(words) if not files else several_recipes(files)], output)
-    valid = validate_recipe(files[0], overrides, online=online)
+    # nothing is written into the run's folder, so that another recipe's run may be there
+    valid = validate_recipe(files[0], overrides, online=online, starts_anew=True)
     loaded = valid.loaded
     shape = valid.shape
     if valid.problems or loaded is None or shape is None:

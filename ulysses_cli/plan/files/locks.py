@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 HINT_WHILE_LIVE = (
-    "choose another run.output_dir, or wait for that run to end: then --resume auto continues it and --overwrite "
-    "replaces it"
+    "choose another run.output_dir, or wait for that run to end: then `ulysses train` with --resume auto continues it, "
+    "with --overwrite replaces it"
 )
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 

@@ -6,8 +6,11 @@ are compared elsewhere, as a product.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from pydantic import BaseModel
 
 from ulysses_cli.plan.secrets import MASK
 
@@ -38,6 +41,18 @@ def list_length_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[
     """`key: was X, is Y` for each setting of the run's length, on which the learning rate's schedule depends."""
     pairs = [(key, *(recipe["train"].get(key.removeprefix("train.")) for recipe in (old, new))) for key in LENGTHS]
     return [f"{key}: was {_show(before)}, is {_show(now)}" for key, before, now in pairs if before != now]
+
+
+def add_new_settings(old: Mapping[str, Any], recipe: BaseModel) -> dict[str, Any]:
+    """An earlier version's recipe with the settings that it lacks, each at its default."""
+    complete = dict(old)
+    for name, content in old.items():
+        section = getattr(recipe, name, None)
+        if isinstance(content, Mapping) and isinstance(section, BaseModel):
+            fields = {key: field for key, field in type(section).model_fields.items() if not field.is_required()}
+            new = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
+            complete[name] = {**json.loads(json.dumps(new, default=str)), **content}
+    return complete
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from ulysses_cli.plan.files.addresses import find_address, find_address_problem
 from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, find_holder
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem
-from ulysses_cli.plan.recipe.changes import list_differences, shorten_list
+from ulysses_cli.plan.recipe.changes import add_new_settings, list_differences, shorten_list
 from ulysses_cli.plan.recipe.data_section import COLUMNS, OPTIONAL, Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
@@ -29,8 +29,8 @@ CHECKPOINT_MANIFEST = "manifest.json"  # written last
 FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$", re.ASCII)
 CHAT_TYPES = ("chat", "conversations")
 HINT_AFTER_END = (
-    "--resume auto continues it and names settings that must stay; --overwrite replaces it; or choose another "
-    "run.output_dir"
+    "`ulysses train` with --resume auto continues it and names settings that must stay, with --overwrite replaces it; "
+    "or choose another run.output_dir"
 )
 Problems = Iterator[Problem]
 
@@ -86,7 +86,9 @@ def check_output_dir(recipe: Recipe) -> Problems:
     plain, details = recipe.model_dump(mode="json"), tuple[str, ...]()
     if isinstance(facts.get("recipe"), dict):
         masked = mask_secrets(plain, known=collect_secrets(plain, {}))
-        details = shorten_list(list_differences(facts["recipe"], masked))
+        details = shorten_list(list_differences(add_new_settings(facts["recipe"], recipe), masked))
+        if not details and facts["recipe"].keys() == plain.keys():
+            return  # an earlier version wrote it, which had fewer settings
         message += "; this recipe differs from its recipe in:" if details else ""
     hint = HINT_WHILE_LIVE if is_live else HINT_AFTER_END
     yield Problem("run.output_dir", message, hint, details=details)
