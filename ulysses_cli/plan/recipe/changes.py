@@ -26,6 +26,7 @@ FREE = {
 }
 STARTS = {"run.resume_from_checkpoint"}
 MAX_DIFFERENCES = 12
+UNSET: tuple[Any, ...] = (None, {}, [])
 PLACES = {"run.output_dir", "data.store_dir", "data.num_workers", "memory.nvme_path"}
 LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may become longer, or shorter by steps not yet done
 
@@ -82,7 +83,8 @@ def list_shared_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(old: Any, new: Any, key: str, depth: int = 1, free: Collection[str] = frozenset()) -> Iterator[str]:
-    if key in free or old == new or _may_be(old, new):
+    is_unset = old in UNSET and new in UNSET  # an earlier version's data sets lack settings that stand at nothing
+    if key in free or old == new or is_unset or _may_be(old, new):
         return
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         # a setting that only one version of this tool has is not the user's change
