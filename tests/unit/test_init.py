@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import yaml
 from support.commands import run
+from support.real_model import READY, needs_real_model
 
 from ulysses_cli.commands.asking import init as command
+from ulysses_cli.data.prepare import prepare_data
+from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.host.data_survey import survey_data
 from ulysses_cli.host.gpu_list import FoundGpu, read_gpus
 from ulysses_cli.plan.planner.first_recipe import suggest_length
+from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
+from ulysses_cli.readers.problems import DataError
 from ulysses_cli.validate import validate_recipe
 
 
@@ -148,6 +154,100 @@ def test_what_a_look_at_the_data_finds(texts: Path, tmp_path: Path) -> None:
     found = survey_data(str(code))
     assert (found.is_tree, found.num_bytes, found.num_documents) == (True, 18, 1)
     assert survey_data("owner/texts").num_bytes is None
+
+
+TURNS = (("user", "What is 2+2?"), ("assistant", "Four."), ("user", "Sure?"), ("assistant", "Yes, it is."))
+
+
+def write_chats(file: Path, count: int = 30) -> Path:
+    """Chats of two questions, in the format that the file's name says."""
+    turns = [{"role": role, "content": text} for role, text in TURNS]
+    chats = [{"messages": [{**turns[0], "content": f"{n}: 2+2?"}, *turns[1:]]} for n in range(count)]
+    if file.suffix == ".parquet":
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist(chats), file)
+    else:
+        file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return file
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "folder/chats.jsonl"])
+def test_of_chats_only_the_answers_are_trained_and_the_recipe_says_so(texts: Path, name: str) -> None:
+    Path("folder").mkdir()
+    write_chats(Path(name))
+    source = "folder" if "/" in name else name
+    shown = invoke("init", "--data", source, "--model", "tiny", "--gpus", "cpu", "--yes")
+    assert shown.returncode == 0, shown.stderr
+    assert ": chats" in shown.stderr
+    text = Path("my.yaml").read_text()
+    assert yaml.safe_load(text)["data"]["assistant_only_loss"] is True
+    assert yaml.safe_load(text)["data"]["datasets"] == [{"path": source, "type": "chat"}]
+    lines = text.splitlines()
+    assert "false learns the user's turns too" in next(line for line in lines if "assistant_only_loss" in line)
+    (length,) = (line for line in lines if "max_length:" in line)
+    assert "texts are split" not in length
+    assert "a longer chat is an error" in length
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "2+2?", "answer": "4"}], "rows.jsonl:1:1: a row with question, answer is not understood"),
+        ([{"messages": [{"role": "user", "content": "q"}]}, {"messages": []}], "rows.jsonl:2:1: column `messages` is"),
+        (["no row"], "rows.jsonl:1:1: a JSON value that is not an object"),
+    ],
+)
+def test_rows_that_prepare_refuses_are_said_and_not_called_valid(texts: Path, rows: list[object], message: str) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = invoke("init", "--data", "rows.jsonl", "--model", "tiny", "--gpus", "cpu", "--yes")
+    assert shown.returncode == 1
+    assert message in shown.stderr
+    assert "validates" not in shown.stderr
+    assert "will refuse its data" in shown.stderr
+    assert Path("my.yaml").exists()  # its data can be named or described differently
+    with pytest.raises(DataError) as raised:
+        prepare_data(load_recipe("my.yaml", ["data.store_dir=store"]).recipe, 1, lambda _: None)
+    assert message in str(raised.value)
+
+
+@needs_real_model
+def test_the_recipe_for_chats_trains_what_the_assistant_says_with_a_real_template(texts: Path) -> None:
+    """Compares the targets with ChatML written by hand: each answer with the mark of its end, and nothing else."""
+    write_chats(Path("chats.jsonl"))
+    shown = invoke("init", "--data", "chats.jsonl", "--model", str(READY), "--gpus", "cpu", "--yes")
+    assert shown.returncode == 0, shown.stderr
+    recipe = load_recipe("my.yaml", ["data.store_dir=store", "data.eval_split=0"]).recipe
+    prepared = prepare_data(recipe, 1, lambda _: None)
+    assert not [note for note in prepared.report["notes"] if "assistant_only_loss" in note]
+    rows, tokenizer = open_rows(prepared.path, "train"), load_tokenizer(recipe.model)
+    answers = "".join(f"{text}<|im_end|>" for role, text in TURNS if role == "assistant")
+    targets = 0
+    for row in range(len(rows)):
+        at = 0
+        for _, start, stop in rows.pieces(row):
+            piece = rows.read(row, at, at + stop - start)
+            at += stop - start
+            learned = [int(token) for token in piece.labels if token != -100]
+            assert tokenizer.decode(learned) == answers
+            targets += 1
+    assert targets == 30
+
+
+def test_chats_without_a_choice_of_turns_get_a_note_with_both(texts: Path) -> None:
+    write_chats(Path("chats.jsonl"))
+    invoke("init", "--data", "chats.jsonl", "--model", "tiny", "--gpus", "cpu", "--yes")
+    text = "\n".join(line for line in Path("my.yaml").read_text().splitlines() if "assistant_only" not in line)
+
+    def list_notes(*overrides: str) -> list[str]:
+        recipe = parse_recipe(text, "r.yaml", ["data.store_dir=store", *overrides]).recipe
+        notes = prepare_data(recipe, 1, lambda _: None).report["notes"]
+        return [note for note in notes if "assistant_only_loss" in note]
+
+    (note,) = list_notes()
+    assert "true learns what the assistant says" in note
+    assert "false keeps" in note
+    assert list_notes("data.assistant_only_loss=false") == list_notes("data.assistant_only_loss=true") == []
 
 
 def test_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.rows.packing import Piece, cut_documents, locate_row, pack_alone, pack_documents, share_rows
+from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.plan.secrets import collect_secrets, mask_document
 
 SAMPLED_DOCUMENTS = 20_000
@@ -184,6 +185,8 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         seen.setdefault(source["fingerprint"], source["key"])
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions become chats if the tokenizer has a chat template")
+    if note := explain_targets(report, recipe):
+        notes.append(note)
     train = report["splits"]["train"]
     torn = sum(counts["torn_turns"] for counts in train["sources"])
     if torn:
@@ -208,3 +211,18 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         rows = format_count(train["num_rows"], "row")
         notes.append(f"{rows} in all, but an optimizer step takes {layout['rows_per_step']:,}: rows of padding fill it")
     return notes
+
+
+def explain_targets(report: Mapping[str, Any], recipe: Recipe) -> str:
+    """For chats where the recipe does not say which turns are learned: both choices. Otherwise ''."""
+    chats = [
+        source["name"]
+        for source in report["sources"]
+        if source["kind"] in CHAT_TYPES and source["key"].startswith("data.datasets.")
+    ]
+    if not chats or "assistant_only_loss" in recipe.data.model_fields_set:
+        return ""
+    return (
+        f"{chats[0]}: every token of a chat is learned, the user's turns too; data.assistant_only_loss: true learns "
+        "what the assistant says alone, false keeps it as it is and ends this note"
+    )

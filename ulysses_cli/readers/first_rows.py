@@ -64,9 +64,9 @@ def explain_absent(names: Names, absent: Iterable[str], columns: str, key: str) 
     return [Problem(f"{key}.columns.{name}", f"no row has a column `{names[name]}`", hint) for name in absent]
 
 
-def read_first_rows(blocks: Iterator[Block], kind: RowType, origin: Origin) -> int:
-    """Reads the rows of the first block that holds any. Returns their number. Raises DataError for those that cannot be
-    used."""
+def read_first_rows(blocks: Iterator[Block], kind: RowType, origin: Origin) -> tuple[int, bool]:
+    """Reads the rows of the first block that holds any. Returns their number, and whether there are more. Raises
+    DataError for those that cannot be used."""
     for block in blocks:
         num_rows, bad = 0, list[tuple[str, int, str]]()
         for line, row in walk_rows(block):
@@ -81,5 +81,5 @@ def read_first_rows(blocks: Iterator[Block], kind: RowType, origin: Origin) -> i
             otherwise = "set data.on_bad_row: skip to leave them out and count them"
             raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=origin.has_lines))
         if num_rows:
-            return num_rows
-    return 0
+            return num_rows, next(_walk(blocks), None) is not None
+    return 0, False

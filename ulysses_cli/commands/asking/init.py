@@ -18,6 +18,7 @@ import typer
 from ulysses_cli.commands.asking.completion import complete_gpus
 from ulysses_cli.commands.options import Format as OutputFormat
 from ulysses_cli.commands.options import end_with, or_exit
+from ulysses_cli.plan.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from ulysses_cli.host.data_survey import Survey
@@ -103,8 +104,12 @@ def init(
     or_exit(lambda: _write(to, text))
     for line in choice.header:
         printing.print_message(f"  {line}")
-    printing.print_message(f"wrote {to}, which validates. Next: ulysses prepare {to} reads all data and shows samples")
     printing.print_data(str(to))
+    if survey.refusal:
+        printing.print_message(f"wrote {to}, but `ulysses prepare {to}` will refuse its data:")
+        printing.print_problems(survey.refusal)
+        raise typer.Exit(FAILED)
+    printing.print_message(f"wrote {to}, which validates. Next: ulysses prepare {to} reads all data and shows samples")
 
 
 class Questions:

@@ -281,11 +281,13 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
     """Prepares the data. Returns the folder of rows; all their tokens are in the model's vocabulary."""
     from ulysses_cli.commands.prepare import prepare_recipe
     from ulysses_cli.plan.problem import RecipeError
-    from ulysses_cli.report import run_end
+    from ulysses_cli.report import printing, run_end
 
     data = prepare_recipe(valid.file, valid.overrides)
     if data.exit_code != DONE:
         raise PreparationError(data.exit_code, [str(problem["message"]) for problem in data.report.get("problems", ())])
+    for note in data.report["notes"]:
+        printing.print_message(f"note: {note}")
     vocabulary = valid.result.shape.vocab_size if valid.result.shape else 0
     outside = [source for source in data.report["sources"] if source["max_id"] >= vocabulary]
     if outside:

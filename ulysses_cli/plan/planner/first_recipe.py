@@ -10,6 +10,8 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Candidate, PlanRequest
 from ulysses_cli.plan.planner.draft import needs_stretch, quote, write_levers
 from ulysses_cli.plan.planner.search import draft_candidate
+from ulysses_cli.plan.recipe.data_section import RowType
+from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.plan.units import format_plain, format_usd
 
 TINY = "tiny"  # a small random model, to try the tool without a download
@@ -22,7 +24,8 @@ MAX_DEFAULT_LENGTH = 131072
 
 @dataclass(frozen=True)
 class FirstAnswers:
-    """What the user wants. `num_tokens`: tokens of the data, None where unknown. `budget_usd` bounds the cost."""
+    """What the user wants. `num_tokens`: tokens of the data, None where unknown. `budget_usd` bounds the cost. `kind`:
+    what the rows of the data hold, None where that is not known yet."""
 
     data: str
     model: str
@@ -34,6 +37,7 @@ class FirstAnswers:
     budget_usd: float | None = None
     output_dir: str = "runs/mine"
     quantize_base: str | None = None
+    kind: RowType | None = None
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,11 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     lines += ["", "data:", "  datasets:", f"    - path: {quote(answers.data)}"]
     if answers.is_tree:
         lines += ["      type: folder  # the whole tree is one document; join_files: false makes each file one"]
+    if answers.kind in CHAT_TYPES:
+        lines += [f"      type: {answers.kind}"]
     if answers.num_documents is None or answers.num_documents >= MIN_DOCUMENTS:
         lines += ["  eval_split: 0.05  # held out, for the loss that the run reports"]
-    lines += [f"  max_length: {answers.max_length}  # tokens per row; longer texts are split, shorter ones share rows"]
+    lines += _write_rows(answers)
     lines += (
         [] if choice.is_packed else ["  packing: off  # this model's layers carry something into the next document"]
     )
@@ -115,6 +121,22 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
         limit = format_plain(answers.budget_usd).replace(",", "_")
         lines += [f"  max_cost: {limit}  # the run stops with a checkpoint when it has cost this"]
     return "\n".join(lines) + "\n"
+
+
+def _write_rows(answers: FirstAnswers) -> list[str]:
+    """How documents become rows, and which of their tokens are targets."""
+    is_chat, targets = answers.kind in CHAT_TYPES, list[str]()
+    longer = "longer texts are split, shorter ones share rows"
+    if answers.kind not in (None, "text", "tokens"):
+        noun = "chat" if is_chat else "row"
+        how = "between turns" if is_chat else "it"
+        longer = f"a longer {noun} is an error, or excess_length_strategy: split cuts {how}"
+    if is_chat:
+        targets = ["  assistant_only_loss: true  # learns what the assistant says; false learns the user's turns too"]
+    if answers.kind is None and not answers.is_tree:
+        longer += "; a longer chat is an error"
+        targets = ["  # assistant_only_loss: true  # for chats: learns what the assistant says, not the user's turns"]
+    return [f"  max_length: {answers.max_length}  # tokens per row; {longer}", *targets]
 
 
 def _write_model(answers: FirstAnswers, choice: Choice) -> list[str]:
