@@ -96,7 +96,7 @@ def init(
     usd = ask.get("Budget: highest cost in USD, or none", budget, NO_BUDGET, _read_budget, "--budget")
     answers = FirstAnswers(
         survey.path, name, length, False, survey.is_tree, survey.num_documents,
-        _count_tokens(survey, name), usd, f"runs/{to.stem}",
+        _count_tokens(survey, name), usd, f"runs/{to.stem}", kind=survey.kind,
     )  # fmt: skip
     shape = or_exit(lambda: _find_shape(name, length))
     answers, choice = or_exit(lambda: _choose(answers, trained, shape, offer))
