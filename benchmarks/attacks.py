@@ -229,6 +229,13 @@ GLOBALS = "{{ messages.append.__init__.__globals__ }}{{ cycler.__init__.__global
 TEMPLATES = {
     "loops": (LOOPS, "does not come to an end"),
     "makes gigabytes": ("{{ 'x' * 10 ** 11 }}", "GiB of memory"),
+    "folds gigabytes when it is compiled": (
+        "{{ ('a' * 10 ** 10) | length }}",
+        "more than 3 GiB of memory",
+    ),
+    "folds a number of 10^8 digits": ("{{ (10 ** (10 ** 8)) % 7 }}", "does not come to an end in 30 s"),
+    "nests brackets": ("{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}", "is nested too deeply"),
+    "raises megabytes": ("{{ raise_exception('x' * 10 ** 7) }}", "chat template refuses"),
     "reaches for Python": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template refuses"),
     "reaches for globals": (GLOBALS, "chat template refuses"),
 }
@@ -237,7 +244,7 @@ for name, (template, words) in TEMPLATES.items():
     @attack("models", f"a chat template that {name}")
     def render(folder: Path, template: str = template, words: str = words) -> str:
         chat = write_chat(folder)
-        return prepare(folder, datasets=[{"path": chat}], chat_template=template).judge(words)
+        return prepare(folder, datasets=[{"path": chat}], chat_template="{{ messages }}" + template).judge(words)
 
 
 # Data

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from metering import list_open_ops
 from support.byte_counter import ByteCounter
+from support.prompters import make_prompter
 from torch import Tensor
 
 from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
-from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.generation import predict
@@ -239,7 +239,7 @@ def measure_tasks(num_samples: int) -> dict[str, Any]:
         plan = plan_suites(["ruler"], write_questions(Path(folder)))
         samples = [task.make(Random(0), 4096)(300).content for task in plan.tasks]
         tokenizer = train_tokenizer("\n".join(samples))
-        prompter = Prompter(tokenizer, letters=list_parting_letters(tokenizer))
+        prompter = make_prompter(tokenizer, letters=list_parting_letters(tokenizer))
         started, counts, by_task = time.process_time(), list[int](), dict[str, float]()
         for prompt in make_prompts(plan, prompter, Amount((TASK_LENGTH,), num_samples), lambda _: None):
             now = time.process_time()

@@ -24,6 +24,9 @@ from support.small_run import CONFIG
 from support.training import make_recipe
 from transformers import get_scheduler
 
+from ulysses_cli.data.tokenizing import renderer
+from ulysses_cli.data.tokenizing.renderer import TemplateProblem
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.launch.start_lock import lock_run
 from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metadata
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -41,6 +44,7 @@ from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.evaluation import list_bounds, summarize
 from ulysses_cli.train.guard.stop_conditions import LIMITS, StopConditions, check_progress
+from ulysses_cli.train.hooks.samples import encode_prompts
 from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
 from ulysses_cli.train.processes.cpu_affinity import (
     bind_to_device,
@@ -382,3 +386,15 @@ def test_data_that_one_machine_cannot_read_is_a_difference_and_no_lone_error(tmp
     assert missing.startswith("unreadable (")
     with pytest.raises(DisagreementError, match="differ in the content of the data"):
         compare_machines([(name, {"the content of the data": it}) for name, it in (("a", "1"), ("b", missing))])
+
+
+def test_the_template_of_sample_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every use of a template: it is a program that comes with the model."""
+    monkeypatch.setattr(renderer, "SECONDS", 1.0)
+    tokenizer = make_bytes_tokenizer()
+    (prompt,) = encode_prompts(tokenizer, ["a"], as_chat=True)
+    assert tokenizer.decode(prompt.tokens) == "<|begin|>user\na<|end|>\n<|begin|>assistant\n"
+    for template, words in (("{{ 'a' * 10 ** 10 }}", "GiB"), ("{{ 10 ** (10 ** 8) }}", "does not come to an end")):
+        tokenizer.chat_template = template
+        with pytest.raises(TemplateProblem, match=words):
+            encode_prompts(tokenizer, ["a"], as_chat=True)

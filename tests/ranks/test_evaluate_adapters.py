@@ -12,6 +12,7 @@ import torch
 import yaml
 from peft import PeftModel
 from support.commands import run
+from support.prompters import make_prompter
 from support.small_run import BYTES_CONFIG, make_settings
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -57,7 +58,7 @@ def test_merged_adapters_answer_as_plain_peft_on_another_layout(tmp_path: Path) 
     assert [(row["task"], row["n"]) for row in findings["differences"]] == [(TASK, NUM_SAMPLES)]
     assert [row["n"] for row in findings["against"]["scores"]] == [NUM_SAMPLES]
 
-    prompter = Prompter(make_bytes_tokenizer())
+    prompter = make_prompter(make_bytes_tokenizer())
     prompts = list(make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print))
     ours = {each["id"]: each["log_probability"] for each in findings["results"]}
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
@@ -132,7 +133,7 @@ def test_adapters_beside_a_base_in_four_bits_answer_as_bitsandbytes(tmp_path: Pa
     spare = prediction["weight_bytes"] - held
     assert 0 <= spare <= PAGE_BYTES * NUM_TABLES * num_quantized, "a GPU rounds each table up to a page"
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
-    prompter = Prompter(make_bytes_tokenizer())
+    prompter = make_prompter(make_bytes_tokenizer())
     prompts = list(make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print))
     expected = {each.name: score_plainly(adapted, prompter, each) for each in prompts}
     assert ours == pytest.approx(expected, rel=1e-4)

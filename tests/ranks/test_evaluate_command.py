@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.commands import run
 from support.faults import wait_for_end
+from support.prompters import make_prompter
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from test_generation import PlainForward, make_axes, make_axis, make_prompts
@@ -23,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children import answering
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Sources, check_samples, plan_suites
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.generation import count_cache_bytes, count_read_weights
@@ -209,7 +209,7 @@ def test_a_checkpoints_positions_are_those_that_it_was_stretched_to(
 def test_a_length_that_holds_no_question_is_refused(questions: str) -> None:
     """Before a model is loaded."""
     plan = plan_suites(["longbench-v2"], Sources(path=Path(questions)))
-    prompter = Prompter(make_bytes_tokenizer(), with_template=False)
+    prompter = make_prompter(make_bytes_tokenizer(), with_template=False)
     needed = sorted(len(sample.content) + sample.max_new_tokens for sample in plan.samples)
     check_samples(plan, prompter, needed[0])
     with pytest.raises(RecipeError, match=f"tokens hold none of 2 questions of the files: .* needs {needed[0]:,}"):

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from support.prompters import make_prompter
 from ulysses_cli.evaluate.needles import list_needle_tasks
-from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.sample import fill_up
 
 TASK = "niah_single_1"
@@ -47,7 +47,7 @@ class RecallTask:
         self.random = Random(f"recall {seed}")
         (self.task,) = (task for task in list_needle_tasks() if task.name == TASK)
         self.tokenizer = self._make_tokenizer()
-        self.prompter = Prompter(self.tokenizer)
+        self.prompter = make_prompter(self.tokenizer)
 
     def _make_tokenizer(self) -> Any:
         found = dict.fromkeys(LETTERS.values())

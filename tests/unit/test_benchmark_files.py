@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.prompters import make_prompter
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import list_file_notes, read_suite
@@ -23,10 +24,10 @@ TEMPLATE = (
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + TEMPLATE
 
 
-def make_prompter(template: str | None = TEMPLATE) -> Prompter:
+def make_thinker(template: str | None = TEMPLATE) -> Prompter:
     tokenizer = make_bytes_tokenizer()
     tokenizer.chat_template = template
-    return Prompter(tokenizer)
+    return make_prompter(tokenizer)
 
 
 def read(suite: str, file: Path, *rows: dict[str, Any]) -> list[Sample]:
@@ -54,7 +55,7 @@ def make_result(sample: Sample, index: int, tokens: int, score: float) -> dict[s
 def test_a_prompt_in_a_template_is_not_wrapped_again(head: str, tmp_path: Path) -> None:
     rows = [{"index": at, "input": text, "outputs": ["7"]} for at, text in enumerate((f"{head}Find it.", "Find it."))]
     samples = read("ruler-files", tmp_path / "vt.jsonl", *rows)
-    texts = [make_prompter().render(sample)[0] for sample in samples]
+    texts = [make_thinker().render(sample)[0] for sample in samples]
     assert texts == [f"{head}Find it.", "<user>Find it.</user><assistant>"]
     (note,) = list_file_notes("ruler-files", tmp_path, samples)
     assert note.startswith("1 prompt of the files holds a chat template already")
@@ -95,15 +96,15 @@ def test_a_conversation_passes_through_the_template_by_its_messages(tmp_path: Pa
     (sample,) = read("mrcr", tmp_path / "mrcr.jsonl", make_conversation(MESSAGES))
     assert sample.task == "mrcr-4"
     wrapped = "".join(f"<{role}>{text}</{role}>" for role, text in MESSAGES)
-    assert make_prompter().render(sample) == (f"{wrapped}<assistant>", None)
+    assert make_thinker().render(sample) == (f"{wrapped}<assistant>", None)
     plain = "\n\n".join(f"{role.capitalize()}: {text}" for role, text in MESSAGES)
-    assert make_prompter(None).render(sample) == (plain, 0)
+    assert make_thinker(None).render(sample) == (plain, 0)
 
 
 def test_a_template_that_does_not_take_a_conversation_is_named(tmp_path: Path) -> None:
     (sample,) = read("mrcr", tmp_path / "mrcr.jsonl", make_conversation(MESSAGES[1:]))
     with pytest.raises(RecipeError, match=r"does not take the conversations of mrcr-4: begin with the user"):
-        make_prompter(STRICT).render(sample)
+        make_thinker(STRICT).render(sample)
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85"])
@@ -133,6 +134,6 @@ def test_an_answer_is_teacher_forced_where_one_text_is_right(
     (sample,) = read(suite, tmp_path / f"{name}.jsonl", row)
     asked: list[Any] = []
     monkeypatch.setattr(questions, "answer_questions", lambda _, walk, *__, **___: asked.extend(walk))
-    prompter = make_prompter()
+    prompter = make_thinker()
     questions.ask_questions(None, questions.Quiz([prompter.make(sample)], prompter, (), asked.append), ())
     assert [each.answer for each in asked] == [tuple(f" {sample.references[0]}".encode()) if has_one else ()]

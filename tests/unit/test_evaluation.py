@@ -10,6 +10,7 @@ from string import ascii_letters
 from typing import Any
 
 import pytest
+from support.prompters import make_prompter
 from support.tiers import sample as sample_cases
 from support.tokenizers_trained import train, wrap
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -18,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
-from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring.scorers import score
 from ulysses_cli.evaluate.statistics import compare_pairs, estimate_mean, find_effective_lengths, weigh_mean
@@ -80,7 +80,7 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
     """With the answer's tokens, in one whole tokenization of the prompt. The same seed makes the same samples, and the
     right answer gets the full score."""
     tokenizer = make_bytes_tokenizer() if kind == "bytes" else wrap(train(kind))
-    prompter = Prompter(tokenizer, letters=list_parting_letters(tokenizer))
+    prompter = make_prompter(tokenizer, letters=list_parting_letters(tokenizer))
     plan, amount = plan_suites(PLAN, Sources()), Amount((2600,), 1)
     prompts = list(make_prompts(plan, prompter, amount, lambda _: None))
     assert len(prompts) == 13
@@ -93,7 +93,7 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
         assert score(sample, "I do not know.") == 0
         if sample.metric == "all":
             assert all(reference in sample.content for reference in sample.references)
-    again = make_prompts(plan, Prompter(tokenizer), amount, lambda _: None, {prompts[0].name})
+    again = make_prompts(plan, make_prompter(tokenizer), amount, lambda _: None, {prompts[0].name})
     assert [prompt.digest for prompt in again] == [prompt.digest for prompt in prompts[1:]]
 
 
@@ -111,7 +111,7 @@ def test_words_have_the_tokens_of_the_whole_text(kind: str, tmp_path: Path) -> N
     paragraphs = [{"context": f"{odd} {at} Ann {odd}", "qas": pairs} for at in range(60)]
     (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
     tokenizer = make_bytes_tokenizer() if kind == "bytes" else wrap(train(kind))
-    prompter = Prompter(tokenizer, letters=list_parting_letters(tokenizer))
+    prompter = make_prompter(tokenizer, letters=list_parting_letters(tokenizer))
     assert prompter.tokens.is_exact == (kind != "llama2"), "else this tests nothing"
     plan = plan_suites(TEXTS, Sources(squad=tmp_path / "squad.json", code=tmp_path))
     for prompt in make_prompts(plan, prompter, Amount((2600, 4000), 3), lambda _: None):
@@ -133,7 +133,7 @@ def test_a_tokenizer_whose_words_join_is_found_out() -> None:
     made.train_from_iterator(text.split("\n"), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
     assert list_parting_letters(tokenizer) == ""
-    prompter = Prompter(tokenizer, letters=ascii_letters)
+    prompter = make_prompter(tokenizer, letters=ascii_letters)
     plan = plan_suites(["niah_single_2"], Sources())
     for prompt in make_prompts(plan, prompter, Amount((20_000,), 3), lambda _: None):
         assert prompt.tokens == tuple(prompter.encode(prompt.sample, in_one=True))
@@ -143,7 +143,7 @@ def test_a_tokenizer_whose_words_join_is_found_out() -> None:
 
 def test_depths_are_those_of_tokens() -> None:
     plan = plan_suites(["niah_single_1"], Sources())
-    for prompt in make_prompts(plan, Prompter(make_bytes_tokenizer()), Amount((3000,), 5), lambda _: None):
+    for prompt in make_prompts(plan, make_prompter(make_bytes_tokenizer()), Amount((3000,), 5), lambda _: None):
         text = bytes(token for token in prompt.tokens if token < 256).decode()
         place = text.index("One of the special magic numbers")
         assert prompt.depths[0] == pytest.approx(place / len(text), abs=0.02)
@@ -158,9 +158,9 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(RecipeError, match="longbench is read from files, and no path was given"):
         plan_suites(["longbench"], Sources())
     with pytest.raises(RecipeError, match="300 is too short: vt needs at least"):
-        check_lengths(plan_suites(["vt"], Sources()), Prompter(make_bytes_tokenizer()), Amount((300,)))
+        check_lengths(plan_suites(["vt"], Sources()), make_prompter(make_bytes_tokenizer()), Amount((300,)))
     with pytest.raises(RecipeError, match="has no chat template"):
-        Prompter(wrap(train("gpt2")), with_template=True)
+        make_prompter(wrap(train("gpt2")), with_template=True)
 
 
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -220,7 +220,7 @@ def test_depths_of_rulers_files_are_those_of_values_that_stand_there_once(tmp_pa
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "niah_multivalue.jsonl").write_text(lines)
     (tmp_path / "vt.jsonl").write_text(lines)
-    prompter = Prompter(make_bytes_tokenizer())
+    prompter = make_prompter(make_bytes_tokenizer())
     first, *others = (prompter.make(sample).depths for sample in read_suite("ruler-files", tmp_path))
     whole = len(text) + 1
     assert first == pytest.approx((text.index("1234567") / whole, text.index("7654321") / whole), abs=0.03)
@@ -239,7 +239,7 @@ def test_questions_and_code_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("\n".join(lines))
     (tmp_path / "b.py").write_text("\n".join(line.replace("value", "other") for line in lines))
     plan = plan_suites(["qa_1", "code"], Sources(squad=tmp_path / "squad.json", code=tmp_path))
-    for prompt in make_prompts(plan, Prompter(make_bytes_tokenizer()), Amount((4000,), 1), lambda _: None):
+    for prompt in make_prompts(plan, make_prompter(make_bytes_tokenizer()), Amount((4000,), 1), lambda _: None):
         assert len(prompt.tokens) + prompt.sample.max_new_tokens == 4000
         assert score(prompt.sample, f"It is {prompt.sample.references[0]}.") == 1
         assert prompt.sample.references[0] in prompt.sample.content

@@ -11,19 +11,19 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from support.prompters import make_prompter
 from support.tiers import sample_every
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
 from ulysses_cli.evaluate.needles import MAX_SENTENCE, BookHaystack, list_needle_tasks
-from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring.scorers import score
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, make_source, plan_suites
 from ulysses_cli.plan.problem import RecipeError
 
-PROMPTER = Prompter(make_bytes_tokenizer())
+PROMPTER = make_prompter(make_bytes_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_what_fills_up_a_question_is_no_word(suite: str, length: int, tmp_path: 
     paragraphs = [{"context": f"Ann {at} " + "went to town " * 60, "qas": pairs} for at in range(20)]
     (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
     sources = Sources(squad=tmp_path / "squad.json") if suite == "qa_1" else Sources()
-    prompter = Prompter(wrap(train("llama3")))
+    prompter = make_prompter(wrap(train("llama3")))
     for prompt in make_prompts(plan_suites([suite], sources), prompter, Amount((length,), 5), lambda _: None):
         begin, end = prompt.sample.context or (0, 0)
         shown = prompt.sample.content[begin:end]
@@ -121,7 +121,7 @@ def test_a_text_of_any_script_is_a_haystack(text: str) -> None:
     book = BookHaystack(text)
     assert all(0 < len(sentence) <= MAX_SENTENCE for sentence in book.sentences)
     assert "".join("".join(book.sentences).split()) == "".join(text.split())
-    found = Prompter(make_bytes_tokenizer())
+    found = make_prompter(make_bytes_tokenizer())
     (task,) = list_needle_tasks(book)[1:2]
     plan = replace(plan_suites(["vt"], Sources()), tasks=(task,))
     (shown,) = make_prompts(plan, found, Amount((4000,), 1), lambda _: None)
@@ -181,5 +181,5 @@ def test_a_prompt_in_its_files_own_template_ends_as_it_does() -> None:
     prompt = "<|start|>user\nWho?<|end|>\n<|start|>assistant\n\n"
     sample = Sample("t", prompt, ("a",), "all", 8, with_template=False)
     assert PROMPTER.render(sample)[0] == prompt
-    plain = Prompter(make_bytes_tokenizer(), with_template=False)
+    plain = make_prompter(make_bytes_tokenizer(), with_template=False)
     assert plain.render(replace(sample, with_template=True))[0] == prompt.rstrip()

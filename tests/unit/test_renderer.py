@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
@@ -20,7 +21,8 @@ from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, Templa
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import encode_block
 from ulysses_cli.readers.blocks import Block
-from ulysses_cli.readers.problems import DataError
+from ulysses_cli.readers.columns import Chat
+from ulysses_cli.readers.problems import BadRow, DataError
 
 CHAT = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
 MANY = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
@@ -31,6 +33,90 @@ ENDLESS = {
     "one huge text": ("{{ 'x' * 10 ** 11 }}", "takes more than 3 GiB of memory"),
     "a huge answer": ("{{ 'x' * 2000000 }}", "writes more than 1,048,576 characters"),
 }
+
+# Jinja computes constants when it compiles a template: gigabytes, or minutes, before anything is rendered.
+FOLDED = {
+    "gigabytes": "{{ messages }}{{ ('a' * 10 ** 10) | length }}",
+    "gigabytes in a list": "{{ messages }}{{ ([0] * 10 ** 9) | length }}",
+    "a long sum": "{{ messages }}{{ (10 ** (10 ** 8)) % 7 }}",
+    "gigabytes in a branch": "{{ messages }}{% if false %}{{ 'a' * 10 ** 10 }}{% endif %}",
+    "brackets": "{{ messages }}{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
+    "digits": "{{ messages }}{{ " + "9" * 50_000 + " }}",
+}
+USES = """
+import json, resource, sys, time
+from ulysses_cli.data.tokenizing import renderer
+from ulysses_cli.data.tokenizing.encoder import Encoder
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.evaluate.prompts import Prompter
+from ulysses_cli.plan.models.chat_template import find_switch, read_template
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.readers.columns import Chat
+from ulysses_cli.readers.problems import BadRow
+renderer.SECONDS = 1.0
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+def prompt(tokenizer):
+    Prompter(tokenizer, renderer.Renderer(tokenizer).render_text)
+def measure(use, *words):
+    started = time.perf_counter()
+    try:
+        use(*words)
+        said = ""
+    except (RecipeError, BadRow, renderer.TemplateProblem) as error:
+        said = str(error)
+    took.append((time.perf_counter() - started, said))
+took = []
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for template in json.load(sys.stdin):
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.chat_template = template
+    measure(read_template, template)
+    measure(find_switch, template)
+    measure(prompt, tokenizer)
+    measure(lambda: Encoder(tokenizer).encode(Chat(CHAT)))
+print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, took]))
+"""
+
+
+def test_no_use_of_a_template_takes_memory_or_time_of_this_process() -> None:
+    templates = list(FOLDED.values())
+    done = subprocess.run(
+        [sys.executable, "-c", USES], input=json.dumps(templates), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    grown, took = json.loads(done.stdout)
+    assert grown << 10 < 200 << 20, f"{grown >> 10} MiB"
+    assert max(seconds for seconds, _ in took) < 10
+    said = [words for _, words in took]
+    assert len(said) == 4 * len(templates)
+    assert all(len(words) < 600 and "Traceback" not in words for words in said)
+    refused = {name: [words != "" for words in said[4 * at : 4 * at + 4]] for at, name in enumerate(FOLDED)}
+    assert refused["gigabytes"] == refused["gigabytes in a list"] == [False, False, True, True]
+    assert refused["brackets"] == refused["digits"] == [True, False, True, True]
+
+
+def test_what_a_template_raises_is_one_short_line() -> None:
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no\n' + 'x' * 10 ** 7) }}"
+    with pytest.raises(TemplateRefusal) as caught:
+        Renderer(tokenizer).render_text([{"role": "user", "content": "a"}])
+    assert str(caught.value) == "no"
+    tokenizer.chat_template = "{{ raise_exception('x' * 10 ** 7) }}"
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+    with pytest.raises(BadRow) as refused:
+        encoder.encode(Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]))
+    assert len(str(refused.value)) < 400
+
+
+def test_a_renderer_that_was_closed_starts_again() -> None:
+    tokenizer = make_bytes_tokenizer()
+    one = Renderer(tokenizer)
+    for text in "ab":
+        messages = [{"role": "user", "content": text}]
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert one.render_text(messages, add_generation_prompt=True) == expected
+        one.close()
+        assert one.connection is None
 
 
 def make_encoder(template: str) -> Encoder:

@@ -8,9 +8,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.prompters import make_prompter
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
+from ulysses_cli.evaluate.prompts import TaskPrompt
 from ulysses_cli.evaluate.retrieval import (
     CHUNKS,
     NONE,
@@ -33,7 +34,7 @@ from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.report.quality import format_quality, make_quality_page
 
-PROMPTER = Prompter(make_bytes_tokenizer(), with_template=False)
+PROMPTER = make_prompter(make_bytes_tokenizer(), with_template=False)
 
 
 def compute_bm25(texts: list[str], query: str, k1: float = 1.5, b: float = 0.75) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.prompters import make_prompter
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.prompts import Prompter
@@ -26,10 +27,10 @@ GPT_OSS = (
 SAMPLE = Sample("task", "Where is it?", ("here",), "all", 8, answer_prefix="It is")
 
 
-def make_prompter(template: str, thinking: int = 0) -> Prompter:
+def make_thinker(template: str, thinking: int = 0) -> Prompter:
     tokenizer = make_bytes_tokenizer()
     tokenizer.chat_template = template
-    return Prompter(tokenizer, thinking=thinking)
+    return make_prompter(tokenizer, thinking=thinking)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def make_prompter(template: str, thinking: int = 0) -> Prompter:
 def test_a_model_that_thinks_is_asked_to_answer_at_once(template: str, end: str, thinks: bool) -> None:
     """As the templates of Qwen3, Qwen3.5, DeepSeek-V3.1 and gpt-oss do. An answer of a few tokens has no room for a
     thought, and a start of the answer inside a thought would be read as one."""
-    prompter = make_prompter(template)
+    prompter = make_thinker(template)
     text, begin = prompter.render(SAMPLE)
     assert text.endswith(f"Where is it?{'' if end.startswith('<|end|>') else '<|im_end|>' + chr(10)}{end}")
     assert begin == text.index("Where")
@@ -72,7 +73,7 @@ def test_a_model_that_thinks_is_asked_to_answer_at_once(template: str, end: str,
 def test_tokens_for_a_thought_count_apart(template: str, end: str, said: str, unfinished: str) -> None:
     """The thought begins as the template has it, without the start of an answer, and is not scored: nor is a thought
     that names the right answer and does not end. The question's own length stays."""
-    prompter = make_prompter(template, 100)
+    prompter = make_thinker(template, 100)
     text, _ = prompter.render(SAMPLE)
     assert text.endswith(end)
     assert prompter.list_notes() == ["the model may think, for 100 tokens before each answer"]
@@ -86,13 +87,13 @@ def test_tokens_for_a_thought_count_apart(template: str, end: str, said: str, un
         assert result["answer"].strip() == ("It is here" if is_reached else "")
     for thinking in (0, 5000):
         (made,) = make_prompts(
-            plan_suites(["vt"], Sources()), make_prompter(template, thinking), Amount((1600,), 1), print
+            plan_suites(["vt"], Sources()), make_thinker(template, thinking), Amount((1600,), 1), print
         )
         assert len(made.tokens) + made.sample.max_new_tokens == 1600
 
 
 def test_a_question_without_the_models_template_is_answered_at_once() -> None:
-    prompter = make_prompter(QWEN3, 100)
+    prompter = make_thinker(QWEN3, 100)
     few = Sample("trec", "Q: a? A:", ("b",), "all", 8, with_template=False)
     assert prompter.count_new_tokens(few) == 8
     assert prompter.render(few)[0] == "Q: a? A:"
@@ -107,4 +108,6 @@ def test_an_answer_without_any_thought_is_one() -> None:
 @pytest.mark.parametrize("template", [PLAIN, None])
 def test_a_model_that_cannot_think_is_refused(template: str | None) -> None:
     with pytest.raises(RecipeError, match=r"--thinking: the model's chat template"):
-        make_prompter(template, 10) if template else Prompter(make_bytes_tokenizer(), with_template=False, thinking=10)
+        make_thinker(template, 10) if template else make_prompter(
+            make_bytes_tokenizer(), with_template=False, thinking=10
+        )

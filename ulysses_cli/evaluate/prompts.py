@@ -10,7 +10,7 @@ from typing import Any
 
 from ulysses_cli.evaluate.prompt_tokens import PromptTokenizer
 from ulysses_cli.evaluate.sample import Draft, Sample, fill_up
-from ulysses_cli.evaluate.thinking import can_think, find_answer, render_question, thinks_by_itself
+from ulysses_cli.evaluate.thinking import RenderText, can_think, find_answer, render_question, thinks_by_itself
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -49,33 +49,51 @@ class TaskPrompt:
 
 
 class Prompter:
-    """Renders samples for one model. `tokenizer` and `letters`: as PromptTokenizer takes them. `thinking`: tokens for a
-    thought before each answer, in a chat template; 0: the model answers at once."""
+    """Renders samples for one model. `tokenizer` and `letters`: as PromptTokenizer takes them. `render`: the chat
+    template. `thinking`: tokens for a thought before each answer, in a chat template; 0: the model answers at once."""
 
     def __init__(
-        self, tokenizer: Any, *, with_template: bool | None = None, letters: str = "", thinking: int = 0
+        self,
+        tokenizer: Any,
+        render: RenderText,
+        *,
+        with_template: bool | None = None,
+        letters: str = "",
+        thinking: int = 0,
     ) -> None:
         self.tokenizer, self.tokens = tokenizer, PromptTokenizer(tokenizer, letters)
+        self.render_text = render
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if with_template and not has_template:
             hint = "leave out --chat-template, or name an instruct model"
             raise RecipeError([Problem("--chat-template", "the model's tokenizer has no chat template", hint)])
         self.with_template = has_template if with_template is None else with_template
-        self.thinking = thinking
-        if thinking and not (self.with_template and can_think(tokenizer)):
-            what = "knows of no thoughts" if self.with_template else "is not used, or there is none"
-            raise RecipeError([Problem("--thinking", f"the model's chat template {what}", "leave it out")])
-        self.head = self.tail = ""
+        self.thinking, self.head, self.tail, self.thinks_by_itself = thinking, "", "", False
+        if thinking and not self.with_template:
+            message = "the model's chat template is not used, or there is none"
+            raise RecipeError([Problem("--thinking", message, "leave it out")])
         if self.with_template:
-            self.head, found, self.tail = self._apply([("user", PLACEHOLDER)]).partition(PLACEHOLDER)
-            if not found:
-                message = "the chat template does not show a user's message as it is"
-                raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")])
+            self._read_template()
         self.fill = self._find_fill()
+
+    def _read_template(self) -> None:
+        try:
+            self.head, found, self.tail = self._apply([("user", PLACEHOLDER)]).partition(PLACEHOLDER)
+            self.thinks_by_itself = thinks_by_itself(self.render_text)
+            knows_thoughts = not self.thinking or can_think(self.render_text)
+        except Exception as error:  # noqa: BLE001 - a template raises what it likes, and may exceed its bounds
+            message = f"the model's template cannot be used: {error}"
+            raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")]) from None
+        if not knows_thoughts:
+            message = "the model's chat template knows of no thoughts"
+            raise RecipeError([Problem("--thinking", message, "leave it out")])
+        if not found:
+            message = "the chat template does not show a user's message as it is"
+            raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")])
 
     def _apply(self, messages: Sequence[tuple[str, str]]) -> str:
         asked = [{"role": role, "content": text} for role, text in messages]
-        return render_question(self.tokenizer, asked, thinks=self.thinking > 0)
+        return render_question(self.render_text, asked, thinks=self.thinking > 0)
 
     def thinks_about(self, sample: Sample) -> bool:
         """Questions that are asked without the model's template are answered at once."""
@@ -98,7 +116,7 @@ class Prompter:
     def list_notes(self) -> list[str]:
         if self.thinking:
             return [f"the model may think, for {format_count(self.thinking, 'token')} before each answer"]
-        if self.with_template and thinks_by_itself(self.tokenizer):
+        if self.thinks_by_itself:
             return ["the model is asked to answer at once: thinking is turned off in its chat template"]
         return []
 

@@ -4,8 +4,7 @@ its task gives it, and a thought would use them up. With tokens of its own for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from ulysses_cli.plan.models.chat_template import THOUGHT_MARKS
 
@@ -14,11 +13,14 @@ SWITCHES = ("enable_thinking", "thinking")
 # gpt-oss: a turn begins with the name of its channel, and answers stand in the last one.
 TURN, ANSWER_CHANNEL = "<|start|>assistant", "<|channel|>final<|message|>"
 THOUGHTS = (*THOUGHT_MARKS, ("<|channel|>analysis", ANSWER_CHANNEL))
+# Takes messages and settings of tokenizer.apply_chat_template, returns the text: data/tokenizing/renderer.py, within
+# bounds. A template is a program that comes with the model.
+RenderText = Callable[..., str]
 
 
-def render_question(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinks: bool = False) -> str:
-    """The conversation in the tokenizer's chat template, up to where the answer begins, or the thought before it."""
-    text = _render(tokenizer, messages, **dict.fromkeys(SWITCHES, thinks))
+def render_question(render: RenderText, messages: Sequence[Mapping[str, str]], *, thinks: bool = False) -> str:
+    """The conversation in the model's chat template, up to where the answer begins, or the thought before it."""
+    text = _render(render, messages, **dict.fromkeys(SWITCHES, thinks))
     if thinks:
         return text
     if text.endswith(TURN):
@@ -33,14 +35,14 @@ def render_question(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, th
 QUESTION = ({"role": "user", "content": "?"},)
 
 
-def thinks_by_itself(tokenizer: Any) -> bool:
+def thinks_by_itself(render: RenderText) -> bool:
     """Whether the model would begin with a thought if it were not asked to answer at once."""
-    return render_question(tokenizer, QUESTION) != _render(tokenizer, QUESTION)
+    return render_question(render, QUESTION) != _render(render, QUESTION)
 
 
-def can_think(tokenizer: Any) -> bool:
+def can_think(render: RenderText) -> bool:
     """Whether the chat template knows of thoughts."""
-    return render_question(tokenizer, QUESTION) != render_question(tokenizer, QUESTION, thinks=True)
+    return render_question(render, QUESTION) != render_question(render, QUESTION, thinks=True)
 
 
 def find_answer(prompt: str, text: str) -> str | None:
@@ -53,6 +55,5 @@ def find_answer(prompt: str, text: str) -> str | None:
     return None if is_open else text
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: bool) -> str:
-    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **settings)
-    return text
+def _render(render: RenderText, messages: Sequence[Mapping[str, str]], **settings: bool) -> str:
+    return render(messages, add_generation_prompt=True, **settings)

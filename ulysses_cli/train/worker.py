@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ulysses_cli.data.batching import make_eval_batching
 from ulysses_cli.data.steps import plan_step
+from ulysses_cli.data.tokenizing.renderer import TemplateProblem
 from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
@@ -211,7 +212,10 @@ def make_samples(inputs: Inputs, settings: Run, stop_tokens: set[int], record: R
         raise StartError(
             "run.sample_as_chat: the tokenizer has no chat template: set data.chat_template, or leave it out"
         )
-    prompts = encode_prompts(tokenizer, texts, as_chat=settings.sample_as_chat)
+    try:
+        prompts = encode_prompts(tokenizer, texts, as_chat=settings.sample_as_chat)
+    except TemplateProblem as error:
+        raise StartError(f"run.sample_as_chat: the tokenizer's template cannot be used: {error}") from None
     return Samples(prompts, stop_tokens, settings.sample_max_new_tokens, tokenizer.decode, record.write_samples)
 
 

@@ -16,6 +16,7 @@ from ulysses_cli.readers.problems import BadRow
 
 Messages = Sequence[dict[str, Any]]
 MARK = "uQ7zMARKz7Qu"  # a placeholder for a message's content; no template changes these letters
+MAX_MESSAGE_CHARS = 300
 
 
 class Render(Protocol):
@@ -140,7 +141,9 @@ def find_turn_end(render: Render, messages: Messages, index: int, text: str) -> 
     except BadRow:
         raise
     except Exception as error:  # noqa: BLE001 - a template may raise any exception
-        raise InexactTemplate(f"the chat template cannot render the first {index + 1} turns alone: {error}") from None
+        raise InexactTemplate(
+            f"the chat template cannot render the first {index + 1} turns alone: {cut_message(error)}"
+        ) from None
     rest = whole[len(tail) :]
     if not whole.startswith(tail) or not text.endswith(rest) or not tail:
         raise InexactTemplate(f"the chat template does not show where turn {index + 1} ends")
@@ -187,7 +190,9 @@ def _mark_turn(render: Render, messages: Messages, index: int) -> str:
     try:
         return render([*messages[:index], {**messages[index], "content": MARK}, *messages[index + 1 :]])
     except Exception as error:  # noqa: BLE001 - a template may raise any exception
-        raise InexactTemplate(f"the chat template refuses a changed content of turn {index + 1}: {error}") from None
+        raise InexactTemplate(
+            f"the chat template refuses a changed content of turn {index + 1}: {cut_message(error)}"
+        ) from None
 
 
 def _find_prompt(render: Render, messages: Messages, index: int) -> str | None:
@@ -195,7 +200,9 @@ def _find_prompt(render: Render, messages: Messages, index: int) -> str | None:
     try:
         before, after = render(messages[:index]), render(messages[:index], prompt=True)
     except Exception as error:  # noqa: BLE001 - a template may raise any exception
-        raise InexactTemplate(f"the chat template cannot render the first {index} turns alone: {error}") from None
+        raise InexactTemplate(
+            f"the chat template cannot render the first {index} turns alone: {cut_message(error)}"
+        ) from None
     return after[len(before) :] if after.startswith(before) else None
 
 
@@ -216,6 +223,13 @@ def _trim(text: str, start: int, end: int, specials: Sequence[str]) -> int:
     turn = text[start:end]
     bare = turn.rstrip()
     return start + len(bare) if bare != turn and bare.endswith(tuple(specials)) and specials else end
+
+
+def cut_message(error: BaseException) -> str:
+    """The first line of what a template raised, which may be gigabytes."""
+    words = str(error)[: 4 * MAX_MESSAGE_CHARS].strip()
+    line = (words.splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]} ..."
 
 
 def make_render(tokenizer: Any, tools: Any) -> Render:

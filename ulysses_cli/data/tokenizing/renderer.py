@@ -1,4 +1,4 @@
-"""Renders chats in a child process with bounds of time and memory.
+"""Compiles and renders chat templates in a child process with bounds of time and memory: every template, every use.
 
 A chat template is a program that comes with a model. One that never ends or writes gigabytes must not take this process
 with it. The child is forked once and answers in plain JSON.
@@ -7,19 +7,21 @@ with it. The child is forked once and answers in plain JSON.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
 import signal
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ulysses_cli.data.tokenizing.chat import Messages, RenderedChat, make_render, render_chat
+from ulysses_cli.data.tokenizing.chat import Messages, RenderedChat, cut_message, make_render, render_chat
 from ulysses_cli.data.tokenizing.lost_parts import LostPart
 
 SECONDS = 30.0  # for one chat; a chat of a million tokens takes about one second
@@ -32,21 +34,27 @@ GONE = f"the chat template {TOO_LARGE}"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class TemplateRefusal(Exception):
+class TemplateProblem(Exception):
+    """A chat was not rendered. Holds one line."""
+
+
+class TemplateRefusal(TemplateProblem):
     """The template raised an error for this chat. Holds its message."""
 
 
-class TemplateOutOfBounds(Exception):
+class TemplateOutOfBounds(TemplateProblem):
     """The template exceeded a bound of time, memory or length. It would exceed it again with the next chat."""
 
 
 @dataclass(frozen=True, eq=False)
 class RenderRequest:
-    """A chat to render. `is_marked` is as in render_chat."""
+    """A chat to render. `is_marked` is as in render_chat. `settings`: what the template gets, if only its text is
+    wanted."""
 
     messages: list[dict[str, Any]]
     tools: Any = None
     is_marked: bool = False
+    settings: dict[str, Any] | None = None
 
 
 class Renderer:
@@ -66,6 +74,25 @@ class Renderer:
 
     def render(self, request: RenderRequest) -> RenderedChat:
         """Raises TemplateRefusal for this chat alone, TemplateOutOfBounds for this and every later chat."""
+        text, answers, turn_ends, reason, (marked_text, marked), lost = self._ask(request)["chat"]
+        marks = (marked_text, list(map(_pair, marked)))
+        return RenderedChat(
+            text, list(map(_pair, answers)), turn_ends, reason, marks, [LostPart(*part) for part in lost]
+        )
+
+    def render_text(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+        """The text alone. `settings`: what tokenizer.apply_chat_template takes. Raises as `render` does."""
+        chat = [dict(message) for message in messages]
+        return str(self._ask(RenderRequest(chat, settings=settings))["text"])
+
+    def close(self) -> None:
+        """Ends the child. The next chat starts another. A child keeps the memory that its parent had when it began, so
+        a process whose memory changes has none for long."""
+        self.end()
+        self.connection = None
+        self.sent.clear()
+
+    def _ask(self, request: RenderRequest) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         is_answered = False
         while not is_answered and not self.failure:
@@ -80,11 +107,7 @@ class Renderer:
             raise TemplateOutOfBounds(self.failure)
         if "error" in answer:
             raise TemplateRefusal(answer["error"])
-        text, answers, turn_ends, reason, (marked_text, marked), lost = answer["chat"]
-        marks = (marked_text, list(map(_pair, marked)))
-        return RenderedChat(
-            text, list(map(_pair, answers)), turn_ends, reason, marks, [LostPart(*part) for part in lost]
-        )
+        return answer
 
     def _send(self, request: RenderRequest) -> None:
         """Sends a request with those announced after it. The child receives all of them before it answers the first, so
@@ -100,7 +123,7 @@ class Renderer:
             self.sent.append(self.announced.popleft())
         connection = self._start() if self.connection is None else self.connection
         try:
-            connection.send([(request.messages, request.tools, request.is_marked) for request in self.sent])
+            connection.send([(each.messages, each.tools, each.is_marked, each.settings) for each in self.sent])
         except OSError:
             self.failure = GONE
 
@@ -137,6 +160,7 @@ def _end(connection: Connection, pid: int) -> None:
 def _serve(connection: Connection, tokenizer: Any, specials: Sequence[str]) -> None:
     """Runs the child process until the parent ends. Closes the files and pipes that it inherited from the parent."""
     try:
+        gc.freeze()  # no object of the parent is collected here: it may own a GPU's memory or a connection
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -148,24 +172,31 @@ def _serve(connection: Connection, tokenizer: Any, specials: Sequence[str]) -> N
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
-            for messages, tools, is_marked in connection.recv():
-                connection.send_bytes(_answer(tokenizer, messages, tools, specials, is_marked))
+            for messages, tools, is_marked, settings in connection.recv():
+                connection.send_bytes(_answer(tokenizer, messages, tools, specials, is_marked, settings))
     except BaseException:  # noqa: BLE001 - the parent has ended, or will see that this process has
         pass
     finally:
         os._exit(0)
 
 
-def _answer(tokenizer: Any, messages: Messages, tools: Any, specials: Sequence[str], is_marked: bool) -> bytes:
+def _answer(
+    tokenizer: Any,
+    messages: Messages,
+    tools: Any,
+    specials: Sequence[str],
+    is_marked: bool,
+    settings: dict[str, Any] | None,
+) -> bytes:
     failure = ""
     plain = make_render(tokenizer, tools)
 
-    def render(messages: Messages, *, prompt: bool = False) -> str:
+    def bound(render: Callable[..., str], *words: Any, **options: Any) -> str:
         """Records an exceeded bound even if the caller catches the error and can do without this rendering."""
         nonlocal failure
         text = ""
         try:
-            text = plain(messages, prompt=prompt)
+            text = render(*words, **options)
         except MemoryError:
             failure = TOO_LARGE
         if len(text) > MAX_CHARS:
@@ -174,11 +205,15 @@ def _answer(tokenizer: Any, messages: Messages, tools: Any, specials: Sequence[s
 
     answer: dict[str, Any] = {}
     try:
-        answer["chat"] = astuple(render_chat(tokenizer, render, messages, tools, specials, is_marked=is_marked))
+        if settings is None:
+            render = partial(bound, plain)
+            answer["chat"] = astuple(render_chat(tokenizer, render, messages, tools, specials, is_marked=is_marked))
+        else:
+            answer["text"] = bound(tokenizer.apply_chat_template, messages, tokenize=False, **settings)
     except MemoryError:
         failure = TOO_LARGE
     except Exception as error:  # noqa: BLE001 - a template may raise any exception
-        answer["error"] = str(error)
+        answer["error"] = cut_message(error)
     try:
         encoded = json.dumps({"failure": failure} if failure else answer, ensure_ascii=False)
         return encoded.encode("utf-8", "surrogatepass")

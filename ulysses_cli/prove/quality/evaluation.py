@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
+from ulysses_cli.data.tokenizing.renderer import Renderer
 from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.losses import summarize_losses
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
@@ -64,7 +66,9 @@ class ModelEvaluation:
 
     def make_prompter(self, tokenizer: Any) -> Prompter:
         letters = list_parting_letters(tokenizer)
-        return Prompter(tokenizer, with_template=self.with_template, letters=letters, thinking=self.thinking)
+        settings: dict[str, Any] = {"with_template": self.with_template, "letters": letters, "thinking": self.thinking}
+        with closing(Renderer(tokenizer)) as renderer:
+            return Prompter(tokenizer, renderer.render_text, **settings)
 
     def list_settings(self, tokenizer: Any) -> dict[str, Any]:
         """What results depend on. Tokenizer and template are hashed, since two models may share a name."""

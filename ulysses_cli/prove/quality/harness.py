@@ -16,6 +16,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.data.tokenizing.renderer import Renderer, TemplateProblem
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.prove.quality.documents import CutDocument, measure_documents
@@ -35,6 +36,7 @@ class ShardedLM(TemplateLM):
     def __init__(self, model: EvaluatedModel, report: Callable[[str], None] = lambda _: None) -> None:
         super().__init__()
         self.model, self.report, self.tokenizer = model, report, model.tokenizer
+        self.renderer = Renderer(self.tokenizer)
         self.is_asking = False
 
     @property
@@ -65,13 +67,15 @@ class ShardedLM(TemplateLM):
         return tokens
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
+        settings = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        try:
+            return self.renderer.render_text(chat_history, **settings)
+        except TemplateProblem as error:
+            message = f"the model's template cannot be used: {error}"
+            raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")]) from None
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -149,6 +153,7 @@ class ShardedLM(TemplateLM):
 
     def close(self) -> None:
         """Ends the other ranks' `serve`. Nothing where they are in the midst of a request: they have failed."""
+        self.renderer.close()
         if not self.is_asking:
             _tell(self.model, (END, None))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ulysses_cli.data.tokenizing.renderer import TemplateProblem
 from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens
 from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
@@ -70,7 +71,7 @@ def main() -> int:
         os.dup2(2, 1)  # what libraries print is no result
         try:
             result: dict[str, Any] = {"answers": answer(request)}
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError, TemplateProblem) as error:
             result = {"problem": mask_text(first_line(error), collect_secrets({}, os.environ))}
         out.write(json.dumps(result) + "\n")
     return 0 if "answers" in result else FAILED

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import closing
 from statistics import fmean
 from typing import Any
 
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
+from ulysses_cli.data.tokenizing.renderer import Renderer
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
@@ -35,7 +37,9 @@ class EvalSuite:
         self.amount, self.stop_tokens, self.write, self.judge = amount, stop_tokens, write, judge
         self.plan = plan_suites(list(names), Sources())
         if self.plan.tasks:
-            self.prompter = Prompter(tokenizer, letters=list_parting_letters(tokenizer))
+            with closing(Renderer(tokenizer)) as renderer:
+                letters = list_parting_letters(tokenizer)
+                self.prompter = Prompter(tokenizer, renderer.render_text, letters=letters)
             try:
                 check_lengths(self.plan, self.prompter, amount)
             except RecipeError as error:

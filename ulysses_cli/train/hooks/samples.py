@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ulysses_cli.data.tokenizing.renderer import Renderer
 from ulysses_cli.train.generation.on_engine import generating
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.processes.consistency import gather_values
@@ -21,18 +23,17 @@ class SamplePrompt:
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str], *, as_chat: bool) -> list[SamplePrompt]:
     """With `as_chat` a text is what a user says, in the tokenizer's chat template. Otherwise it is the beginning of a
-    document, and an end that the tokenizer appends is taken off."""
+    document, and an end that the tokenizer appends is taken off. Raises TemplateProblem."""
     prompts = []
-    for text in texts:
-        if as_chat:
-            said = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-            )
-            tokens = tokenizer(said, add_special_tokens=False)["input_ids"]
-        else:
-            tokens = tokenizer(text)["input_ids"]
-            tokens = tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
-        prompts.append(SamplePrompt(text, tuple(tokens)))
+    with closing(Renderer(tokenizer)) as renderer:
+        for text in texts:
+            if as_chat:
+                said = renderer.render_text([{"role": "user", "content": text}], add_generation_prompt=True)
+                tokens = tokenizer(said, add_special_tokens=False)["input_ids"]
+            else:
+                tokens = tokenizer(text)["input_ids"]
+                tokens = tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+            prompts.append(SamplePrompt(text, tuple(tokens)))
     return prompts
 
 
