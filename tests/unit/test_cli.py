@@ -13,6 +13,7 @@ import pytest
 from support.commands import run, run_process
 from support.paths import RECIPES, ROOT, TINY_RECIPE
 from support.recipes import VALID
+from support.small_run import BYTES_CONFIG
 from support.tiers import sample_every
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from ulysses_cli.cli import COMMANDS, app
 from ulysses_cli.commands.options import EXIT_CODES
 from ulysses_cli.launch import downloads, launcher
 from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE, get_signal_code
+from ulysses_cli.plan.recipe.schema import format_value
 
 TINY = str(TINY_RECIPE)
 
@@ -29,6 +31,34 @@ def test_a_valid_recipe() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("is valid", "2 processes = dp_replicate 1 x dp_shard 1 x sp 2", "2 of 4 per rank", "defaults"):
         assert words in done.stdout
+    assert len(done.stdout.splitlines()) < 50, "a screen"
+    assert "  train.adam_beta2: 0.999" not in done.stdout
+    assert "  train.adam_beta2: 0.999" in run("validate-config", TINY, "--all").stdout
+
+
+def test_a_plan_shows_what_the_recipe_sets(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "r.yaml").write_text(
+        f"model: {{config: {json.dumps(BYTES_CONFIG)}, tokenizer: bytes}}\n"
+        f"data: {{datasets: {{path: {tmp_path}/texts.jsonl}}, max_seq_len: 512}}\n"
+        "run: {notify_webhook: 'https://hooks.example.com/some-secret-words', sample_prompts: [Once, Then]}\n"
+    )
+    words = ("validate-config", str(tmp_path / "r.yaml"), "train.learning_rate=3e-4", "train.max_steps=1")
+    done, sizes = run(*words), BYTES_CONFIG.items()
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.partition("\nsettings\n")[2].splitlines()
+    assert shown[: len(BYTES_CONFIG)] == [f"  model.config.{key}: {format_value(each)}" for key, each in sizes]
+    assert shown[len(BYTES_CONFIG) : -1] == [
+        "  model.tokenizer: bytes",
+        f"  data.datasets.0.path: {tmp_path}/texts.jsonl",
+        "  data.max_length: 512",
+        "  run.notify_webhook: ***",
+        "  run.sample_prompts: [Once, Then]",
+        "  train.learning_rate: 0.0003",
+        "  train.max_steps: 1",
+    ]
+    defaults = json.loads(run(*words, "--format", "json").stdout)["plans"][0]["defaults"]
+    assert shown[-1] == f"defaults    {len(defaults)} settings besides; --all lists them"
 
 
 def test_quiet_prints_problems_alone(tmp_path: Path) -> None:

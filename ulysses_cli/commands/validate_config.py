@@ -48,6 +48,9 @@ def validate_config(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="print problems only, and recipes that do not fit --gpu")
     ] = False,
+    shows_all: Annotated[
+        bool, typer.Option("--all", help="also list the settings that are left to their defaults; json always does")
+    ] = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Find every mistake in a recipe before a GPU is rented.
@@ -83,13 +86,13 @@ def validate_config(
         described = [problem.as_json() for problem in problems]
         printing.print_json({"valid": not problems, "problems": described, "plans": [] if quiet else plans})
     else:
-        _print_plans(plans, quiet=quiet, with_defaults=len(files) == 1)
+        _print_plans(plans, quiet=quiet, with_settings=len(files) == 1, with_defaults=shows_all)
         if problems:
             printing.print_problems(problems)
     raise typer.Exit(USAGE if problems else DONE)
 
 
-def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_defaults: bool) -> None:
+def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_settings: bool, with_defaults: bool) -> None:
     from ulysses_cli.report import printing, resolved_plan
 
     if quiet:
@@ -98,7 +101,10 @@ def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_defaults: boo
             if memory and memory["verdict"] != "fits":
                 printing.print_data(f"{plan['recipe']}: {memory['gpu']}: {memory['text']}")
     elif plans:
-        printing.print_data("\n\n".join(resolved_plan.format_plan(plan, with_defaults=with_defaults) for plan in plans))
+        texts = [
+            resolved_plan.format_plan(plan, with_settings=with_settings, with_defaults=with_defaults) for plan in plans
+        ]
+        printing.print_data("\n\n".join(texts))
 
 
 def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:

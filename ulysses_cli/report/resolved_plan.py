@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.schema import format_value
 from ulysses_cli.plan.rules.files import list_distant_data
+from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.plan.units import format_parameters
 from ulysses_cli.report.ledger import format_mesh
 from ulysses_cli.report.placement import format_placement
 from ulysses_cli.validate import Validated
 
 SHOWN_GROUPS = 4
+SHOWN_LETTERS = 90
 
 
 def describe_plan(valid: Validated) -> dict[str, Any]:
@@ -64,11 +68,36 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         "trust_remote_code": recipe.model.trust_remote_code,
         "distant_data": list_distant_data(recipe),
         "understood": list(loaded.notes),
+        "settings": _list_settings(loaded),
         "defaults": list(resolved.defaults),
     }
 
 
-def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
+def _list_settings(loaded: Loaded) -> list[str]:
+    """`key: value` for each setting that the recipe or the command line sets, in their order."""
+    masked = mask_secrets(loaded.recipe.model_dump(mode="json"), known=collect_secrets(loaded.recipe.model_dump(), {}))
+    lines = []
+    for key in loaded.places:
+        value: Any = masked
+        holder: Any = {}
+        for name in key.split("."):
+            holder = value
+            if isinstance(value, list):
+                value = value[int(name)] if name.isdecimal() and int(name) < len(value) else {}
+            else:
+                value = value.get(name, {}) if isinstance(value, Mapping) else {}
+        is_leaf = not isinstance(value, Mapping) and not (isinstance(value, list) and value and _has_parts(value))
+        if is_leaf and not isinstance(holder, list):  # a list of texts is shown as one
+            text = format_value(tuple(value) if isinstance(value, list) else value)
+            lines.append(f"{key}: {textwrap.shorten(text, SHOWN_LETTERS, placeholder=' ...')}")
+    return lines
+
+
+def _has_parts(values: Sequence[object]) -> bool:
+    return any(isinstance(value, Mapping) for value in values)
+
+
+def format_plan(plan: Mapping[str, Any], *, with_settings: bool = True, with_defaults: bool = False) -> str:
     model, mesh, heads, tokens = plan["model"], plan["mesh"], plan["heads"], plan["tokens"]
     size = f"{format_parameters(model['num_parameters'])} parameters, " if model["num_parameters"] else ""
     layers = format_count(model["num_layers"], "layer")
@@ -114,8 +143,12 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
         lines += format_placement(plan["placement"])
     lines += [("understood", note) for note in plan["understood"]]
     text = "\n".join(f"{name:<11} {value}" for name, value in lines)
+    if with_settings:
+        text += "\nsettings\n" + "\n".join(f"  {line}" for line in plan["settings"])
     if with_defaults:
         text += "\ndefaults\n" + "\n".join(f"  {line}" for line in plan["defaults"])
+    elif with_settings:
+        text += f"\n{'defaults':<11} {format_count(len(plan['defaults']), 'setting')} besides; --all lists them"
     return text
 
 

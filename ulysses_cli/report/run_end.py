@@ -20,7 +20,7 @@ def format_missing_lock(run_dir: Path) -> str:
 
 
 def format_start(valid: Validated, machines: str, num_machines: int = 1) -> str:
-    plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
+    plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_settings=False)
     lines = [plan, f"machines    {machines}"] if machines else [plan]
     if num_machines > 1 and valid.resolved is not None and valid.shape is not None:
         placement = Placement(valid.resolved.layout, num_machines)

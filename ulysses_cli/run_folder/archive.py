@@ -97,7 +97,7 @@ def set_aside(run_dir: Path, path: Path, report: Callable[[str], None]) -> None:
             aside = other.with_name(f"{other.name}{ASIDE}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(other, aside)
-            report(f"{other} is of another train_state than {path}: it is kept as {aside.name}, and not used")
+            report(f"{other} is later than {path}, where the run goes on: it is kept as {aside.name}, and not used")
 
 
 def find_damage(path: Path, *, is_quick: bool = False) -> str:

@@ -17,6 +17,8 @@ from ulysses_cli.report.page.drawing import escape
 from ulysses_cli.report.quantities import format_quantity, split_unit
 
 MAX_TABLE_ROWS = 200
+MAX_CARD_COLUMNS = 7  # a card of numbers with more takes the whole width while it is open
+MAX_LINE_LETTERS = 40
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def _make_block(block: Block) -> str:
             note = f"<figcaption>{escape(block.note)}</figcaption>" if block.note else ""
             data = ""
             if block.data is not None:
-                data = f"<details><summary>numbers</summary>{_make_table(block.data)}</details>"
+                kind = " class=wide" if len(block.data.header) > MAX_CARD_COLUMNS else ""
+                data = f"<details{kind}><summary>numbers</summary>{_make_table(block.data)}</details>"
             return f"<figure>{block.svg}{note}{data}</figure>"
         case Table():
             return _make_table(block)
@@ -170,7 +173,7 @@ def _make_block(block: Block) -> str:
 
 def _make_table(table: Table) -> str:
     width = len(table.header)
-    kinds = [" class=n" if any(_is_numeric(row[column]) for row in table.rows) else "" for column in range(width)]
+    kinds = [_choose_kind([row[column] for row in table.rows]) for column in range(width)]
     head = "".join(f"<th scope=col{kind}>{escape(cell)}</th>" for cell, kind in zip(table.header, kinds, strict=True))
     rows = "".join(
         "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
@@ -179,6 +182,13 @@ def _make_table(table: Table) -> str:
     caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
     body = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
     return f'<div class="scroll" tabindex=0><table>{caption}{body}</table></div>'
+
+
+def _choose_kind(cells: Sequence[str]) -> str:
+    """The class of a column: numbers stay in one line, long texts are wrapped."""
+    if max(map(len, cells), default=0) > MAX_LINE_LETTERS:
+        return " class=t"
+    return " class=n" if any(map(_is_numeric, cells)) else ""
 
 
 def _is_numeric(cell: str) -> bool:
@@ -214,10 +224,13 @@ summary{{cursor:pointer;font-size:.87rem;width:max-content;max-width:100%}}
 .scroll{{overflow:auto;max-height:420px;max-width:100%;margin:8px 0}}
 table{{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}}
 caption{{text-align:left;caption-side:bottom;padding:6px 0}}
-th,td{{text-align:left;padding:4px 18px 4px 0;border-bottom:1px solid var(--grid);white-space:nowrap;
+th,td{{text-align:left;padding:4px 14px 4px 0;border-bottom:1px solid var(--grid);white-space:nowrap;
 vertical-align:top}}
 th{{font-weight:600;color:var(--muted)}}
 .n{{text-align:right}}
+th.n{{white-space:normal;vertical-align:bottom}}
+.t{{white-space:normal;overflow-wrap:anywhere;min-width:14ch}}
+.charts figure:has(.wide[open]){{grid-column:1/-1}}.charts figure:has(.wide[open]) svg{{max-width:560px}}
 pre{{background:var(--surface);border:1px solid var(--grid);border-radius:10px;padding:12px 16px;overflow:auto;
 max-height:560px;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;margin:8px 0}}
 dl{{margin:12px 0}}dd{{margin:0;overflow-wrap:anywhere}}dt{{color:var(--muted)}}
@@ -230,6 +243,7 @@ border-bottom:1px solid var(--grid)}}
 .figures .remark{{font-size:.84rem;font-weight:400;color:var(--muted);margin-top:2px}}
 .warning{{background:var(--warnbg);color:var(--warn);border-radius:8px;padding:9px 13px;max-width:none}}
 :focus-visible{{outline:2px solid currentColor;outline-offset:2px}}
-@media(max-width:520px){{main{{padding:18px 12px 32px}}figure{{padding:10px 8px 8px}}}}
+@media(max-width:520px){{main{{padding:18px 12px 32px}}figure{{padding:10px 8px 8px}}
+td:not(.n){{white-space:normal}}.t{{min-width:9ch}}}}
 @media print{{body{{background:none}}figure,.figures div{{break-inside:avoid}}.scroll,pre{{max-height:none}}}}
 """
