@@ -3,6 +3,7 @@ validate."""
 
 import itertools
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -195,8 +196,9 @@ def test_a_users_table_is_read_and_its_mistakes_are_placed(tmp_path: Path) -> No
     own = folder / "hardware.yaml"
     own.write_text("gpus:\n  h100-80gb:\n    usd_per_hour: 1.5\n")
     done = run("estimate-memory", RECIPE, "--format", "json", XDG_CONFIG_HOME=str(tmp_path))
-    price = json.loads(done.stdout)["results"][0]["usd_per_million_tokens"]
-    assert price["low"] == price["high"]
+    answer = json.loads(done.stdout)["results"][0]
+    price, rates = answer["usd_per_million_tokens"], answer["tokens_per_second_range"]
+    assert price["low"] * rates["high"] == pytest.approx(price["high"] * rates["low"]), "one price, a range of speeds"
     own.write_text("gpus:\n  h100-80gb:\n   - [\n")
     done = run("estimate-memory", RECIPE, XDG_CONFIG_HOME=str(tmp_path))
     assert done.returncode == 2
@@ -267,6 +269,18 @@ def test_no_plan_is_for_amd_unless_one_is_named() -> None:
     assert all("mi300x: nothing of this tool was tried" in run(*each).stdout for each in named)
 
 
+def test_what_no_gpu_has_confirmed_is_a_range_and_says_so_once() -> None:
+    plan = ("plan", "--model", "Qwen/Qwen3-0.6B", "--max-length", "2Ki", "--gpus", "h100-80gb:1", "--tokens", "10M")
+    for done in (run("estimate-memory", RECIPE), run(*plan)):
+        assert done.stdout.count("predicted, not measured on th") == 1
+        assert re.search(r"[\d,]+ to [\d,]+", done.stdout)
+    answer = json.loads(run(*plan, "--format", "json").stdout)["by_cost"][0]
+    for name in ("tokens_per_second", "hours"):
+        assert answer[f"{name}_range"]["low"] < answer[name] < answer[f"{name}_range"]["high"]
+    assert answer["limited_by"] == "host", "short rows of a small model"
+    assert "limited by the host" in run(*plan).stdout
+
+
 def test_a_plan_takes_the_first_method_that_fits() -> None:
     words = ("--model", "Qwen/Qwen3-32B", "--max-length", "8Ki", "--gpus", "l40s:1", "--tokens", "10M")
     done = run("plan", *words)
@@ -310,8 +324,8 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
 def test_a_recipes_price_of_a_gpu_wins() -> None:
     words = ("estimate-memory", RECIPE, "run.price_per_gpu_hour=3.5")
     answer = json.loads(run(*words, "--format", "json").stdout)["results"][0]
-    dollars = 3.5 * 8 / 3600 * 1e6 / answer["tokens_per_second"]
-    assert answer["usd_per_million_tokens"] == {"low": pytest.approx(dollars), "high": pytest.approx(dollars)}
+    low, high = (3.5 * 8 / 3600 * 1e6 / answer["tokens_per_second_range"][end] for end in ("high", "low"))
+    assert answer["usd_per_million_tokens"] == {"low": pytest.approx(low), "high": pytest.approx(high)}
     assert "(run.price_per_gpu_hour)" in run(*words).stdout
 
 

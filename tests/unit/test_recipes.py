@@ -14,6 +14,7 @@ from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import load_recipe
+from ulysses_cli.plan.units import format_range
 from ulysses_cli.shipped import list_recipes
 from ulysses_cli.validate import validate_recipe
 
@@ -56,8 +57,8 @@ def test_the_header_agrees_with_the_ledger_and_the_recipe_fits(file: Path) -> No
     estimate = compute_estimate(recipe, find_model_shape(recipe).shape, gpu)
     assert estimate.fit.verdict == "fits"
     peak, room = estimate.fit.gpu_peak_bytes / GIB, estimate.fit.gpu_capacity_bytes / GIB
-    host, rate = math.ceil(estimate.fit.host_peak_bytes / GIB), float(f"{estimate.speed.tokens_per_second:.2g}")
-    line = f"{peak:.1f} of {room:.1f} GiB per GPU, {host} GiB of host per machine, {rate:,.0f} tokens/s on {gpu.key}"
+    host, rates = math.ceil(estimate.fit.host_peak_bytes / GIB), format_range(*estimate.tokens_per_second)
+    line = f"{peak:.1f} of {room:.1f} GiB per GPU, {host} GiB of host per machine, {rates} tokens/s on {gpu.key}"
     assert written == line
     hardware = read_field(file, "hardware")
     sizes = [int(size) for size in re.findall(r"(\d+) GB", hardware)]

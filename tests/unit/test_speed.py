@@ -1,5 +1,6 @@
 """Tests seconds by part: published rows, brute-force counts of work, and settings that must not speed a step up."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.model_shapes import LLAMA, QWEN, SHAPES, get_shape
+from support.paths import ROOT
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.hardware import compute_cost
@@ -15,6 +17,7 @@ from ulysses_cli.plan.ledger.adapters.modules import Adapters
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers
+from ulysses_cli.plan.planner.accuracy import FAR, NEAR, judge_speed
 from ulysses_cli.plan.speed import (
     compute_attention_flops,
     compute_exchange_bytes,
@@ -25,6 +28,9 @@ from ulysses_cli.plan.speed import (
     count_row_pairs,
 )
 from ulysses_cli.plan.step_parts import PARTS
+
+sys.path.append(str(ROOT / "benchmarks"))
+import published
 
 TABLE = load_hardware()
 H100 = TABLE.get_gpu("h100-80gb")
@@ -39,6 +45,45 @@ def test_published_rows(kibi_tokens: int, chunks: int, published: float) -> None
     """Published tokens/s of Llama3-8B on 8 H100: arXiv 2602.21196. All rows stand in benchmarks/estimate.py."""
     llama_3 = Job(LLAMA, Layout(1, 1, 8), kibi_tokens * 1024, replace(TILED, head_chunks=chunks), fused_norms=True)
     assert compute_speed(llama_3, H100).tokens_per_second / 8 == pytest.approx(published, rel=0.15)
+
+
+def test_the_range_of_a_speed_is_that_of_its_errors_for_published_runs() -> None:
+    """Rows of one machine without another program's ring, and all others; to whole percents, no wider than needed."""
+    rows = [*published.list_speed(), *published.list_later_speed()]
+    near = [row.error for row in rows if row.bar is not None]
+    far = [*near, *(row.error if row.unit == "tokens/s" else 1 / (1 + row.error) - 1 for row in rows)]
+    assert (len(near), len(rows)) == (23, 38)
+    for errors, (too_low, too_high) in ((near, NEAR), (far, FAR)):
+        assert too_low <= min(errors) < too_low + 0.01
+        assert too_high - 0.01 < max(errors) <= too_high
+
+
+def test_a_kind_or_a_network_that_no_published_run_names_has_the_wider_range() -> None:
+    job = Job(LLAMA, Layout(1, 1, 8), 2**17, Levers())
+    two = replace(job, layout=Layout(1, 2, 8))
+    near = judge_speed(job, H100, compute_speed(job, H100))
+    far = judge_speed(two, H100, compute_speed(two, H100))
+    other = judge_speed(job, TABLE.get_gpu("h200"), compute_speed(job, TABLE.get_gpu("h200")))
+    assert (near.low, near.high) == (1 / (1 + NEAR[1]), 1 / (1 + NEAR[0]))
+    assert (far.low, far.high) == (other.low, other.high) == (1 / (1 + FAR[1]), 1 / (1 + FAR[0]))
+    assert "one machine of this kind" in near.reason
+    assert "several machines" in far.reason
+    assert "no published run on this kind" in other.reason
+
+
+@pytest.mark.parametrize(("stage", "layer_seconds"), [(1, 143e-3 / 24), (2, 143e-3 / 24), (3, 266e-3 / 24)])
+def test_short_rows_of_small_models_are_marked_as_bound_by_the_host(stage: int, layer_seconds: float) -> None:
+    """24 layers took the host 266 ms a micro-step at stage 3 and 143 ms at stage 1."""
+    shape = get_shape("Qwen/Qwen3-0.6B")
+    short = Job(shape, Layout(), 2048, Levers(), zero_stage=stage, accumulation=3)
+    speed = compute_speed(short, H100)
+    accuracy = judge_speed(short, H100, speed)
+    assert accuracy.is_host_bound
+    assert accuracy.host_seconds == pytest.approx(layer_seconds * shape.num_layers, rel=0.02)
+    least = 3 * accuracy.host_seconds + speed.parts["optimizer"]
+    assert accuracy.low * speed.tokens_per_second == pytest.approx(speed.tokens_per_step / least)
+    long = replace(short, row_tokens=2**17)
+    assert not judge_speed(long, H100, compute_speed(long, H100)).is_host_bound
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.none() | st.integers(1, 80))

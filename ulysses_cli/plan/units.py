@@ -35,6 +35,11 @@ def format_parameters(count: float) -> str:
     return f"{count / scale:.3g} {suffix.replace('G', 'B')}".rstrip()
 
 
+def format_range(low: float, high: float) -> str:
+    """Two numbers to two digits: 22,000 to 30,000; 0.95 to 1.3."""
+    return " to ".join(dict.fromkeys(_format_amount(end, 2) for end in (low, high)))
+
+
 def format_usd(low: float, high: float | None = None, *, digits: int | None = None) -> str:
     """An amount, or a range. `digits`: as many as the amount is known to; None: to the cent."""
     high = low if high is None else high

@@ -12,10 +12,10 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.plan.planner.rings import BetterRing
-from ulysses_cli.plan.units import format_usd
+from ulysses_cli.plan.units import format_range, format_usd
 from ulysses_cli.report.placement import format_inside
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import format_gib, format_seconds
+from ulysses_cli.report.quantities import format_gib, format_seconds, format_step_seconds
 
 VERDICTS = {"fits": "fits", "too_close": "too close to tell", "does_not_fit": "does not fit"}
 NUM_LARGEST = 4
@@ -25,7 +25,7 @@ VISIBLE_BYTES = 0.005 * GIB  # a smaller size rounds to 0.00 GiB
 def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> dict[str, Any]:
     """The estimate for one kind of GPU, as plain data. Its keys are stable."""
     fit, speed, job, ledger = estimate.fit, estimate.speed, estimate.job, estimate.ledger
-    cost = estimate.usd_per_million_tokens
+    cost, rates = estimate.usd_per_million_tokens, estimate.tokens_per_second
     return {
         "gpu": estimate.gpu.key,
         "gpu_name": estimate.gpu.name,
@@ -62,6 +62,9 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "step_parts": speed.parts,
         "step_hidden": speed.hidden,
         "tokens_per_second": speed.tokens_per_second,
+        "tokens_per_second_range": {"low": rates[0], "high": rates[1]},
+        "accuracy": estimate.accuracy.reason,
+        "is_host_bound": estimate.accuracy.is_host_bound,
         "mfu": speed.mfu,
         "usd_per_million_tokens": None if cost is None else {"low": cost[0], "high": cost[1]},
         "price_date": estimate.gpu.price_date or None,
@@ -155,11 +158,19 @@ def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
         for name, seconds in parts
         if seconds > 0.005 * speed.step_seconds
     )
-    rate = f"{speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.0%}"
+    accuracy = estimate.accuracy
+    mfu = f"MFU {format_range(100 * speed.mfu * accuracy.low, 100 * speed.mfu * accuracy.high)}%"
+    rate = f"{format_range(*estimate.tokens_per_second)} tokens/s, {mfu}"
+    step = format_step_seconds(speed.step_seconds, accuracy)
     rows = [
-        ("speed", f"{format_seconds(speed.step_seconds)} per step of {speed.tokens_per_step:,} tokens: {rate}"),
+        ("speed", f"{step} per step of {speed.tokens_per_step:,} tokens: {rate}"),
+        ("", f"predicted, not measured on this GPU: {accuracy.reason}"),
         ("", shares),
     ]
+    if accuracy.is_host_bound:
+        host, device = format_seconds(accuracy.host_seconds), format_seconds(accuracy.device_seconds)
+        about = f"a processor takes about {host} to launch the kernels of a micro-step, the GPU {device} to run them"
+        rows.append(("", f"limited by the host: {about}; the slow end of the ranges counts it"))
     if cost is None:
         rows.append(("price", f"not known for {gpu.key}: add usd_per_hour to ~/.config/ulysses/hardware.yaml"))
     else:

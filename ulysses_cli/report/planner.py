@@ -12,15 +12,16 @@ from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall
 from ulysses_cli.plan.planner.search import Longest
-from ulysses_cli.plan.units import format_usd
+from ulysses_cli.plan.units import format_range, format_usd
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import format_gib, format_seconds
+from ulysses_cli.report.quantities import format_gib, format_seconds, format_step_seconds
 
 HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB", "limited by")
 
 
 def describe_candidate(candidate: Candidate) -> dict[str, Any]:
     job, speed, fit, usd = candidate.job, candidate.speed, candidate.fit, candidate.usd
+    seconds, rates = candidate.seconds_range, candidate.tokens_per_second
     return {
         "gpu": candidate.gpu.key,
         "num_gpus": job.world_size,
@@ -30,9 +31,12 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
         "tokens_per_step": speed.tokens_per_step,
         "accumulation": job.accumulation,
         "hours": candidate.seconds / 3600,
+        "hours_range": {"low": seconds[0] / 3600, "high": seconds[1] / 3600},
         "startup_hours": candidate.startup_seconds / 3600,
         "usd": None if usd is None else {"low": usd[0], "high": usd[1]},
         "tokens_per_second": speed.tokens_per_second,
+        "tokens_per_second_range": {"low": rates[0], "high": rates[1]},
+        "accuracy": candidate.accuracy.reason,
         "mfu": speed.mfu,
         "step_seconds": speed.step_seconds,
         "gpu_peak_bytes": fit.gpu_peak_bytes,
@@ -43,7 +47,7 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
         "host_margin_bytes": fit.host_margin_bytes,
         "host_uncertainty_bytes": fit.host_uncertainty_bytes,
         "disk_bytes_per_node": compute_node_disk_bytes(job),
-        "limited_by": speed.limit,
+        "limited_by": candidate.limit,
     }
 
 
@@ -91,6 +95,7 @@ def format_search(result: SearchResult, title: str, assumptions: Sequence[str]) 
     notes = [f"left out: {key}: {reason}" for key, reason in result.left_out.items()] + list(result.rings)
     notes += list_disks([*result.by_cost, *result.by_time])
     notes.append(_explain_startup([*result.by_cost, *result.by_time]))
+    notes += list_accuracy([*result.by_cost, *result.by_time])
     text += "\n\n" + "\n".join(notes)
     return text + "\n\n" + format_prices([candidate.gpu for candidate in (*result.by_cost, *result.by_time)])
 
@@ -99,6 +104,23 @@ def _explain_startup(candidates: Sequence[Candidate]) -> str:
     seconds = [candidate.startup_seconds for candidate in candidates]
     span = " to ".join(dict.fromkeys(f"{each / 60:.0f}" for each in (min(seconds), max(seconds))))
     return f"hours and money begin with the start, about {span} min: processes, weights, a rehearsed step and save"
+
+
+def list_accuracy(candidates: Sequence[Candidate]) -> list[str]:
+    """Why speeds are ranges, once for each reason."""
+    kinds: dict[str, list[str]] = {}
+    for candidate in candidates:
+        kinds.setdefault(candidate.accuracy.reason, []).append(f"{candidate.job.world_size} x {candidate.gpu.key}")
+    lines = ["speed is predicted, not measured on these GPUs:"]
+    lines += [f"  {', '.join(dict.fromkeys(named))}: {reason}" for reason, named in kinds.items()]
+    bound = [f"{each.job.world_size} x {each.gpu.key}" for each in candidates if each.accuracy.is_host_bound]
+    if bound:
+        longest = max(each.accuracy.host_seconds for each in candidates)
+        lines.append(
+            f"  {', '.join(dict.fromkeys(bound))}: limited by the host, which launches the kernels of a micro-step in "
+            f"about {format_seconds(longest)}; only the slow end of the range counts it"
+        )
+    return lines
 
 
 def list_disks(candidates: Sequence[Candidate]) -> list[str]:
@@ -154,11 +176,12 @@ def format_longest(results: Sequence[Longest], title: str, assumptions: Sequence
     rows = []
     for result in results:
         row = _format_row(result.candidate)
-        step = format_seconds(result.candidate.speed.step_seconds)
+        step = format_step_seconds(result.candidate.speed.step_seconds, result.candidate.accuracy)
         positions = f"{result.stretch:.3g} x" if result.stretch > 1 else "inside"
         about = (f"{result.max_length:,}", positions, result.request.method)
         rows.append((row[0], *about, row[1], row[2], row[5], step, row[6], row[7]))
-    notes = _explain_positions(results) + list_disks([result.candidate for result in results])
+    candidates = [result.candidate for result in results]
+    notes = _explain_positions(results) + list_disks(candidates) + list_accuracy(candidates)
     text = _format_title(title, assumptions) + "\n\n" + format_table(header, rows)
     return text + ("\n\n" + "\n".join(notes) if notes else "")
 
@@ -177,17 +200,17 @@ def _explain_positions(results: Sequence[Longest]) -> list[str]:
 
 
 def _format_row(candidate: Candidate) -> tuple[str, ...]:
-    job, fit, speed, usd = candidate.job, candidate.fit, candidate.speed, candidate.usd
+    job, fit, usd = candidate.job, candidate.fit, candidate.usd
     ring = f" (ring {job.layout.ring_size})" if job.layout.ring_size > 1 else ""
     return (
         f"{job.world_size} x {candidate.gpu.key}",
         f"{job.layout.sp_size}{ring} x {job.layout.dp_size}",
         format_levers(job.levers),
-        f"{candidate.seconds / 3600:.3g}",
+        format_range(*(seconds / 3600 for seconds in candidate.seconds_range)),
         "no price" if usd is None else format_usd(*usd, digits=2),
-        f"{speed.tokens_per_second:,.0f}",
+        format_range(*candidate.tokens_per_second),
         f"{format_gib(fit.margin_bytes)} of {format_gib(fit.gpu_capacity_bytes, 0)}",
-        speed.limit.replace("_", " "),
+        candidate.limit.replace("_", " "),
     )
 
 

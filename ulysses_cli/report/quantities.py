@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.planner.accuracy import Accuracy
 from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, format_bytes, format_usd, pick_scale
 
 NO_VALUE = "\u2013"
@@ -93,6 +94,14 @@ def format_seconds(value: float) -> str:
         return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"
     hours, minutes = divmod(round(value / 60), 60)
     return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
+
+
+def format_step_seconds(seconds: float, accuracy: Accuracy) -> str:
+    """A predicted time as a range, to two digits: 17 to 24 s, 58 s to 1 min 20 s."""
+    ends = [format_seconds(float(f"{seconds / share:.2g}")) for share in (accuracy.high, accuracy.low)]
+    amount, _, unit = ends[0].partition(" ")
+    ends[0] = amount if ends[1].partition(" ")[2] == unit else ends[0]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def trim_zeros(text: str) -> str:

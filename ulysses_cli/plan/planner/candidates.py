@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ulysses_cli.plan.hardware import Gpu, compute_cost, compute_price
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.planner.accuracy import Accuracy, judge_speed
 from ulysses_cli.plan.planner.fit import Fit
 from ulysses_cli.plan.speed import Speed
 
@@ -92,6 +94,26 @@ class Candidate:
         seconds = loaded / (GIGA * DOWNLOAD_GB_S) + (loaded + saved) / disk_bytes_per_second
         return PROCESS_SECONDS + seconds + self.speed.step_seconds
 
+    @cached_property
+    def accuracy(self) -> Accuracy:
+        return judge_speed(self.job, self.gpu, self.speed)
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float]:
+        """The least and the most that it may be."""
+        rate = self.speed.tokens_per_second
+        return rate * self.accuracy.low, rate * self.accuracy.high
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """At the highest and at the lowest speed. Every order and bound takes `seconds`, between them."""
+        fast, slow = (self.training_seconds / share for share in (self.accuracy.high, self.accuracy.low))
+        return self.startup_seconds + fast, self.startup_seconds + slow
+
+    @property
+    def limit(self) -> str:
+        return "host" if self.accuracy.is_host_bound else self.speed.limit
+
     @property
     def seconds(self) -> float:
         return self.startup_seconds + self.training_seconds
@@ -107,7 +129,9 @@ class Candidate:
 
     @property
     def usd(self) -> tuple[float, float] | None:
-        return compute_cost(self.seconds, self.job.world_size, self.gpu)
+        """The shortest time at the low price, and the longest at the high one."""
+        least, most = (compute_cost(seconds, self.job.world_size, self.gpu) for seconds in self.seconds_range)
+        return None if least is None or most is None else (least[0], most[1])
 
     @property
     def usd_middle(self) -> float:

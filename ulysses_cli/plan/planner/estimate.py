@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost
 from ulysses_cli.plan.ledger.job import Job, make_job
@@ -10,6 +11,7 @@ from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.planner.accuracy import Accuracy, judge_speed
 from ulysses_cli.plan.planner.draft import write_levers
 from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
@@ -54,10 +56,22 @@ class Estimate:
         longer = self.max_length + self.max_length // 256 + self.job.layout.sp_size * ROW_MULTIPLE
         return self.max_length > 0 and not is_indexable(replace(self.job, row_tokens=longer))
 
+    @cached_property
+    def accuracy(self) -> Accuracy:
+        return judge_speed(self.job, self.gpu, self.speed)
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float]:
+        """The least and the most that it may be."""
+        rate = self.speed.tokens_per_second
+        return rate * self.accuracy.low, rate * self.accuracy.high
+
     @property
     def usd_per_million_tokens(self) -> tuple[float, float] | None:
-        seconds = 1e6 / self.speed.tokens_per_second
-        return compute_cost(seconds, self.job.world_size, self.gpu)
+        """At the highest speed and the low price, and at the lowest speed and the high one."""
+        slow, fast = self.tokens_per_second
+        most, least = (compute_cost(1e6 / rate, self.job.world_size, self.gpu) for rate in (slow, fast))
+        return None if least is None or most is None else (least[0], most[1])
 
 
 def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:

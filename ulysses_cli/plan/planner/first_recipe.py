@@ -77,7 +77,7 @@ def choose_on_cpu(shape: ModelShape, max_length: int, num_ranks: int) -> Choice:
 def choose_by_plan(best: Candidate, request: PlanRequest, model: str) -> Choice:
     draft, header = draft_candidate(best, request, model, "")
     cost = best.usd
-    lines = tuple(line for line in header if line.startswith(("hardware", "predicted", "step")))
+    lines = tuple(line for line in header if line.startswith(("hardware", "predicted", "measured", "step")))
     lines += (f"cost       {format_usd(*cost, digits=2)} for the data below",) if cost else ()
     memory = tuple(write_levers(draft.levers)) if draft.levers is not None else ()
     price = best.gpu.usd_middle

@@ -37,6 +37,7 @@ from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rules.adapters import check_quantized_base
 from ulysses_cli.plan.rules.positions import REPLACEABLE
 from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.plan.units import format_range
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
@@ -300,6 +301,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
     )
     peak = f"{best.fit.gpu_peak_bytes / GIB:.1f} of {best.fit.gpu_capacity_bytes / GIB:.1f} GiB"
     machines = format_count(job.num_nodes, "machine")
+    hours = format_range(*(seconds / 3600 for seconds in best.seconds_range))
     header = (
         f"{trained} at {request.max_length:,} tokens, as planned.",
         "",
@@ -307,7 +309,8 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         f"hardware   {job.world_size} x {gpu.name} ({gpu.key}) in {machines}",
         *([f"disk       {disk:,.0f} GiB free below memory.nvme_path on each machine"] if disk else []),
         f"launch     ulysses train {file}",
-        f"predicted  {peak} per GPU, {best.speed.tokens_per_second:,.0f} tokens/s, {best.seconds / 3600:.3g} hours",
+        f"predicted  {peak} per GPU, {format_range(*best.tokens_per_second)} tokens/s, {hours} hours",
+        f"measured   not on this GPU: {best.accuracy.reason}",
         f"step       {best.speed.tokens_per_step:,} tokens, as in every plan: {format_count(rows, 'row')}",
         "",
         "Put your own data in place of the data set below.",
