@@ -336,7 +336,8 @@ def test_a_plan_says_what_it_leaves_out() -> None:
     assert "4 of 12 x h100-80gb are left unused: beyond one machine of 8, whole machines, at most 64" in odd
     assert "sp_size divides the row: with 32,001 tokens it is at most 1; with 32,000 up to 8" in odd
     even = json.loads(run(*words, "32Ki", "--gpus", "h100-80gb:16").stdout)["assumptions"]
-    assert even == ["--tokens 1,000,000,000"]
+    step = "1,048,576 (32 rows); every plan keeps it, by accumulation where its GPUs are few"
+    assert even == ["--tokens 1,000,000,000", f"--tokens-per-step {step}"]
 
 
 @pytest.mark.check
