@@ -87,11 +87,22 @@ def sample(
         if output is Format.json:
             printing.print_json({"problems": [{"message": problem}]})
         raise typer.Exit(FAILED)
+    if empty := sum(not each["num_tokens"] for each in result["answers"]):
+        has_hint = result["has_template"] and not chat
+        printing.print_message(describe_empty(empty, len(prompts), has_template=has_hint))
     if output is Format.json:
         printing.print_json(result["answers"])
         return
     for each in result["answers"]:
         printing.print_data(f"{each['prompt']}{each['text']}" if not chat else each["text"])
+
+
+def describe_empty(number: int, total: int, *, has_template: bool) -> str:
+    """What is said about answers without a token. `has_template`: one that was not used."""
+    which = "the answer is" if total == 1 else f"{number} of {total} answers {'is' if number == 1 else 'are'}"
+    words = f"{which} empty: the model ends at once, since an end is its most likely token there"
+    hint = "\nhint: the model has a chat template: with --chat a prompt is what a user says"
+    return words + (hint if has_template else "")
 
 
 def _check_name(model: str, path: Path) -> list[Problem]:

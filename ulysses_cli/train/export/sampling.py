@@ -40,7 +40,8 @@ def load_model(name: str, options: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the answers, and whether the model has a chat template."""
     trust = {"trust_remote_code": bool(request["trust_remote_code"])}
     tokenizer: Any = AutoTokenizer.from_pretrained(request["model"], **trust)
     if request["as_chat"] and tokenizer.chat_template is None:
@@ -62,7 +63,7 @@ def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
         )
         tokens = [token for token in out[0, ids.size(1) :].tolist() if token not in stop_tokens]
         answers.append({"prompt": prompt.text, "text": tokenizer.decode(tokens), "num_tokens": len(tokens)})
-    return answers
+    return {"answers": answers, "has_template": tokenizer.chat_template is not None}
 
 
 def main() -> int:
@@ -70,7 +71,7 @@ def main() -> int:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # what libraries print is no result
         try:
-            result: dict[str, Any] = {"answers": answer(request)}
+            result = answer(request)
         except (OSError, ValueError, RuntimeError, KeyError, ImportError, TemplateProblem) as error:
             result = {"problem": mask_text(first_line(error), collect_secrets({}, os.environ))}
         out.write(json.dumps(result) + "\n")
