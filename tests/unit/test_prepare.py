@@ -4,6 +4,7 @@ processes at once."""
 import gzip
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.readers.problems import DataError
+from ulysses_cli.report.data_report import format_sample
 
 RECIPE = """\
 model:
@@ -283,6 +285,43 @@ def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
     for count, result in ((0, 0), (1, 2), (3, 5)):
         samples = prepare_data(recipe, 8, lambda _: None, count).report["samples"]
         assert len({sample["where"] for sample in samples}) == len(samples) == result
+
+
+def test_a_sample_shows_both_ends_of_each_turn(tmp_path: Path) -> None:
+    """A long answer is cut in its middle, and what is left out is counted: no bracket closes where no target ends."""
+    sizes = [500, 3, 900, 2, 700]
+    turns = [
+        {"role": ("user", "assistant")[at % 2], "content": f"{at}first{'x' * size}last{at}"}
+        for at, size in enumerate([*sizes, 800])
+    ]
+    write_rows(tmp_path, {"messages": turns})
+    report = prepare(tmp_path, "data.assistant_only_loss=true", "data.max_length=4096").report
+    (sample,) = report["samples"]
+    text = format_sample(sample).replace("\n  | ", "\n")
+    bare = text.replace("\n", "")
+    assert bare.count("[[") == bare.count("]]") == 1 + 3
+    for at, turn in enumerate(turns):
+        assert f"{at}first" in bare
+        assert f"last{at}<|end|>{']]' * (at % 2)}" in bare
+        assert f"[[{at}first" in bare or at % 2 == 0
+        assert bare.count(turn["content"]) == (len(turn["content"]) < 50), "short turns are whole"
+    cut = sum(run["num_left_out"] for run in sample["runs"])
+    counted = [int(number.replace(",", "")) for number in re.findall(r"\.\.\. ([\d,]+) tokens left out \.\.\.", bare)]
+    assert len(counted) == 4
+    assert sum(counted) == cut
+    shown = "".join(run["text"] + run["end"] for run in sample["runs"])
+    assert len(re.sub(r"<.\w+.>", "#", shown)) + cut == sample["num_tokens"], "a token of this tokenizer is a character or a mark"
+
+
+def test_a_sample_of_very_many_turns_leaves_out_those_in_the_middle(tmp_path: Path) -> None:
+    turns = [{"role": ("user", "assistant")[at % 2], "content": f"turn {at}."} for at in range(300)]
+    write_rows(tmp_path, {"messages": turns})
+    report = prepare(tmp_path, "data.assistant_only_loss=true", "data.max_length=65536").report
+    text = format_sample(report["samples"][0])
+    assert all(f"turn {at}." in text for at in (0, 1, 30, 270, 298, 299))
+    assert "turn 150." not in text
+    assert text.count("[[") == text.count("]]") == 1 + 40
+    assert text.count("tokens left out") == 1
 
 
 @pytest.mark.check

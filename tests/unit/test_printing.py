@@ -75,7 +75,7 @@ def test_json_stays_json_and_is_harmless(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_report_of_data() -> None:
     source = {"num_bad": 1, "name": EVIL, "has_lines": True, "bad": [[EVIL, 3, EVIL]]}
     assert format_bad([source]) == f"1 bad row of {CLEAN} left out\n  {CLEAN}:3: {CLEAN}"
-    runs = [{"is_target": True, "text": "x\nforged"}]
+    runs = [{"is_target": True, "text": "x\nforged", "num_left_out": 0, "end": "", "num_skipped": 0}]
     sample = {"where": EVIL, "from_token": 0, "num_targets": 1, "num_tokens": 1, "runs": runs}
     lines = format_sample(sample).split("\n")
     assert lines[0].startswith(f"sample {CLEAN}, from")

@@ -87,9 +87,9 @@ def sample(
         if output is Format.json:
             printing.print_json({"problems": [{"message": problem}]})
         raise typer.Exit(FAILED)
-    if empty := sum(not each["num_tokens"] for each in result["answers"]):
+    if num_empty := sum(not each["num_tokens"] for each in result["answers"]):
         has_hint = result["has_template"] and not chat
-        printing.print_message(describe_empty(empty, len(prompts), has_template=has_hint))
+        printing.print_message(describe_empty(num_empty, len(prompts), has_template=has_hint))
     if output is Format.json:
         printing.print_json(result["answers"])
         return

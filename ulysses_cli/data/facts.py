@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.packer import WORK
 from ulysses_cli.data.rows import PackedRows
-from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.data.store import TARGET, Ids, TokenStore
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -26,8 +27,10 @@ from ulysses_cli.plan.secrets import collect_secrets, mask_document
 
 SAMPLED_DOCUMENTS = 20_000
 SAMPLED_ROWS = 4096
-SHOWN_TOKENS = 240
-MARGIN_TOKENS = 200
+SHOWN_TOKENS = 240  # of a sample without bounds; of one with bounds, shared by its runs
+LEAST_TOKENS = 24  # shown at each end of a run of targets or of other tokens
+MAX_RUNS = 80  # shown of a sample: the first half and the last
+MARGIN_TOKENS = 200  # read around what is shown, for secrets that begin or end outside of it
 MAX_CANDIDATES = 1000  # pieces of a source among which samples are chosen
 
 
@@ -139,30 +142,49 @@ def _has_mixed_mask(rows: PackedRows, piece: Piece) -> bool:
 
 
 def _show_piece(rows: PackedRows, piece: Piece, tokenizer: Any) -> dict[str, Any]:
-    """The text around the first change of the loss mask, in runs of targets and runs of other tokens."""
+    """The piece in runs of targets and runs of other tokens. Of a long run both ends are shown: every bound of the loss
+    mask is visible. Of very many runs the middle ones are left out."""
     store, number = rows.find_document(piece.document)
     ids, flags = store.read(number, piece.start, piece.stop)
     targets = np.ones(len(ids), bool) if flags is None else (flags & TARGET) > 0
-    changes = np.flatnonzero(targets[1:] != targets[:-1]) + 1
-    start = max(0, int(changes[0]) - SHOWN_TOKENS // 2) if len(changes) else 0
-    stop = min(len(ids), start + SHOWN_TOKENS)
-    bounds = [start, *(int(at) for at in changes if start < at < stop), stop]
-    where = store.locate(number)
-    # Secrets are masked in a wider part of the text: a secret may begin or end outside of what is shown.
-    around = [max(0, start - MARGIN_TOKENS), *bounds, min(len(ids), stop + MARGIN_TOKENS)]
-    texts = [tokenizer.decode(ids[first:last].tolist()) for first, last in pairwise(around)]
-    masked, _ = mask_document(texts, collect_secrets({}, os.environ))
+    changes = (np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist()
+    runs = list(pairwise([0, *changes, len(ids)]))
+    shown = runs if len(runs) <= MAX_RUNS else [*runs[: MAX_RUNS // 2], *runs[-MAX_RUNS // 2 :]]
+    size = max(LEAST_TOKENS, SHOWN_TOKENS // len(shown) // 2)
+    read = partial(_read_masked, ids, tokenizer, collect_secrets({}, os.environ))
+    described, is_masked = list[dict[str, Any]](), False
+    for at, (start, stop) in enumerate(shown):
+        is_cut = stop - start > 3 * size
+        (text, has_secret), (end, has_late) = read(start, start + size if is_cut else stop), ("", False)
+        if is_cut:
+            end, has_late = read(stop - size, stop)
+        is_masked = is_masked or has_secret or has_late
+        skipped = shown[at + 1][0] - stop if at + 1 < len(shown) else 0
+        described.append(
+            {
+                "is_target": bool(targets[start]),
+                "text": text,
+                "num_left_out": stop - start - 2 * size if is_cut else 0,
+                "end": end,
+                "num_skipped": skipped,
+            }
+        )
     return {
-        "where": str(where),
+        "where": str(store.locate(number)),
         "num_tokens": len(ids),
         "num_targets": int(targets.sum()),
-        "from_token": piece.start + start,
-        "runs": [
-            {"is_target": bool(targets[first]), "text": text}
-            for first, text in zip(bounds[:-1], masked[1:-1], strict=True)
-        ],
-        "is_masked": masked[1:-1] != texts[1:-1],
+        "from_token": piece.start,
+        "runs": described,
+        "is_masked": is_masked,
     }
+
+
+def _read_masked(ids: Ids, tokenizer: Any, secrets: Collection[str], start: int, stop: int) -> tuple[str, bool]:
+    """The text of some tokens without secrets, also those that begin or end outside of it, and whether it has one."""
+    around = [max(0, start - MARGIN_TOKENS), start, stop, min(len(ids), stop + MARGIN_TOKENS)]
+    texts = [tokenizer.decode(ids[first:last].tolist()) for first, last in pairwise(around)]
+    masked, _ = mask_document(texts, secrets)
+    return masked[1], masked[1] != texts[1]
 
 
 def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:

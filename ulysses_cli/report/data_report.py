@@ -169,11 +169,19 @@ def _format_lengths(report: Report) -> str:
 
 
 def format_sample(sample: Mapping[str, Any]) -> str:
-    """The text of a sample, with its targets in double brackets."""
-    shown = "".join(f"[[{run['text']}]]" if run["is_target"] else run["text"] for run in sample["runs"])
+    """The text of a sample, with its targets in double brackets. What is left out is counted where it is."""
+    shown = ""
+    for run in sample["runs"]:
+        text = run["text"] + (_format_gap(run["num_left_out"]) + run["end"] if run["num_left_out"] else "")
+        shown += f"[[{text}]]" if run["is_target"] else text
+        shown += f"\n{_format_gap(run['num_skipped'])}\n" if run["num_skipped"] else ""
     head = f"sample {clean_text(sample['where'])}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
     head += f"{format_count(sample['num_tokens'], 'token')} are supervised, shown in [[ ]]"
     return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
+
+
+def _format_gap(num_tokens: int) -> str:
+    return f" ... {format_count(num_tokens, 'token')} left out ... "
 
 
 def wrap_line(line: str) -> list[str]:
