@@ -310,7 +310,7 @@ def test_a_sample_shows_both_ends_of_each_turn(tmp_path: Path) -> None:
     assert len(counted) == 4
     assert sum(counted) == cut
     shown = "".join(run["text"] + run["end"] for run in sample["runs"])
-    assert len(re.sub(r"<.\w+.>", "#", shown)) + cut == sample["num_tokens"], "a token of this tokenizer is a character or a mark"
+    assert len(re.sub(r"<.\w+.>", "#", shown)) + cut == sample["num_tokens"], "a token is a letter or a mark"
 
 
 def test_a_sample_of_very_many_turns_leaves_out_those_in_the_middle(tmp_path: Path) -> None:
