@@ -125,6 +125,35 @@ def test_an_end_mark_alone_is_no_target(template: str) -> None:
     assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == "Done.<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "off", "said"),
+    [
+        ("", "<think>\\n\\n</think>\\n\\n", "So.<|im_end|>"),
+        ("<think>\\n", "<think>\\n\\n</think>\\n\\n", "So.<|im_end|>"),
+        ("<think>", "</think>", "So.<|im_end|>"),
+        ("<think>\\n", "<think>\\n", "\n\n</think>\n\nSo.<|im_end|>"),  # the first token crosses the bound
+    ],
+    ids=["Qwen3", "Qwen3.5", "GLM", "no switch"],
+)
+def test_an_empty_thought_of_the_prompt_is_no_target(prompt: str, off: str, said: str) -> None:
+    """As templates write it for a turn without a thought, and their prompt when thinking is turned off."""
+    empty = off if off.endswith("</think>") or "n</think>" in off else "<think>\\n\\n</think>\\n\\n"
+    turns = "{%- if m.role == 'assistant' %}{%- if m.reasoning_content %}" + THOUGHTS + "{%- else %}{{- 'EMPTY' }}"
+    template = HEAD + turns.replace("EMPTY", empty) + "{%- endif %}{%- endif %}{{- m.content + '<|im_end|>\n' }}"
+    template += "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    template += (
+        f"{{{{- '{off}' if enable_thinking is defined and not enable_thinking else '{prompt}' }}}}{{%- endif %}}"
+    )
+    encoder = make_encoder(template)
+    chat = [USER, turn("Because."), USER, turn("So.")]
+    ids, flags = encoder.encode(read_sample("chat", {"messages": chat}))
+    assert flags is not None
+    assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == said.replace("So.", "Because.") + said
+    ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("So.", "Hm.")]}))
+    assert flags is not None
+    assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]).endswith("Hm.\n</think>\n\nSo.<|im_end|>")
+
+
 @pytest.mark.parametrize(("only_completion", "turns"), [(True, [3]), (False, [1, 3])])
 def test_a_completions_prompt_may_lack_thoughts_but_not_calls(only_completion: bool, turns: list[int]) -> None:
     """When the model is asked, the template leaves out the same thoughts."""

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ulysses_cli.plan.models.chat_template import THOUGHT_MARKS
+from ulysses_cli.plan.models.chat_template import THINKING_SWITCHES, THOUGHT_MARKS
 
-# What chat templates read to leave thinking out, or to ask for it. A template that reads neither ignores both.
-SWITCHES = ("enable_thinking", "thinking")
 # gpt-oss: a turn begins with the name of its channel, and answers stand in the last one.
 TURN, ANSWER_CHANNEL = "<|start|>assistant", "<|channel|>final<|message|>"
 THOUGHTS = (*THOUGHT_MARKS, ("<|channel|>analysis", ANSWER_CHANNEL))
@@ -20,7 +18,7 @@ RenderText = Callable[..., str]
 
 def render_question(render: RenderText, messages: Sequence[Mapping[str, str]], *, thinks: bool = False) -> str:
     """The conversation in the model's chat template, up to where the answer begins, or the thought before it."""
-    text = _render(render, messages, **dict.fromkeys(SWITCHES, thinks))
+    text = _render(render, messages, **dict.fromkeys(THINKING_SWITCHES, thinks))
     if thinks:
         return text
     if text.endswith(TURN):

@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ulysses_cli.data.tokenizing.lost_parts import LostPart, find_lost_parts, list_calls, split_content
+from ulysses_cli.plan.models.chat_template import THINKING_SWITCHES, THOUGHT_MARKS
 from ulysses_cli.readers.problems import BadRow
 
 Messages = Sequence[dict[str, Any]]
 MARK = "uQ7zMARKz7Qu"  # a placeholder for a message's content; no template changes these letters
 MAX_MESSAGE_CHARS = 300
+EMPTY_THOUGHT = re.compile(
+    "|".join(rf"(?:{re.escape(opening)})?\s*{re.escape(closing)}" for opening, closing in THOUGHT_MARKS)
+)
 
 
 class Render(Protocol):
@@ -285,8 +289,33 @@ def render_chat(
         spans = find_spans(render, messages, text, specials)
     except InexactTemplate as error:
         reason = str(error)
+    spans = _leave_out_empty_thoughts(tokenizer, messages, tools, text, spans)
     marked = read_marked_spans(tokenizer, messages, tools) if is_marked else ("", [])
     return RenderedChat(text, spans.answers, spans.turn_ends, reason, marked, _find_lost(messages, text, spans))
+
+
+def _leave_out_empty_thoughts(tokenizer: Any, messages: Messages, tools: Any, text: str, spans: Spans) -> Spans:
+    """Answers that begin with an empty thought, or with its end, begin after it where the template's own prompt writes
+    it when thinking is turned off. The model is never asked to write that. Shown by the first such answer."""
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    answers, empty = list[tuple[int, int]](), ""
+    for turn, (start, stop) in zip(turns, spans.answers, strict=False):
+        if start and text[start - 1] in "<[":  # `<think>` of the prompt and `</think>` of the turn have this in common
+            start -= 1 if EMPTY_THOUGHT.match(text, start - 1, stop) else 0
+        found = EMPTY_THOUGHT.match(text, start, stop)
+        if found and not empty:
+            off = dict.fromkeys(THINKING_SWITCHES, False)
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": True, **off}
+            try:
+                prompt = str(tokenizer.apply_chat_template(list(messages[:turn]), **options))
+            except Exception:  # noqa: BLE001 - a template may raise any exception
+                prompt = ""
+            if not (text.startswith(prompt) and len(prompt) > start):
+                break
+            empty = text[start : len(prompt)]
+        skipped = len(empty) if found and text.startswith(empty, start) else 0
+        answers.append((min(start + skipped, stop), stop))
+    return Spans([*answers, *spans.answers[len(answers) :]], spans.turn_ends)
 
 
 def _find_lost(messages: Messages, text: str, spans: Spans) -> list[LostPart]:

@@ -23,6 +23,8 @@ KEY = "data.chat_template"
 MAX_BYTES = 1 << 20
 # Around a thought in what the assistant says.
 THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+# Variables by which templates leave thinking out, or ask for it. A template that reads neither ignores both.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 # Variables by which templates keep the thoughts of earlier turns, and the values that do so.
 KEEPING_THOUGHTS = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_history_thinking": "false"}
 IM = ("<|im_start|>", "<|im_end|>")
