@@ -265,6 +265,94 @@ def bomb(folder: Path) -> str:
     return prepare(folder, datasets=[{"path": str(folder / "d.jsonl.gz")}]).judge(r"d\.jsonl\.gz: expands to more than")
 
 
+@attack("data", "a line of 600 MB, and 500 MB of text in .gz and .zip")
+def never_end_line(folder: Path) -> str:
+    words = b"word " * (100 << 20)
+    with open(folder / "d.jsonl", "wb") as file:
+        file.write(b'{"text": "' + words + words[: 100 << 20] + b'"}\n')
+    result = prepare(folder, datasets=[{"path": str(folder / "d.jsonl")}]).judge(r"d\.jsonl:1:1: this line is longer")
+    (folder / "d.txt.gz").write_bytes(gzip.compress(words))
+    (folder / "d.zip").write_bytes(b"PK")
+    result = result or prepare(folder, datasets=[{"path": str(folder / "d.txt.gz")}]).judge("expands to more than")
+    return result or prepare(folder, datasets=[{"path": str(folder / "d.zip")}]).judge("names no data format: .zip")
+
+
+@attack("data", "a table of 60,000 columns")
+def widen_header(folder: Path) -> str:
+    names = [f"c{number}" for number in range(60_000)]
+    (folder / "d.csv").write_text(",".join(names) + "\n" + ",".join("x" * len(names)) + "\n")
+    started = time.monotonic()
+    result = prepare(folder, datasets=[{"path": str(folder / "d.csv")}]).judge("is not understood")
+    seconds = time.monotonic() - started
+    return result or ("" if seconds < 60 else f"{seconds:.0f} s")
+
+
+@attack("data", "pickles as data: in a folder, as a text, by the library's own reader")
+def pickle_data(folder: Path) -> str:
+    (folder / "d.pkl").write_bytes(b"cposix\nsystem\n(Vtouch ran\ntR.")
+    sets: tuple[dict[str, Any], ...] = (
+        {"path": str(folder / "d.pkl")},
+        {"path": str(folder / "d.pkl"), "type": "text"},
+        {"path": "pandas", "data_files": [str(folder / "d.pkl")]},
+    )
+    for dataset in sets:
+        ended = prepare(folder, datasets=[dataset])
+        if (folder / "ran").exists() or "Traceback" in ended.err:
+            return f"{dataset}: {ended.err[-300:]}"
+    return ""
+
+
+@attack("data", "benchmarks that hold a FIFO, nested JSON, a fifth option or a table that expands")
+def spoil_benchmark(folder: Path) -> str:
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(make_settings()["model"]["config"]))
+    rows = folder / "rows"
+    rows.mkdir()
+
+    def evaluate(suite: str, *words: str) -> str:
+        ended = ulysses(folder, "evaluate", str(model), "--suite", suite, "--path", str(rows))
+        for file in rows.iterdir():
+            file.unlink()
+        return ended.judge(*words)
+
+    os.mkfifo(rows / "a.jsonl")
+    result = evaluate("ruler-files", "is a FIFO, not a file")
+    (rows / "a.json").write_text("[" * 500_000)
+    result = result or evaluate("ruler-files", "a.json:1:1: malformed JSON")
+    options = {"context": "c", "input": "q", "answer": "e", "options": list("abcde")}
+    (rows / "longbook_choice_eng.jsonl").write_text(json.dumps(options))
+    result = result or evaluate("infinitebench", "longbook_choice_eng.jsonl:1:1: ")
+    write_wide_parquet(rows / "a.parquet")
+    return result or evaluate("ruler-files", "expands to more than")
+
+
+def write_wide_parquet(file: Path) -> None:
+    """Small on disk: a gigabyte of the same letters."""
+    import pyarrow
+    from pyarrow import parquet
+
+    text = pyarrow.array(["z" * (1 << 20)] * 1024)
+    parquet.write_table(pyarrow.table({"input": text, "outputs": text}), file, compression="zstd")
+
+
+@attack("models", "a tokenizer that makes gigabytes of 61 characters, and one whose pattern gives up")
+def grow_tokenizer(folder: Path) -> str:
+    tests = (
+        "test_a_normalizer_that_multiplies_is_refused_by_name",
+        "test_a_tokenizer_that_fails_is_named_with_the_row",
+    )
+    return run_test(*(f"tests/unit/test_bounds.py::{test}" for test in tests))
+
+
+@attack("pages", "a FIFO among a run's evaluations")
+def hold_report(folder: Path) -> str:
+    write_run(folder / "run")
+    (folder / "run" / "evaluations").mkdir(exist_ok=True)
+    os.mkfifo(folder / "run" / "evaluations" / "a.json")
+    return ulysses(folder, "report", "run").judge("evaluations/a.json is damaged", codes=(0,))
+
+
 @attack("data", "a FIFO and a device as data")
 def block_data(folder: Path) -> str:
     os.mkfifo(folder / "d.jsonl")

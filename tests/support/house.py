@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "validate": {"plan", "hub"},
     "publishing": {"plan"},
     "report": {"plan", "validate"},
-    "launch": {"plan", "run_folder", "host"},
+    "launch": {"plan", "readers", "run_folder", "host"},
     "commands": {
         *("plan", "evaluate", "run_folder", "host", "launch", "report", "hub", "hardware_table"),
         *("shipped", "validate", "publishing", ""),

@@ -209,7 +209,7 @@ def test_a_benchmark_is_read_and_scored(suite: str, tmp_path: Path) -> None:
     assert score(read, "no idea") == 0
     broken = tmp_path / "broken.jsonl"
     broken.write_text(json.dumps({"text": "x"}))
-    with pytest.raises(RecipeError, match=f"row 1 lacks .*it is not a row of {suite}"):
+    with pytest.raises(RecipeError, match=f":1:1 lacks .*it is not a row of {suite}"):
         read_suite(suite, broken)
 
 

@@ -12,11 +12,13 @@ from random import Random
 
 from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task
 from ulysses_cli.evaluate.words import read_words
+from ulysses_cli.plan.files.regular_files import read_regular
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 CODE_FILES = frozenset(read_words(".c .cc .cpp .cs .go .h .hpp .java .js .kt .py .rb .rs .scala .swift .ts"))
 MAX_CODE_BYTES = 64 << 20
+MAX_QUESTION_BYTES = 256 << 20  # HotpotQA's have 45 MB
 MIN_LINE, MAX_LINE = 12, 120  # characters of a line that is asked for
 MAX_MINIFIED = 1000  # characters of a line; a file with a longer one is data or was written by a program
 NUM_AROUND = 40  # lines of its file that are shown before and after it
@@ -37,12 +39,12 @@ def read_questions(file: Path, option: str) -> tuple[list[PaperQuestion], list[s
     if not file.exists():
         raise RecipeError([Problem(option, f"{file} does not exist", hint)])
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_regular(file, MAX_QUESTION_BYTES).decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError([Problem(option, f"{file} cannot be read as JSON: {error}", hint)]) from None
     try:
         questions = _read_squad(content) if isinstance(content, dict) else _read_hotpot(content)
-    except (KeyError, TypeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         message = f"{file} is neither SQuAD's nor HotpotQA's: it lacks {error}"
         raise RecipeError([Problem(option, message, hint)]) from None
     paragraphs = dict.fromkeys(paragraph for each in questions for paragraph in each.evidence)
@@ -125,8 +127,8 @@ def make_code_task(folder: Path) -> Task:
     files: dict[str, list[str]] = {}
     num_bytes = 0
     for file in sorted(folder.rglob("*")):
-        if file.suffix in CODE_FILES and file.is_file() and num_bytes < MAX_CODE_BYTES:
-            text = file.read_text(encoding="utf-8", errors="replace")
+        if file.suffix in CODE_FILES and file.is_file() and num_bytes + file.stat().st_size <= MAX_CODE_BYTES:
+            text = read_regular(file, MAX_CODE_BYTES).decode(errors="replace")
             num_bytes += len(text)
             lines = text.splitlines()
             if max(map(len, lines), default=0) <= MAX_MINIFIED:

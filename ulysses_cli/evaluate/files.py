@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ulysses_cli.evaluate.sample import Metric, Sample, Span
+from ulysses_cli.plan.files.regular_files import describe_special
 from ulysses_cli.plan.files.row_files import list_row_files
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.problem import Problem, RecipeError, Where
+from ulysses_cli.readers.blocks import walk_rows
+from ulysses_cli.readers.files import has_lines, walk_blocks
+from ulysses_cli.readers.problems import BadRow, DataError, make_where
 
 Row = Mapping[str, Any]
 
@@ -78,25 +82,25 @@ INFINITE: dict[str, SetRule] = {
 }
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Reads JSON, JSON lines or Parquet."""
+def read_rows(file: Path) -> Iterator[tuple[Where, Row]]:
+    """The rows of a file of JSON, JSON lines or Parquet with their places. Reads as `prepare` reads data, within the
+    same bounds of memory and time. Raises RecipeError."""
+    has_row, are_lines = False, has_lines([file])
     try:
-        if file.suffix == ".parquet":
-            from pyarrow import parquet
-
-            return list(parquet.read_table(file).to_pylist())
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            content = json.loads(text)
-            rows = content if isinstance(content, list) else content["data"]
-        else:
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # U+2028 ends no line
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it is not a list of rows with named fields")
-        return rows
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for block in walk_blocks([file]):
+            for number, row in walk_rows(block):
+                place = make_where(str(file), number, has_lines=are_lines)
+                if isinstance(row, BadRow):
+                    raise DataError([Problem("", str(row), where=place)])
+                has_row = True
+                inner = row.get("data") if file.suffix == ".json" else None  # an object that holds its rows there
+                yield from ((place, each) for each in inner) if isinstance(inner, list) else [(place, row)]
+    except DataError as error:
         hint = "name a file in JSON, JSON lines or Parquet"
-        raise RecipeError([Problem("--path", f"{file} cannot be read: {error}", hint)]) from None
+        found = ((f"{each.where}: {each.message}", each.hint or hint) for each in error.problems)
+        raise RecipeError(Problem("--path", *each) for each in found) from None
+    if not has_row:
+        raise RecipeError([Problem("--path", f"{file} holds no row", "name another file")])
 
 
 def _find_span(content: str, context: str) -> Span | None:
@@ -251,7 +255,9 @@ def list_files(suite: str, path: Path | None) -> list[Path]:
         return [path]
     found = list_row_files(path, [f"{name}.jsonl" for name in FILE_SUITES[suite].left_out])
     if not found:
-        kind = "holds no JSON, JSON lines or Parquet" if path.is_dir() else "does not exist"
+        special = describe_special(path)
+        kind = f"is {special}, not a file" if special else "does not exist"
+        kind = "holds no JSON, JSON lines or Parquet" if path.is_dir() else kind
         raise RecipeError([Problem("--path", f"{path} {kind}", where)])
     return found
 
@@ -265,18 +271,18 @@ def read_suite(suite: str, path: Path | None) -> list[Sample]:
 def _read_file(suite: str, own: FileSuite, file: Path) -> Iterator[Sample]:
     name = file.parent.name if file.stem in ("validation", "test") else file.stem
     missing_packages: set[str] = set()
-    for number, row in enumerate(read_rows(file), 1):
-        lacking = [field for field in own.fields if field not in row]
+    for where, row in read_rows(file):
+        lacking = [field for field in own.fields if not isinstance(row, dict) or field not in row]
         if lacking:
-            message = f"{file}, row {number} lacks {', '.join(lacking)}: it is not a row of {suite}"
+            message = f"{where} lacks {', '.join(lacking)}: it is not a row of {suite}"
             raise RecipeError([Problem("--path", message, own.where)])
         try:
             sample = own.read(row, name)
-        except (KeyError, TypeError, ValueError) as error:
-            message = f"{file}, row {number}: {suite} has no set or value {error}, or none that can be scored"
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            message = f"{where}: {suite} has no set or value {error}, or none that can be scored"
             raise RecipeError([Problem("--path", message, own.where)]) from None
         if not sample.references and sample.metric != "set_f1":
-            raise RecipeError([Problem("--path", f"{file}, row {number} has no right answer")])
+            raise RecipeError([Problem("--path", f"{where} has no right answer")])
         needs = PACKAGES.get(sample.metric, "")
         if needs and needs not in missing_packages and find_spec(needs) is None:
             missing_packages.add(needs)

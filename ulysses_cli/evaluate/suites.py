@@ -19,6 +19,7 @@ from ulysses_cli.evaluate.needles import TEXT_TASKS, BookHaystack, draw_sentence
 from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, check_draft, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
 from ulysses_cli.evaluate.statistics import RULER_TASKS
+from ulysses_cli.plan.files.regular_files import read_regular
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -31,6 +32,7 @@ SEEDED: dict[str, tuple[str, ...]] = {
     "code": ("code_recall",),
 }
 DEFAULT_SAMPLES = 20
+MAX_TEXT_BYTES = 1 << 30  # of a haystack's file
 # Endings of the files that are read below a folder; a folder of code may hold checkpoints too.
 READ = {"text": (".txt",), "code": CODE_FILES, "path": (".json", ".jsonl", ".parquet")}
 HARNESS = "lm-eval:"  # before the name of one of its tasks
@@ -190,7 +192,7 @@ def _find_unread(names: Sequence[str], sources: Sources, tasks: Collection[str])
 def _read_text(path: Path) -> str:
     files = [path] if path.is_file() else sorted(path.rglob("*.txt"))
     try:
-        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        text = "\n".join(read_regular(file, MAX_TEXT_BYTES).decode() for file in files)
     except (OSError, ValueError) as error:
         raise RecipeError([Problem("--text", f"{path} cannot be read as text: {error}")]) from None
     if not text.strip():

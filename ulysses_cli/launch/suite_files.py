@@ -15,6 +15,8 @@ from ulysses_cli.plan.files.addresses import CACHE
 from ulysses_cli.plan.files.row_files import ROWS, list_row_files
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
+from ulysses_cli.readers.expansion import Expansion
+from ulysses_cli.readers.problems import DataError
 
 OPTION = "--path"
 NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -82,12 +84,18 @@ def _unpack(archive: Path, target: Path, scratch: Path) -> None:
         with tempfile.TemporaryDirectory(dir=scratch) as place, zipfile.ZipFile(archive) as opened:
             part = Path(place) / target.name
             members = [member for member in opened.infolist() if member.filename.endswith(ROWS)]
-            for member in members:  # never outside of its folder: extract drops `..` and roots
+            Expansion(archive).check(sum(member.file_size for member in members))
+            for member in (
+                members
+            ):  # no more bytes than its size says, and never outside of its folder: extract drops `..` and roots
                 opened.extract(member, part / archive.stem)
             if not members:
                 raise ValueError("it holds no file of rows")
             target.parent.mkdir(parents=True, exist_ok=True)
             part.replace(target)
+    except DataError as error:
+        (problem,) = error.problems
+        raise RecipeError([Problem(OPTION, f"{archive} {problem.message}", problem.hint)]) from None
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         if target.is_dir():
             return  # another process was faster

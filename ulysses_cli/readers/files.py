@@ -9,11 +9,11 @@ import csv
 import io
 import json
 import os
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.files.regular_files import describe_special
@@ -29,6 +29,7 @@ LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
 ROWS = (*LINES, *TABLES, ".json", ".csv", ".tsv")
 TEXTS = (".txt", ".md")
 BOM = b"\xef\xbb\xbf"
+MAX_ROW_BYTES = 64 << 20  # of one row: sixteen million tokens of English
 
 
 def get_format(path: Path) -> str:
@@ -95,14 +96,12 @@ def has_lines(files: Sequence[Path]) -> bool:
 
 
 def walk_blocks(files: Sequence[Path]) -> Iterator[Block]:
-    """The blocks of all files, one file after another."""
+    """The blocks of all files, one file after another. Raises DataError for a file that cannot be read."""
     for file in files:
         walk = _choose_reader(file)
         try:
             yield from walk(file)
-        except DataError:
-            raise
-        except MemoryError:
+        except (DataError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - each format's library has errors of its own
             reason = getattr(error, "strerror", None) or str(error).split("\n")[0] or type(error).__name__
@@ -129,12 +128,25 @@ def is_blank(file: Path) -> bool:
 def _walk_lines(file: Path) -> Iterator[Block]:
     with open_file(file) as stream:
         number = 1
-        while lines := stream.readlines(BLOCK_BYTES):
+        while lines := _read_lines(stream, Where(str(file), number, 1)):
             size = sum(map(len, lines))
             if number == 1:
                 lines[0] = lines[0].removeprefix(BOM)
             yield Block(str(file), "lines", lines, size, number)
             number += len(lines)
+
+
+def _read_lines(stream: BinaryIO, first: Where) -> list[bytes]:
+    """The next lines, of about a block's size. `first`: the place of the first of them."""
+    lines, size = list[bytes](), 0
+    while size < BLOCK_BYTES and (line := stream.readline(MAX_ROW_BYTES + 1)):
+        if len(line) > MAX_ROW_BYTES:
+            message = f"this line is longer than {MAX_ROW_BYTES >> 20} MiB"
+            hint = "a line holds one row: end each with a line break, or split the document"
+            raise DataError([Problem("", message, hint, replace(first, line=first.line + len(lines)))])
+        lines.append(line)
+        size += len(line)
+    return lines
 
 
 def _walk_text(file: Path) -> Iterator[Block]:
@@ -216,7 +228,7 @@ def _refuse(reason: str, where: Where) -> DataError:
 
 
 def _walk_csv(file: Path) -> Iterator[Block]:
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(MAX_ROW_BYTES)
     with open_file(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as stream:
         rows = csv.reader(stream, delimiter="\t" if get_format(file) == ".tsv" else ",", strict=True)
         yield from _group(str(file), _read_csv(rows, str(file)), None)
@@ -225,7 +237,7 @@ def _walk_csv(file: Path) -> Iterator[Block]:
 def _read_csv(rows: Any, file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow | None]]:
     """The rows after the header, with their lines; None for a blank line."""
     names: list[str] = next((row for row in rows if row), [])
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         message = f"the header names column `{repeated[0]}` more than once"
         raise DataError([Problem("", message, "fix the header", Where(file, rows.line_num, 1))])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.regular_files import read_regular
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -19,6 +20,7 @@ from ulysses_cli.report.quantities import is_number
 
 Line = dict[str, Any]
 EVALUATIONS = "evaluations"  # the folder where `ulysses evaluate` leaves what it found on a run's model
+MAX_EVALUATION_BYTES = 64 << 20
 NEEDED = {"subject", "scores", "mean", "heat_map", "effective_length", "seconds", "num_ranks", "has_all_ruler_tasks"}
 
 
@@ -133,8 +135,8 @@ def _load_evaluations(folder: Path, notes: list[str]) -> list[Line]:
     found = []
     for file in sorted(folder.glob("*.json")):
         try:
-            findings = json.loads(file.read_text(encoding="utf-8", errors="replace"))
-        except (ValueError, RecursionError):
+            findings = json.loads(read_regular(file, MAX_EVALUATION_BYTES).decode(errors="replace"))
+        except (OSError, ValueError, RecursionError):  # a FIFO would hold the report without end
             findings = None
         if isinstance(findings, dict) and findings.keys() >= NEEDED:
             found.append(mask_secrets(findings))

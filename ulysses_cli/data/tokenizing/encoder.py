@@ -22,6 +22,7 @@ from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, Templa
 from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tokens
 from ulysses_cli.readers.problems import BadRow, NoTemplate
 
+PIECES_AT_ONCE = 64  # what the library returns of a piece takes about a hundred bytes per token
 Bounds = NDArray[np.int64]  # [tokens, 2]: first character and one past the last
 
 
@@ -101,17 +102,19 @@ class Encoder:
         places = [0, *cuts, len(text)]
         parts = [text[first:last] for first, last in pairwise(places)]
         encode = "encode_batch" if with_bounds else "encode_batch_fast"
-        encodings = getattr(self.backend, encode)(parts[:1], add_special_tokens=False)
-        if cuts:
-            encodings += getattr(self.continuation, encode)(parts[1:], add_special_tokens=False)
-        ids = np.concatenate([np.asarray(encoding.ids, self.dtype) for encoding in encodings])
-        if not with_bounds:
-            return ids, np.empty((0, 2), np.int64)
-        shifted = [
-            np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + place
-            for encoding, place in zip(encodings, places, strict=False)
-        ]
-        return ids, np.concatenate(shifted)
+        ids, bounds = list[Ids](), [np.empty((0, 2), np.int64)]
+        for first in range(0, len(parts), PIECES_AT_ONCE):
+            last = first + PIECES_AT_ONCE
+            encodings = getattr(self.continuation, encode)(parts[max(1, first) : last], add_special_tokens=False)
+            if first == 0:
+                encodings = [*getattr(self.backend, encode)(parts[:1], add_special_tokens=False), *encodings]
+            ids += [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
+            if with_bounds:
+                bounds += [
+                    np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + place
+                    for encoding, place in zip(encodings, places[first:last], strict=False)
+                ]
+        return np.concatenate(ids), np.concatenate(bounds)
 
     def _find_cuts(self, text: str) -> list[int]:
         """The rule's cuts, without those that change the tokens of the text around them."""

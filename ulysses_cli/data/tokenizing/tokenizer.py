@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.hub_access import explain_absence, find_obstacle
+from ulysses_cli.plan.files.regular_files import read_regular
 from ulysses_cli.plan.models.chat_template import SHIPPED, explain_markers, find_missing_markers, read_template
 from ulysses_cli.plan.models.vocabulary import BYTE_SPECIALS, list_letters
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -15,6 +18,8 @@ from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.recipe import Model
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "special_tokens_map.json")
+MAX_GROWTH = 100  # Unicode's own longest is 18
+SPEC, MAX_SPEC_BYTES = "tokenizer.json", 1 << 28
 BEGIN, END, PADDING = BYTE_SPECIALS
 BYTES_TEMPLATE = (
     "{% for message in messages %}{{ '<|begin|>' + message['role'] + '\\n' }}"
@@ -31,6 +36,32 @@ def load_tokenizer(model: Model, data: Data | None = None) -> Any:
     if data is not None:
         _apply_settings(tokenizer, data, name_tokenizer(model))
     return tokenizer
+
+
+def _check_growth(normalizer: Any, key: str, name: str) -> None:
+    """Refuses a normalizer that makes thousands of characters of one: its replacements multiply, and one short row
+    would take all memory. `normalizer`: its part of tokenizer.json."""
+    try:
+        growth = _count_growth(normalizer or {})
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return  # the library says what is wrong with it
+    if growth > MAX_GROWTH:
+        message = f"the tokenizer of {name} makes up to {growth:,} characters of one before it tokenizes"
+        hint = "name another tokenizer, or mend the normalizer in its tokenizer.json"
+        raise RecipeError([Problem(key, message, hint)])
+
+
+def _count_growth(step: dict[str, Any]) -> int:
+    if step.get("type") == "Sequence":
+        return math.prod(map(_count_growth, step.get("normalizers", ())))
+    if step.get("type") == "Replace":
+        pattern = step["pattern"].get("String", "")  # a regular expression may match a single character, or none
+        return max(1, -(-len(step["content"]) // max(1, len(pattern)))) + (not pattern)
+    if step.get("type") == "Precompiled":  # the size of a trie, the trie, and what its entries become
+        table = base64.b64decode(step["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        return max(1, *(len(text.decode(errors="replace")) for text in texts))
+    return 1
 
 
 def list_stop_tokens(tokenizer: Any, model: Any) -> set[int]:
@@ -78,10 +109,12 @@ def _load(model: Model) -> Any:
     key = "model.tokenizer" if model.tokenizer else "model.name_or_path"
     local = os.path.expanduser(name)
     source = local if os.path.isdir(local) else name
-    choice = {
-        "revision": None if model.tokenizer else model.revision,
+    revision = None if model.tokenizer else model.revision
+    choice: dict[str, Any] = {
+        "revision": revision,
         "trust_remote_code": model.trust_remote_code,
     }
+    _check_growth(_read_normalizer(source, revision), key, name)  # adding tokens at loading uses it already
     try:
         try:  # the cache first: the model's shape comes from it too, so both are of one revision; and no network
             return AutoTokenizer.from_pretrained(source, local_files_only=True, **choice)
@@ -90,11 +123,25 @@ def _load(model: Model) -> Any:
             if obstacle:
                 absence = explain_absence(key, f"the tokenizer of {name}", obstacle, name)
                 raise RecipeError([absence]) from None
-            return AutoTokenizer.from_pretrained(source, **choice)
+            tokenizer = AutoTokenizer.from_pretrained(source, **choice)
+            _check_growth(_read_normalizer(source, revision), key, name)
+            return tokenizer
     except RecipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the library raises many kinds; the user needs a place and a remedy
         raise RecipeError([_explain(error, key, name, Path(source))]) from None
+
+
+def _read_normalizer(source: str, revision: str | None) -> Any:
+    """Of the tokenizer.json in a folder or in the hub's cache; None where there is none that can be read."""
+    from huggingface_hub import try_to_load_from_cache
+
+    is_folder = os.path.isdir(source)
+    file = Path(source, SPEC) if is_folder else try_to_load_from_cache(source, SPEC, revision=revision)
+    try:
+        return json.loads(read_regular(file, MAX_SPEC_BYTES))["normalizer"] if isinstance(file, str | Path) else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _explain(error: Exception, key: str, name: str, folder: Path) -> Problem:

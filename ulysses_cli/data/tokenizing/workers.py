@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,12 +22,12 @@ from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import LostCounts
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Data, RowType
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
 from ulysses_cli.readers.columns import SAME, Names, PlainText, Sample, list_columns, read_sample
-from ulysses_cli.readers.problems import BadRow, DataError, make_where
+from ulysses_cli.readers.problems import BadRow, DataError, NoTemplate, make_where
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
 
@@ -81,7 +82,8 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, names: Names = S
             if isinstance(sample, PlainText):
                 texts.append(sample.text)
             else:
-                encoded.append(encoder.encode(sample))
+                with _naming(encoder, block, line):
+                    encoded.append(encoder.encode(sample))
                 lost.add_chat(block.file, line, encoder.lost)
             lines.append(line)
         except (BadRow, TemplateOutOfBounds) as error:
@@ -90,7 +92,7 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, names: Names = S
                 where = make_where(block.file, line, has_lines=block.kind == "lines")
                 raise DataError([Problem("", encoder.renderer.failure, hint, where)]) from None
             bad.append((block.file, line, str(error)))
-    encoded += [(ids, None) for ids in encoder.encode_texts(texts)] if texts else []
+    encoded += [(ids, None) for ids in _encode_texts(encoder, texts, block, lines)] if texts else []
     documents = [ids for ids, _ in encoded]
     flags = None
     if any(mask is not None for _, mask in encoded):
@@ -105,6 +107,39 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, names: Names = S
     )
     counts = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
     return EncodedBlock(batch, block.num_bytes, bad, *counts, lost, seen, columns)
+
+
+def _encode_texts(encoder: Encoder, texts: list[str], block: Block, lines: list[int]) -> list[Ids]:
+    try:
+        return encoder.encode_texts(texts)
+    except BaseException as error:  # the library's panics are no Exceptions
+        if not _is_failure(error):
+            raise
+    documents = []
+    for text, line in zip(texts, lines, strict=True):
+        with _naming(encoder, block, line):
+            documents += encoder.encode_texts([text])
+    return documents
+
+
+@contextmanager
+def _naming(encoder: Encoder, block: Block, line: int) -> Iterator[None]:
+    """Says at which row a tokenizer fails: a pattern of its own may give up on a text, and its library may panic."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        message = f"the tokenizer of {encoder.tokenizer.name_or_path or 'this model'} fails at this row: {reason}"
+        where = make_where(block.file, line, has_lines=block.kind == "lines")
+        raise DataError([Problem("", message, "name another tokenizer, or leave this row out", where)]) from None
+
+
+def _is_failure(error: BaseException) -> bool:
+    ours = (BadRow, DataError, NoTemplate, RecipeError, TemplateOutOfBounds)
+    is_panic = type(error).__name__ == "PanicException"
+    return is_panic or (isinstance(error, Exception) and not isinstance(error, ours))
 
 
 def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, names: Names) -> Sample | BadRow:
