@@ -21,8 +21,10 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.export import weights as export
-from ulysses_cli.train.export.check import check_adapter, check_model
+from ulysses_cli.train.export.check import check_adapter, check_model, make_probe
 from ulysses_cli.train.telemetry.run_file import make_card
+
+PROBE = make_probe(make_bytes_tokenizer(), 64)
 
 
 def read_names(folder: Path) -> set[str]:
@@ -57,9 +59,9 @@ def test_a_family_is_exported_as_transformers_saves_it(
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
         dtype=torch.float32, card="a card", step=1,
-        check=lambda to: messages.append(check_model(checkpoint, to, config, torch.float32, lambda _: None)),
+        check=lambda to: messages.append(check_model(checkpoint, to, config, torch.float32, lambda _: None, PROBE)),
     )  # fmt: skip
-    assert re.fullmatch(r"\d+ tensors and the logits of a probe equal the trained model's", messages[0])
+    assert re.fullmatch(r"\d+ tensors and the logits on a text equal the trained model's", messages[0])
     assert read_names(folder) == read_names(tmp_path / "theirs")
     assert len(list(folder.glob("*.safetensors"))) > 1
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -74,7 +76,7 @@ def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
         model.model.norm.weight[3] += 1e-3
     model.save_pretrained(tmp_path / "wrong")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight differs from the checkpoint"):
-        check_model(checkpoint, tmp_path / "wrong", config, torch.float32, lambda _: None)
+        check_model(checkpoint, tmp_path / "wrong", config, torch.float32, lambda _: None, PROBE)
 
 
 def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,22 +14,25 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import save_file
 from support.checkpoints import save_as_ranks
 from support.families import make_config
 from support.paths import ROOT
-from transformers import AutoModelForCausalLM
+from support.real_model import READY, needs_real_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.export import weights as export
 from ulysses_cli.train.export.base_files import find_base_files
-from ulysses_cli.train.export.check import check_adapter
+from ulysses_cli.train.export.check import check_adapter, make_probe
 from ulysses_cli.train.export.merging import Merging, add_adapters
 
 SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 NAMED = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # where peft refuses all-linear
 UNSHARED = ["in_proj", "out_proj", "linear"]  # of layers that share a block
+PROBE = make_probe(make_bytes_tokenizer(), 64)
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -54,16 +58,21 @@ def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32, *
     return config, adapted, save_as_ranks(trained, tmp_path / "step-1")
 
 
-def merge(
-    tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype, **more: Any
-) -> tuple[Path, str]:
+def make_merging(tmp_path: Path, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype, **more: Any) -> Merging:
     settings = LoraConfig(**SETTINGS, **more)
-    merging = Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), settings, trained, dtype)
+    return Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), settings, trained, dtype)
+
+
+def merge(
+    tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype,
+    probe: torch.Tensor = PROBE, **more: Any,
+) -> tuple[Path, str]:  # fmt: skip
+    merging = make_merging(tmp_path, checkpoint, trained, dtype, **more)
     messages: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
         dtype=dtype, card="", step=1, merge=merging.write,
-        check=lambda to: messages.append(merging.check(to, config)),
+        check=lambda to: messages.append(merging.check(to, config, probe)),
     )  # fmt: skip
     return folder, messages[0]
 
@@ -82,7 +91,7 @@ def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, m
     config, adapted, checkpoint = adapt(tmp_path, model_type)
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
-    assert output.startswith("logits of a probe differ from those with adapters by ")
+    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text differ by ", output)
     adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
     ours, reference = read_all(folder), read_all(tmp_path / "theirs")
     assert ours.keys() == reference.keys()
@@ -117,7 +126,7 @@ def test_whole_parts_and_dora_are_merged_as_peft_merges_them(
 ) -> None:
     config, adapted, checkpoint = adapt(tmp_path, model_type, **more)
     folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32, **more)
-    assert output.startswith("logits of a probe differ from those with adapters by ")
+    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text differ by ", output)
     adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
     ours, reference = read_all(folder), read_all(tmp_path / "theirs")
     assert ours.keys() == reference.keys()
@@ -160,11 +169,52 @@ def test_a_merge_in_bfloat16_rounds_once(tmp_path: Path) -> None:
     assert torch.equal(read_all(folder)[f"{name}.weight"], exact.bfloat16())
 
 
+def test_one_weight_that_is_off_by_one_rounding_is_found(tmp_path: Path) -> None:
+    """The tensors prove a merge: no tolerance of logits hides a wrong one."""
+    config, _, checkpoint = adapt(tmp_path, "llama", torch.bfloat16)
+    folder, _ = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16)
+    merging = make_merging(tmp_path, checkpoint, torch.bfloat16, torch.bfloat16)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = read_all(folder)
+    tensors[name].view(torch.int16)[0, 0] += 1
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is not base plus adapters"):
+        merging.check(folder, config, PROBE)
+
+
+def test_a_merged_model_that_computes_something_else_is_found(tmp_path: Path) -> None:
+    """Its tensors are right, and its config is not."""
+    config, _, checkpoint = adapt(tmp_path, "llama")
+    folder, _ = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 1e-3}))
+    with pytest.raises(CheckpointError, match=r"are base plus adapters, and its logits on a text differ .* by \d"):
+        make_merging(tmp_path, checkpoint, torch.float32, torch.float32).check(folder, config, PROBE)
+
+
+@needs_real_model
+@pytest.mark.check
+def test_adapters_of_a_trained_model_are_merged(tmp_path: Path) -> None:
+    """In bfloat16 its logits are chaotic where ids are special tokens, with adapters and without."""
+    (tmp_path / "base").symlink_to(READY)
+    config = AutoConfig.from_pretrained(READY)
+    base = AutoModelForCausalLM.from_pretrained(READY, dtype=torch.bfloat16)
+    get_peft_model(base, LoraConfig(**SETTINGS), autocast_adapter_dtype=False)
+    torch.manual_seed(1)
+    trained = {name: p.detach().normal_(std=0.01) for name, p in base.named_parameters() if p.requires_grad}
+    checkpoint = save_as_ranks(trained, tmp_path / "step-1")
+    probe = make_probe(AutoTokenizer.from_pretrained(READY), config.vocab_size)
+    _, output = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16, probe=probe)
+    found = re.fullmatch(r"272 tensors equal .* differ by (\S+) from those with adapters, by (\S+) where .*", output)
+    assert found is not None
+    assert float(found[1]) < 0.1
+
+
 def test_the_text_part_of_a_larger_model_is_merged(tmp_path: Path) -> None:
     """Models that also read images keep the text part beside a part with layers of the same names."""
     config, _, checkpoint = adapt(tmp_path, "llama")
-    from safetensors.torch import save_file
-
     tensors = {f"language_model.{name}": tensor for name, tensor in read_all(tmp_path / "base").items()}
     tensors["vision_tower.layers.0.self_attn.q_proj.weight"] = torch.ones(3, 3)
     for file in (tmp_path / "base").glob("*.safetensors*"):

@@ -23,7 +23,7 @@ from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pr
 from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.export.base_files import find_base_files
 from ulysses_cli.train.export.carried import find_carried
-from ulysses_cli.train.export.check import check_model
+from ulysses_cli.train.export.check import check_model, make_probe
 from ulysses_cli.train.export.merging import Merging
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.export.wrapper import BaseModel
@@ -110,6 +110,7 @@ IGNORED = {
 }
 IGNORED_NAMES = set(IGNORED.values())
 IDS = torch.arange(24)[None] % 128
+PROBE = make_probe(make_bytes_tokenizer(), 128)
 SETTINGS: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 
 
@@ -172,10 +173,10 @@ def test_an_export_is_the_whole_model_again(base: Path, tmp_path: Path) -> None:
         checkpoint, tmp_path / "out", config=model.config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
         dtype=torch.float32, card="a card", step=1, base=whole,
         check=lambda to: messages.append(
-            check_model(checkpoint, to, model.config, torch.float32, lambda _: None, whole)
+            check_model(checkpoint, to, model.config, torch.float32, lambda _: None, PROBE, whole)
         ),
     )  # fmt: skip
-    assert messages[0].endswith("the logits of a probe equal the trained model's")
+    assert messages[0].endswith("the logits on a text equal the trained model's")
     ours, theirs = load_file(folder / "model.safetensors"), load_file(base / "model.safetensors")
     assert ours.keys() == theirs.keys()
     unchanged = {name for name in ours if torch.equal(ours[name], theirs[name]) and not name.endswith("layer_scalar")}
@@ -204,7 +205,7 @@ def test_adapters_are_merged_into_the_whole_model(base: Path, tmp_path: Path) ->
     folder = export_model(
         checkpoint, tmp_path / "out", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
         dtype=torch.float32, card="a card", step=1, merge=merging.write, base=whole,
-        check=lambda to: merging.check(to, config),
+        check=lambda to: merging.check(to, config, PROBE),
     )  # fmt: skip
     ours, theirs = load_file(folder / "model.safetensors"), load_file(base / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -258,4 +259,4 @@ def test_a_damaged_part_is_detected(fault: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "wrong" / "model.safetensors", {"format": "pt"})
     (tmp_path / "wrong" / "config.json").write_bytes((base / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="differs from the base model's"):
-        check_model(checkpoint, tmp_path / "wrong", model.config, torch.float32, lambda _: None, whole)
+        check_model(checkpoint, tmp_path / "wrong", model.config, torch.float32, lambda _: None, PROBE, whole)

@@ -16,7 +16,7 @@ from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.collection import Collector
 from ulysses_cli.train.checkpoint.saves import Saves
 from ulysses_cli.train.evaluation import Evaluation
-from ulysses_cli.train.export.check import check_adapter, check_model
+from ulysses_cli.train.export.check import check_adapter, check_model, make_probe
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.guard.stop_conditions import SIGNAL, StopConditions
@@ -89,7 +89,10 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
     dtype = getattr(torch, recipe.model.dtype)
     named = recipe.model.name_or_path
     base = BaseModel(named, recipe.model.revision) if named is not None else None
-    check = partial(check_model, checkpoint, config=built.config, dtype=dtype, report=record.set_phase, base=base)
+    probe = make_probe(inputs.tokenizer, built.config.vocab_size)
+    check = partial(
+        check_model, checkpoint, config=built.config, dtype=dtype, report=record.set_phase, probe=probe, base=base
+    )
     export_model(
         checkpoint,
         launch.run_dir / "model",

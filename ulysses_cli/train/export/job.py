@@ -19,7 +19,7 @@ from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape, stretch_positions
 from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.export.base_files import find_base_files
-from ulysses_cli.train.export.check import check_adapter, check_model
+from ulysses_cli.train.export.check import check_adapter, check_model, make_probe
 from ulysses_cli.train.export.merging import Merging, add_adapters
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.export.wrapper import BaseModel
@@ -79,14 +79,16 @@ class ExportJob:
             with torch.device("meta"):
                 adapter_config = add_adapters(AutoModelForCausalLM.from_config(self.config), adapter_config)
 
+        probe = make_probe(self.tokenizer, self.config.vocab_size)
+
         def check(folder: Path) -> None:
             report("checking")
             if merging is not None:
-                checked.append(merging.check(folder, self.config))
+                checked.append(merging.check(folder, self.config, probe))
             elif adapter_config is not None:
                 checked.append(check_adapter(self.checkpoint, folder, self.dtype))
             else:
-                checked.append(check_model(self.checkpoint, folder, self.config, self.dtype, report, base))
+                checked.append(check_model(self.checkpoint, folder, self.config, self.dtype, report, probe, base))
 
         report("merging" if merging is not None else "writing")
         export_model(
