@@ -6,6 +6,7 @@ Pure functions. What has to differ for the proof, sizes apart, is listed in word
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,9 +62,11 @@ def shrink_config(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any
         small.pop(name, None)
     small.pop("dtype", None)
     layers = pick_layers(shape)
+    ropes = [small[name] for name in ("rope_scaling", "rope_parameters") if isinstance(small.get(name), Mapping)]
+    hidden_size = _choose_hidden_size(shape.num_heads, any(_is_long(rope) for rope in ropes))
     small |= {
         "model_type": shape.model_type,
-        "hidden_size": HIDDEN_SIZE,
+        "hidden_size": hidden_size,
         "intermediate_size": INTERMEDIATE_SIZE,
         "num_hidden_layers": len(layers),
         "num_attention_heads": shape.num_heads,
@@ -92,19 +95,30 @@ def shrink_config(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any
         small |= shrink_experts(small, [shape.layers[index] for index in layers], EXPERT_SIZE)
         small["mlp_only_layers"] = [at for at, index in enumerate(layers) if not shape.layers[index].num_experts]
     small |= shrink_heads(small, [shape.layers[index] for index in layers], HEAD_DIM)
-    shrink_mixers(small, [shape.layers[index] for index in layers], HIDDEN_SIZE, EXPERT_SIZE)
+    shrink_mixers(small, [shape.layers[index] for index in layers], hidden_size, EXPERT_SIZE)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), Mapping):
-            small[name] = _cut_factors(small[name])
+            small[name] = _cut_factors(small[name], small.get("partial_rotary_factor") or 1.0)
     return small
 
 
-def _cut_factors(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists with one factor per rotated dimension, cut to the smaller head."""
-    return {
-        name: value[: HEAD_DIM // 2] if name in ("short_factor", "long_factor") and isinstance(value, list) else value
-        for name, value in rope.items()
-    }
+def _choose_hidden_size(num_heads: int, has_factors: bool) -> int:
+    """A multiple of the number of heads: transformers' configs refuse others. Those with a factor for each rotated
+    dimension count the factors by the share of the hidden size that a head has."""
+    return num_heads * (HEAD_DIM if has_factors else math.ceil(HIDDEN_SIZE / num_heads))
+
+
+def _is_long(rope: Mapping[str, Any]) -> bool:
+    return "longrope" in (rope.get("type"), rope.get("rope_type"))
+
+
+def _cut_factors(rope: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """The lists with one factor per rotated dimension, for the smaller head. `share`: of a head that is rotated."""
+    if not _is_long(rope):
+        return dict(rope)
+    num_factors = int(HEAD_DIM * (rope.get("partial_rotary_factor") or share)) // 2
+    factors = {name: rope.get(name) or [1.0] for name in ("short_factor", "long_factor")}  # the table has no lists
+    return {**rope, **{name: (each * num_factors)[:num_factors] for name, each in factors.items()}}
 
 
 def make_proof_recipe(
