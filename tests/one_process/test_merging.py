@@ -91,7 +91,7 @@ def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, m
     config, adapted, checkpoint = adapt(tmp_path, model_type)
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
-    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text differ by ", output)
+    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text are off by ", output)
     adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
     ours, reference = read_all(folder), read_all(tmp_path / "theirs")
     assert ours.keys() == reference.keys()
@@ -126,7 +126,7 @@ def test_whole_parts_and_dora_are_merged_as_peft_merges_them(
 ) -> None:
     config, adapted, checkpoint = adapt(tmp_path, model_type, **more)
     folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32, **more)
-    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text differ by ", output)
+    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text are off by ", output)
     adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
     ours, reference = read_all(folder), read_all(tmp_path / "theirs")
     assert ours.keys() == reference.keys()
@@ -190,7 +190,7 @@ def test_a_merged_model_that_computes_something_else_is_found(tmp_path: Path) ->
     folder, _ = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 1e-3}))
-    with pytest.raises(CheckpointError, match=r"are base plus adapters, and its logits on a text differ .* by \d"):
+    with pytest.raises(CheckpointError, match=r"its weights are right, and its logits on a text are off by \d"):
         make_merging(tmp_path, checkpoint, torch.float32, torch.float32).check(folder, config, PROBE)
 
 
@@ -207,7 +207,7 @@ def test_adapters_of_a_trained_model_are_merged(tmp_path: Path) -> None:
     checkpoint = save_as_ranks(trained, tmp_path / "step-1")
     probe = make_probe(AutoTokenizer.from_pretrained(READY), config.vocab_size)
     _, output = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16, probe=probe)
-    found = re.fullmatch(r"272 tensors equal .* differ by (\S+) from those with adapters, by (\S+) where .*", output)
+    found = re.fullmatch(r"272 tensors equal .* are off by (\S+); .* moves them by (\S+)", output)
     assert found is not None
     assert float(found[1]) < 0.1
 
