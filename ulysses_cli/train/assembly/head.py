@@ -35,7 +35,8 @@ def check_head(model: Any, rule: HeadRule, groups: Groups, device: torch.device)
     axis, ring = groups.sp_axis, Ring(groups.ring_axis.size, windows=((1, 1),))  # equal work leaves tokens in order
     model.eval()
     lengths = (PROBE_TOKENS * axis.size,)
-    ids = torch.arange(PROBE_TOKENS, device=device)[None] % model.config.vocab_size
+    # Spread over the vocabulary: the first ids are special tokens, whose rows are hardly trained.
+    ids = torch.arange(1, PROBE_TOKENS + 1, device=device)[None] * model.config.vocab_size // (PROBE_TOKENS + 1)
     inputs = {
         "input_ids": ids,
         "position_ids": torch.arange(PROBE_TOKENS, device=device)[None] + axis.rank * PROBE_TOKENS,

@@ -15,6 +15,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -194,6 +195,19 @@ def index_sources(path: Path) -> tuple[dict[str, list[TensorSource]], dict[str, 
     return sources, shapes
 
 
+@lru_cache(
+    maxsize=4
+)  # a file's header names every tensor: reading it for each would take time quadratic in their number
+def _open(file: Path, identity: tuple[int, ...]) -> Any:
+    """`identity`: a file that was replaced is another one."""
+    return safe_open(file, "pt").__enter__()
+
+
+def _identify(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def read_range(sources: list[TensorSource], key: str, start: int, numel: int) -> Tensor:
     """Reads elements [start, start + numel) of a flattened parameter from the files that hold them."""
     out = torch.empty(numel)
@@ -201,8 +215,7 @@ def read_range(sources: list[TensorSource], key: str, start: int, numel: int) ->
     for source in sources:
         low, high = max(start, source.start), min(start + numel, source.start + source.numel)
         if low < high:
-            with safe_open(source.file, "pt") as opened:
-                part = opened.get_slice(key)[low - source.start : high - source.start]
+            part = _open(source.file, _identify(source.file)).get_slice(key)[low - source.start : high - source.start]
             if not is_finite(part):
                 raise CheckpointError(f"{source.file} holds {WORDS} in {key}: use an older checkpoint")
             out[low - start : high - start] = part

@@ -1,0 +1,92 @@
+"""A model that was really trained, by the docs' own commands: its tokenizer, template and weights hide no fault that
+random ones do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.commands import run
+from support.real_model import READY, needs_real_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [needs_real_model, pytest.mark.check]
+QUESTIONS = {"What is the capital of France?": "Paris.", "Which animal barks?": "A dog.", "What is 2 + 2?": "4."}
+
+
+def write_recipe(folder: Path, **sections: dict[str, Any]) -> None:
+    settings = {
+        "model": {"name_or_path": str(READY), "dtype": "float32"},
+        "data": {"datasets": [{"path": "chats.jsonl"}], "max_length": 128, "assistant_only_loss": True},
+        "train": {"max_steps": 1, "learning_rate": 1e-4, "gradient_accumulation_steps": 1},
+        "run": {"output_dir": "run", "device": "cpu", "rehearsal": False},
+    }
+    (folder / "r.yaml").write_text(yaml.safe_dump({**settings, **sections}))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with chats, and a run that has adapted the model to them."""
+    folder = tmp_path_factory.mktemp("real")
+    chats = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in QUESTIONS.items()
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_recipe(folder, lora={"r": 4})
+    trained = run("train", "r.yaml", cwd=folder)
+    assert trained.returncode == 0, trained.stderr
+    return folder
+
+
+def test_the_model_knows_what_it_was_taught() -> None:
+    """Or its files were converted wrongly, and no other test here would mean anything."""
+    tokenizer = AutoTokenizer.from_pretrained(READY)
+    model = AutoModelForCausalLM.from_pretrained(READY, dtype=torch.float32)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].size(1) :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+def test_adapters_are_merged_and_evaluated(adapted: Path) -> None:
+    merged = run("export", "run", "--to", "merged", "--merge-lora", cwd=adapted)
+    assert merged.returncode == 0, merged.stderr
+    assert "272 tensors equal base plus adapters, rounded once" in merged.stderr
+    evaluate(adapted, "merged")
+
+
+def evaluate(folder: Path, model: str, *words: str) -> None:
+    (folder / "text.txt").write_text("The river rises in the hills above the town, and the road follows it. " * 8)
+    amount = ("--suite", "loss", "--path", "text.txt", "--max-length", "64", "--samples", "1", "--output", "found")
+    evaluated = run("evaluate", model, *amount, *words, "--device", "cpu", "--dtype", "float32", cwd=folder)
+    assert evaluated.returncode == 0, evaluated.stderr
+
+
+@pytest.mark.full
+def test_a_run_is_evaluated_beside_its_base(adapted: Path) -> None:
+    evaluate(adapted, "run", "--against", str(READY))
+
+
+def test_its_machine_is_verified(adapted: Path) -> None:
+    """Nine heads divide no power of two."""
+    verified = run("verify", "r.yaml", "parallel.sp_size=2", "parallel.dp_shard_size=1", cwd=adapted)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_what_is_pushed_is_listed(adapted: Path) -> None:
+    pushed = run("push", "run", "--dry-run", cwd=adapted)
+    assert pushed.returncode == 0, pushed.stderr
+
+
+@pytest.mark.full
+def test_all_weights_are_trained(adapted: Path) -> None:
+    write_recipe(adapted, run={"output_dir": "whole", "device": "cpu"})
+    trained = run("train", "r.yaml", "data.eval_split=0.3", cwd=adapted)
+    assert trained.returncode == 0, trained.stderr
+    first = json.loads((adapted / "whole" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] < 4, "a trained model is surprised by little"
