@@ -79,7 +79,7 @@ bench: install  ## benchmarks: ratios against named peers
 gpu: install  ## tests and measurements on a GPU, each beside its prediction (MINUTES=25); WORDS=--rehearse needs none
 	env -u OMP_NUM_THREADS python benchmarks/gpu.py --minutes $(MINUTES) $(WORDS)
 
-check: lint types demo test-check  ## all that CI runs
+check: lint types demo real-model test-check  ## all that CI runs
 
 clean:  ## delete .venv, builds, runs and caches
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,15 @@ def download(folder: Path) -> Path:
 
 def convert(weights: Path, to: Path) -> None:
     """Writes the model in bfloat16, as its makers publish it."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    # transformers reads the file three times, and makes the table of names for each tensor
+    gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, (gguf.GGUFReader, gguf.get_tensor_name_map))
     read = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     settings = read.config.to_dict()
-    settings.pop("quantization_config")  # it would name the file of 4 bits
+    del settings["quantization_config"], settings["_model_name_or_path"]  # those of the file of 4 bits
     model = LlamaForCausalLM(LlamaConfig(**{**settings, **SETTINGS}))
     model.load_state_dict(read.state_dict())
     model.to(torch.bfloat16).save_pretrained(to)
