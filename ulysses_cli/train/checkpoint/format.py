@@ -200,7 +200,7 @@ def index_sources(path: Path) -> tuple[dict[str, list[TensorSource]], dict[str, 
 )  # a file's header names every tensor: reading it for each would take time quadratic in their number
 def _open(file: Path, identity: tuple[int, ...]) -> Any:
     """`identity`: a file that was replaced is another one."""
-    return safe_open(file, "pt").__enter__()
+    return safe_open(file, "pt")
 
 
 def _identify(file: Path) -> tuple[int, ...]:
