@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from ulysses_cli.plan.resolved import list_auto_rings
 KEY = "model.name_or_path"
 SHIPPED_TABLE = Path(__file__).parent / "plan" / "models"
 MAX_CONFIG_BYTES = 16 << 20
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z0-9])")  # 72b, 0.6b, 350m in a model's name
+MOST_TIMES_LARGER = 1.5  # of two models whose memory and speed are alike
 REACH_SECONDS = 10
 
 
@@ -317,10 +320,24 @@ def _suggest_names(name: str) -> str:
 
 
 def _find_close_name(name: str) -> str:
+    """The known name that is spelled most like this one, of models of about its size; '' if there is none."""
     table = load_table()
-    close = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.75)
-    if not close:
+    alike = difflib.get_close_matches(name.lower(), table, n=len(table), cutoff=0.75)
+    close = next((each for each in alike if _is_alike_in_size(name, each)), None)
+    if close is None:
         return ""
-    entry = table[close[0]]
+    entry = table[close]
     names = (entry["repo"], *(entry.get("also") or ()))
-    return str(next(known_name for known_name in names if known_name.lower() == close[0]))
+    return str(next(known_name for known_name in names if known_name.lower() == close))
+
+
+def _is_alike_in_size(name: str, other: str) -> bool:
+    """Where both names say how many weights the model has."""
+    sizes = [float(number) * (1e9 if unit == "b" else 1e6) for number, unit in map(_read_size, (name, other)) if unit]
+    return len(sizes) < 2 or max(sizes) <= MOST_TIMES_LARGER * min(sizes)
+
+
+def _read_size(name: str) -> tuple[str, str]:
+    """Number and unit of weights in a model's name, such as 72 and b."""
+    found = SIZE.search(name.lower())
+    return (found[1], found[2]) if found else ("", "")

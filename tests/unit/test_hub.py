@@ -93,6 +93,22 @@ def test_a_misspelt_model_name() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct", ""),  # Qwen3-4B-Instruct-2507 is spelled alike
+        ("Qwen/Qwen3-72B", ""),
+        ("Qwen/Qwen3-8", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-35B", "Qwen/Qwen3-32B"),
+        ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-3.1-70B"),
+        ("LiquidAI/LFM2-360M", "LiquidAI/LFM2-350M"),
+    ],
+)
+def test_a_similar_model_is_of_about_the_same_size(name: str, similar: str) -> None:
+    message = complain(name)
+    assert message.endswith(f"a similar model that is known is {similar}" if similar else "or name a local folder")
+
+
 def test_the_hub_is_not_asked_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "_reach", lambda _: pytest.fail("the network was asked"))
