@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -114,11 +113,10 @@ def plan(
     notes += [*search.list_limits(request, offers), *describe_calibration()]
     notes += [f"the budget of {format_usd(budget)} is compared with mid-range prices"] if budget is not None else []
     shown = max(search.SHOWN, len(offers) if gpus else 0)
-    request, result = or_exit(lambda: search.search_methods(requests, offers, shown))
+    request, result = or_exit(lambda: search.search_methods(requests, offers, shown, explains=bool(gpus)))
     if request.method != requests[0].method and result.by_cost:
         inside = " inside the bounds" if budget is not None or deadline is not None else ""
         notes.append(f"--method {request.method}: no plan that trains all weights fits{inside}")
-    result = result if gpus else replace(result, left_out={})  # nobody asked for these kinds of GPU
     if output is Format.json:
         printing.print_json(planner.describe_search(result, notes))
     elif result.by_cost:

@@ -30,7 +30,7 @@ def keep_rings_that_win(plans: Sequence[Candidate]) -> list[Candidate]:
     smallest that is."""
     kept: dict[tuple[str, Layout], list[Candidate]] = {}
     for plan in plans:
-        kept.setdefault((plan.gpu.key, _forget_ring(plan.job.layout)), []).append(plan)
+        kept.setdefault((plan.gpu.key, forget_ring(plan.job.layout)), []).append(plan)
     best = []
     for alike in kept.values():
         fastest = min(plan.speed.step_seconds for plan in alike)
@@ -39,7 +39,7 @@ def keep_rings_that_win(plans: Sequence[Candidate]) -> list[Candidate]:
     return best
 
 
-def _forget_ring(layout: Layout) -> Layout:
+def forget_ring(layout: Layout) -> Layout:
     return replace(layout, ring_size=1)
 
 
@@ -58,7 +58,7 @@ def explain_rings(shown: Iterable[Candidate], tried: Sequence[Candidate]) -> lis
         if layout.ring_size == 1:
             continue
         alike = (each for each in tried if each.gpu.key == plan.gpu.key and each.job.layout != layout)
-        rivals = [each for each in alike if _forget_ring(each.job.layout) == _forget_ring(layout)]
+        rivals = [each for each in alike if forget_ring(each.job.layout) == forget_ring(layout)]
         lines.append(f"{plan.job.world_size} x {plan.gpu.key}: {_explain_gains(plan, rivals)}")
     return list(dict.fromkeys(lines))
 
@@ -88,7 +88,7 @@ def _compare_seconds(own: float, other: float, layout: Layout) -> str:
 
 def explain_own_ring(job: Job, gpu: Gpu) -> str:
     """What the ring of a job gains over heads alone with the same levers, or why it is needed; '' without a ring."""
-    layout = _forget_ring(job.layout)
+    layout = forget_ring(job.layout)
     if layout == job.layout:
         return ""
     if needed := explain_heads(job.shape, job.layout):

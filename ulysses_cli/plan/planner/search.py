@@ -4,9 +4,10 @@ that rule out every plan. A layout's memory is the same on every kind of GPU, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
@@ -18,7 +19,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.candidates import METHODS, Candidate, Offer, PlanRequest, SearchResult, round_cost
 from ulysses_cli.plan.planner.draft import Draft, find_obstacle, needs_stretch, write_draft
-from ulysses_cli.plan.planner.fit import Fit, is_indexable, judge
+from ulysses_cli.plan.planner.fit import Fit, is_indexable, is_tried, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     find_cheapest,
@@ -27,7 +28,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     offload_least,
     walk_fits,
 )
-from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, keep_rings_that_win, list_sp_layouts
+from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, forget_ring, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.spending import spend_what_is_left
 from ulysses_cli.plan.planner.walls import count_distance, explain_absence, find_excess, list_walls
 from ulysses_cli.plan.problem import RecipeError
@@ -43,21 +44,105 @@ MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
 
 
-def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) -> SearchResult:
+def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN, *, explains: bool = True) -> SearchResult:
+    """`explains`: also says of each kind that is not listed why it is not, for which all its layouts are settled."""
     check_known(request.shape, "--model")
     layouts = _list_layouts(request, offers)
-    tried = [candidate for job, kinds in layouts for candidate in _try_levers(request, job, kinds)]
-    fitting = [plan for plan in tried if plan.fit.verdict == "fits"]
-    inside = keep_justified(keep_rings_that_win([plan for plan in fitting if not find_excess(request, plan)]))
-    if not inside:
+    contest = Contest(request, layouts)
+    best, fastest = contest.rank(_order_by_cost, limit), contest.rank(_order_by_time, limit)
+    if not best:
+        tried = contest.settle_all()
+        fitting = [plan for plan in tried if plan.fit.verdict == "fits"]
         return SearchResult((), (), tuple(list_walls(request, offers, layouts, tried, fitting)))
-    by_cost = sorted(inside, key=lambda plan: (round_cost(plan.usd_middle), plan.job.num_nodes, plan.seconds))
-    by_time = sorted(inside, key=lambda plan: (plan.seconds, plan.usd_middle))
-    best, fastest = (tuple(_list_distinct(ranked, limit)) for ranked in (by_cost, by_time))
     shown = {plan.gpu.key for plan in (*best, *fastest)}
-    absent = [offer.gpu for offer in offers if offer.gpu.key not in shown]
-    left_out = {gpu.key: explain_absence(request, gpu, tried) for gpu in absent}
-    return SearchResult(best, fastest, (), left_out, tuple(explain_rings((*best, *fastest), tried)))
+    absent = [offer.gpu for offer in offers if explains and offer.gpu.key not in shown]
+    left_out = {gpu.key: explain_absence(request, gpu, contest.settle_all(gpu)) for gpu in absent}
+    rivals = [plan for group in contest.settled.values() for plan in group]
+    return SearchResult(tuple(best), tuple(fastest), (), left_out, tuple(explain_rings((*best, *fastest), rivals)))
+
+
+Order = Callable[[Candidate], tuple[float, ...]]
+
+
+def _order_by_cost(plan: Candidate) -> tuple[float, ...]:
+    return round_cost(plan.usd_middle), plan.job.num_nodes, plan.seconds
+
+
+def _order_by_time(plan: Candidate) -> tuple[float, ...]:
+    return plan.seconds, plan.usd_middle
+
+
+class Contest:
+    """Settles layouts, the most promising first: no lever makes a step faster, so a layout's time without any lever is
+    a bound for its plan, and a layout whose bound lies behind the plans that are listed is never settled."""
+
+    def __init__(self, request: PlanRequest, layouts: Sequence[tuple[Job, list[Gpu]]]) -> None:
+        self.request = request
+        self.settled: dict[int, list[Candidate]] = {}
+        self._ledgers: dict[int, LedgersOfJob] = {}
+        groups: dict[tuple[str, Layout], list[tuple[Job, Gpu]]] = {}
+        for job, gpus in layouts:
+            for gpu in gpus:
+                groups.setdefault((gpu.key, forget_ring(job.layout)), []).append((job, gpu))
+        self.groups = list(groups.values())  # of one kind of GPU, layouts that differ in their ring alone
+        self.bounds = [[self._find_bound(job, gpu) for job, gpu in group] for group in self.groups]
+
+    def rank(self, order: Order, limit: int) -> list[Candidate]:
+        """The best plan of each kind inside all bounds, the best kinds first, at most `limit`. A kind whose plans all
+        have more GPUs than the work needs comes after the others, with the fewest GPUs that fit."""
+        heap: list[tuple[tuple[float, ...], int, Candidate | None]] = [
+            (min(map(order, bounds)), number, None)
+            for number, bounds in enumerate(self.bounds)
+            if not all(find_excess(self.request, bound) for bound in bounds)
+        ]
+        heapq.heapify(heap)
+        found: dict[str, Candidate] = {}
+        others: dict[str, list[Candidate]] = {}
+        while heap and len(found) < limit:
+            _, number, plan = heapq.heappop(heap)
+            kind = self.groups[number][0][1].key
+            if kind in found:
+                continue
+            if plan is None:
+                plan = self._choose(number)
+                if plan is not None:
+                    heapq.heappush(heap, (order(plan), number, plan))
+            elif plan.is_justified:
+                found[kind] = plan
+            else:
+                others.setdefault(kind, []).append(plan)
+        fewest = [
+            min(plans, key=lambda plan: (plan.job.world_size, order(plan)))
+            for kind, plans in others.items()
+            if kind not in found
+        ]
+        return [*found.values(), *sorted(fewest, key=order)][:limit]
+
+    def settle_all(self, gpu: Gpu | None = None) -> list[Candidate]:
+        """Every candidate, also those that do not fit; of one kind if one is given."""
+        numbers = [number for number, group in enumerate(self.groups) if gpu is None or group[0][1].key == gpu.key]
+        return [plan for number in numbers for plan in self._settle(number)]
+
+    def _choose(self, number: int) -> Candidate | None:
+        plans = [plan for plan in self._settle(number) if plan.fit.verdict == "fits"]
+        kept = keep_rings_that_win([plan for plan in plans if not find_excess(self.request, plan)])
+        return kept[0] if kept else None
+
+    def _settle(self, number: int) -> list[Candidate]:
+        if number not in self.settled:
+            tried = (self._settle_layout(job, gpu) for job, gpu in self.groups[number])
+            self.settled[number] = [plan for plan in tried if plan is not None]
+        return self.settled[number]
+
+    def _settle_layout(self, job: Job, gpu: Gpu) -> Candidate | None:
+        ledgers = self._ledgers.setdefault(id(job), LedgersOfJob(job))  # the request's list keeps the job alive
+        return _try_levers(self.request, ledgers, gpu)
+
+    def _find_bound(self, job: Job, gpu: Gpu) -> Candidate:
+        return Candidate(gpu, job, UNKNOWN, compute_speed(job, gpu), self.request.num_tokens)
+
+
+UNKNOWN = Fit("fits", "", 0, 0, 0, 0, 0, 0)
 
 
 def list_methods(request: PlanRequest, method: str | None) -> list[PlanRequest]:
@@ -75,39 +160,18 @@ def list_methods(request: PlanRequest, method: str | None) -> list[PlanRequest]:
 
 
 def search_methods(
-    requests: Sequence[PlanRequest], offers: Sequence[Offer], limit: int = SHOWN
+    requests: Sequence[PlanRequest], offers: Sequence[Offer], limit: int = SHOWN, *, explains: bool = True
 ) -> tuple[PlanRequest, SearchResult]:
     """The request that was taken, and its plans: all weights where a plan fits; else LoRA, and a base in 4 bits where
     LoRA would have to keep the 16-bit base on the host and would be slower."""
     found: list[tuple[PlanRequest, SearchResult]] = []
     for tried in requests:
-        result = search(tried, offers, limit)
+        result = search(tried, offers, limit, explains=explains)
         if result.by_cost:
             found.append((tried, result))
             if not tried.is_lora or result.by_cost[0].job.levers.offload_param == "none":
                 break
     return min(found, key=lambda each: each[1].by_cost[0].gpu_seconds, default=(tried, result))
-
-
-def keep_justified(plans: Sequence[Candidate]) -> list[Candidate]:
-    """Without those whose GPUs are more than the work needs; of a kind that has no others, those on the fewest GPUs."""
-    fewest: dict[str, int] = {}
-    for plan in plans:
-        fewest[plan.gpu.key] = min(plan.job.world_size, fewest.get(plan.gpu.key, plan.job.world_size))
-    served = {plan.gpu.key for plan in plans if plan.is_justified}
-    return [
-        plan
-        for plan in plans
-        if plan.is_justified or (plan.gpu.key not in served and plan.job.world_size == fewest[plan.gpu.key])
-    ]
-
-
-def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
-    """The best of each kind of GPU."""
-    best: dict[str, Candidate] = {}
-    for candidate in ranked:
-        best.setdefault(candidate.gpu.key, candidate)
-    return list(best.values())[:limit]
 
 
 def _list_layouts(request: PlanRequest, offers: Sequence[Offer]) -> list[tuple[Job, list[Gpu]]]:
@@ -190,38 +254,52 @@ def make_plan_job(recipe: Recipe, request: PlanRequest, layout: Layout, gpus_per
     return replace(job, has_disk=request.nvme_path is not None)
 
 
-def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
-    """The cheapest levers that fit on each kind; where none fit without a last measure, the fastest that fit with one;
-    where none do, the nearest miss."""
-    measured: dict[Levers, tuple[Job, Ledger | None]] = {}
+class LedgersOfJob:
+    """Ledgers of a layout by levers. They are the same for every kind of GPU."""
 
-    def judge_on(gpu: Gpu, levers: Levers) -> Fit | None:
-        if levers not in measured:
-            tried = replace(job, levers=levers)
-            measured[levers] = tried, compute_ledger(tried) if is_indexable(tried) else None
-        tried, ledger = measured[levers]
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.measured: dict[Levers, Ledger | None] = {}
+
+    @cached_property
+    def smallest(self) -> list[Levers]:
+        return list_smallest(self.job)
+
+    def judge(self, gpu: Gpu, levers: Levers) -> Fit | None:
+        tried = replace(self.job, levers=levers)
+        if levers not in self.measured:
+            self.measured[levers] = compute_ledger(tried) if is_indexable(tried) else None
+        ledger = self.measured[levers]
         return judge(tried, ledger, gpu) if ledger is not None else None
 
-    smallest = list_smallest(job)
-    for gpu in gpus:
-        judge_levers, chosen = partial(judge_on, gpu), None
-        least = walk_fits(job, smallest, judge_levers, is_open=False)
+
+def _try_levers(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate | None:
+    """The cheapest levers that fit; where none fit without a last measure, the fastest that fit with one; where none
+    do, the nearest miss."""
+    job, judge_levers = ledgers.job, partial(ledgers.judge, gpu)
+    chosen: tuple[Levers, Fit] | None = None
+    plain = judge_levers(job.levers)
+    if plain is not None and plain.verdict == "fits" and is_tried(job):
+        chosen = job.levers, plain
+    else:
+        least = walk_fits(job, ledgers.smallest, judge_levers, is_open=False)
         if any(fit.wall != "gpu" for _, fit in least):  # only then can a cheaper one fit
             cheapest = find_cheapest(job, gpu, list(COSTS), judge_levers)
             fit = judge_levers(cheapest) if cheapest is not None else None
             chosen = (cheapest, fit) if cheapest is not None and fit is not None and fit.verdict == "fits" else None
-        if chosen is None:
-            misses = walk_fits(job, [*smallest, *measured], judge_levers, is_open=False)
-            chosen = min(misses, key=lambda miss: count_distance(miss[1]), default=None)
-            if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: offload only what must leave
-                chosen = offload_least(*chosen, judge_levers)
-        if chosen is not None:
-            levers, fit = chosen
-            if fit.verdict == "fits":
-                levers = spend_what_is_left(job, gpu, levers)
-                fit = judge_levers(levers) or fit
-            tried = replace(job, levers=levers, has_disk=uses_disk(levers))
-            yield Candidate(gpu, tried, fit, compute_speed(tried, gpu), request.num_tokens)
+    if chosen is None:
+        misses = walk_fits(job, [*ledgers.smallest, *ledgers.measured], judge_levers, is_open=False)
+        chosen = min(misses, key=lambda miss: count_distance(miss[1]), default=None)
+        if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: offload only what must leave
+            chosen = offload_least(*chosen, judge_levers)
+    if chosen is None:
+        return None
+    levers, settled = chosen
+    if settled.verdict == "fits":
+        levers = spend_what_is_left(job, gpu, levers)
+        settled = judge_levers(levers) or settled
+    tried = replace(job, levers=levers, has_disk=uses_disk(levers))
+    return Candidate(gpu, tried, settled, compute_speed(tried, gpu), request.num_tokens)
 
 
 @dataclass(frozen=True)
