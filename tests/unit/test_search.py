@@ -2,8 +2,10 @@
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.model_shapes import LLAMA, SHAPES, get_shape
@@ -14,20 +16,24 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.zero.swapping import compute_activation_file_bytes, compute_node_disk_bytes
-from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.planner.candidates import MIN_STEPS, TOKENS_PER_STEP, Candidate, Offer, PlanRequest
+from ulysses_cli.plan.levers import Levers, uses_disk
+from ulysses_cli.plan.planner.candidates import MIN_STEPS, TOKENS_PER_STEP, Candidate, Offer, PlanRequest, round_cost
 from ulysses_cli.plan.planner.draft import write_draft
 from ulysses_cli.plan.planner.estimate import compute_estimate
-from ulysses_cli.plan.planner.fit import Verdict, fits, judge
-from ulysses_cli.plan.planner.lever_choice import read_levers
+from ulysses_cli.plan.planner.fit import Verdict, fits, judge, try_levers
+from ulysses_cli.plan.planner.lever_choice import COSTS, find_cheapest, read_levers
 from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.search import (
+    _list_layouts,
     draft_candidate,
     search,
     search_longest,
 )
+from ulysses_cli.plan.planner.spending import spend_what_is_left
+from ulysses_cli.plan.planner.walls import find_excess
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rules.model import check_lora_targets
+from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.report.planner import describe_search, format_prices, format_search
 
 TABLE = load_hardware()
@@ -176,6 +182,66 @@ def test_the_order_is_by_cost_and_by_time() -> None:
     assert times == sorted(times)
     assert min(costs) <= min(each.usd_middle for each in plan_results.by_time) * 1.11
     assert min(times) <= min(each.seconds for each in plan_results.by_cost)
+
+
+def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[Candidate], list[Candidate]]:
+    """Every layout on every kind with every set of levers, and no bound: the best of each kind by cost and by time."""
+    plans = []
+    for job, kinds in _list_layouts(request, offers):
+        for gpu in kinds:
+            levers = find_cheapest(job, gpu, list(COSTS))
+            fit = try_levers(job, gpu, levers) if levers is not None else None
+            if levers is None or fit is None or fit.verdict != "fits":
+                continue
+            settled = replace(job, levers=spend_what_is_left(job, gpu, levers))
+            settled = replace(settled, has_disk=uses_disk(settled.levers))
+            fit = judge(settled, compute_ledger(settled), gpu)
+            plans.append(Candidate(gpu, settled, fit, compute_speed(settled, gpu), request.num_tokens))
+    plans = keep_rings_that_win([plan for plan in plans if not find_excess(request, plan)])
+
+    def list_best(order: Callable[[Candidate], tuple[float, ...]]) -> list[Candidate]:
+        best = []
+        for kind in {plan.gpu.key for plan in plans}:
+            own = sorted((plan for plan in plans if plan.gpu.key == kind), key=order)
+            worth = [plan for plan in own if plan.is_justified]
+            fewest = min(plan.job.world_size for plan in own)
+            best.append(worth[0] if worth else next(plan for plan in own if plan.job.world_size == fewest))
+        return sorted(best, key=lambda plan: (not plan.is_justified, *order(plan)))[:5]
+
+    by_cost = list_best(lambda plan: (round_cost(plan.usd_middle), plan.job.num_nodes, plan.seconds))
+    return by_cost, list_best(lambda plan: (plan.seconds, plan.usd_middle))
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "kinds", "more"),
+    sample(
+        [
+            ("Qwen/Qwen3-4B", 2**15, ("h100-80gb:16", "l40s:2", "rtx-4090:2", "b300:1"), {}),
+            ("Qwen/Qwen3-4B", 2**17, ("h100-80gb:8", "a100-40gb:2"), {"budget_usd": 130.0, "num_tokens": 10**8}),
+            ("Qwen/Qwen3-0.6B", 2**13, ("h100-80gb:8", "rtx-4090:4"), {"num_tokens": 2 * 10**6}),
+            ("Qwen/Qwen3-30B-A3B", 2**16, ("h200:8", "h100-80gb:4"), {"is_lora": True}),
+            ("Qwen/Qwen2.5-7B", 2**18, ("h100-80gb:64", "b200:8"), {}),
+            ("meta-llama/Llama-3.1-70B", 2**17, ("h100-80gb:32", "rtx-4090:64", "b200:8"), {}),
+            ("openai/gpt-oss-20b", 2**16, ("h200:4", "rtx-pro-6000:2"), {"is_lora": True}),
+            ("Qwen/Qwen3.5-9B", 2**17, ("h100-80gb:8", "l40s:4"), {"deadline_seconds": 4e5}),
+            ("meta-llama/Llama-3.1-8B", 2**16, ("rtx-4090:2", "l40s:1"), {"is_lora": True, "quantize_base": "nf4"}),
+            ("meta-llama/Llama-3.1-8B", 1200 * 1024, ("h200:2",), {"nvme_path": "/disk"}),
+        ],
+        quick=[("Qwen/Qwen3-0.6B", 2**13, ("h100-80gb:8", "rtx-4090:4"), {"num_tokens": 2 * 10**6})],
+        checked=[
+            ("Qwen/Qwen3-4B", 2**15, ("h100-80gb:16", "l40s:2", "rtx-4090:2", "b300:1"), {}),
+            ("Qwen/Qwen3-30B-A3B", 2**16, ("h200:8", "h100-80gb:4"), {"is_lora": True}),
+        ],
+    ),
+)
+def test_the_search_lists_what_an_exhaustive_one_would(
+    model: str, length: int, kinds: tuple[str, ...], more: dict[str, Any]
+) -> None:
+    """It settles the most promising layouts alone, and leaves out sets of levers by their strongest."""
+    request, offers = PlanRequest(get_shape(model), length, **{"num_tokens": 10**9, **more}), offer(*kinds)
+    found = search(request, offers, explains=False)
+    assert found.by_cost
+    assert (list(found.by_cost), list(found.by_time)) == search_everything(request, offers)
 
 
 def test_a_kind_without_a_price_comes_last_by_cost() -> None:

@@ -104,15 +104,23 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
     return LeverChoice(chosen, {name: _explain(settled, gpu, name, fit) for name in open_names}, fit)
 
 
-def find_cheapest(job: Job, gpu: Gpu, open_names: list[str], judge_levers: Judge | None = None) -> Levers | None:
+def find_cheapest(
+    job: Job,
+    gpu: Gpu,
+    open_names: list[str],
+    judge_levers: Judge | None = None,
+    may_fit: Callable[[Levers], bool] | None = None,
+) -> Levers | None:
     """The cheapest combination of the open levers whose verdict is `fits`. Where none fits without a last measure, the
-    fastest of those that fit with one. If there is none, the first that is `too_close`."""
+    fastest of those that fit with one. If there is none, the first that is `too_close`. Sets that may not fit are
+    left out."""
     judge_levers = judge_levers or partial(try_levers, job, gpu)
-    found = [_find_cheapest(job, open_names, judge_levers)]
+    found = [_find_cheapest(job, open_names, judge_levers, may_fit)]
     if found[0] is None or not found[0][1]:
         for measure in list_last_measures(job, open_names):
             given = replace(job, levers=replace(job.levers, **measure))
-            found.append(_find_cheapest(given, [name for name in open_names if name not in measure], judge_levers))
+            names = [name for name in open_names if name not in measure]
+            found.append(_find_cheapest(given, names, judge_levers, may_fit))
     fitting = [levers for levers, fits in filter(None, found) if fits]
     close = [levers for levers, fits in filter(None, found) if not fits]
     if len(fitting) > 1:
@@ -120,16 +128,41 @@ def find_cheapest(job: Job, gpu: Gpu, open_names: list[str], judge_levers: Judge
     return next(iter(fitting + close), None)
 
 
-def _find_cheapest(job: Job, open_names: list[str], judge_levers: Judge) -> tuple[Levers, bool] | None:
+def _find_cheapest(
+    job: Job, open_names: list[str], judge_levers: Judge, may_fit: Callable[[Levers], bool] | None
+) -> tuple[Levers, bool] | None:
     """The cheapest levers without a last measure that the recipe does not set, and whether they fit by more than the
     uncertainty."""
     ranked, close = list_ranked_levers(job, open_names), None
-    for levers, fit in walk_fits(job, ranked, judge_levers, is_open="offloaded_layers" in open_names):
+    sets = filter(may_fit, ranked) if may_fit is not None else ranked
+    for levers, fit in walk_fits(job, sets, judge_levers, is_open="offloaded_layers" in open_names):
         if fit.verdict == "fits":
             return levers, True
         if fit.verdict == "too_close" and close is None:
             close = levers
     return None if close is None else (close, False)
+
+
+def screen_levers(job: Job, judge_levers: Judge) -> Callable[[Levers], bool]:
+    """A test that leaves out sets of levers at once: those with the same weights, states and checkpointing, where not
+    even their strongest fit, which tile the loss and offload as few layers as the GPU allows. Tiles of an MLP add sums
+    of its gradients, and one chunk or the most need least."""
+    most_chunks = list_divisors(job.shape.common_heads // job.layout.ulysses_size)[-1]
+    most_layers = count_most_offloaded(job.shape)
+    known: dict[tuple[Any, ...], bool] = {}
+
+    def may_fit(levers: Levers) -> bool:
+        key = (levers.gradient_checkpointing, levers.offload_optimizer, levers.offload_param, levers.offloaded_to)
+        if key not in known:
+            strongest = (
+                replace(levers, tiled_loss=True, tiled_mlp=tiles, head_chunks=chunks, offloaded_layers=most_layers)
+                for tiles, chunks in product((True, False), {1, most_chunks})
+            )
+            fits = walk_fits(job, strongest, judge_levers, is_open=True)
+            known[key] = any(fit.verdict == "fits" for _, fit in fits)
+        return known[key]
+
+    return may_fit
 
 
 def list_last_measures(job: Job, open_names: list[str]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ that rule out every plan. A layout's memory is the same on every kind of GPU, so
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -26,6 +26,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     find_longest,
     list_smallest,
     offload_least,
+    screen_levers,
     walk_fits,
 )
 from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, forget_ring, keep_rings_that_win, list_sp_layouts
@@ -51,13 +52,13 @@ def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN, *,
     contest = Contest(request, layouts)
     best, fastest = contest.rank(_order_by_cost, limit), contest.rank(_order_by_time, limit)
     if not best:
-        tried = contest.settle_all()
+        tried = contest.list_tried()
         fitting = [plan for plan in tried if plan.fit.verdict == "fits"]
         return SearchResult((), (), tuple(list_walls(request, offers, layouts, tried, fitting)))
     shown = {plan.gpu.key for plan in (*best, *fastest)}
     absent = [offer.gpu for offer in offers if explains and offer.gpu.key not in shown]
-    left_out = {gpu.key: explain_absence(request, gpu, contest.settle_all(gpu)) for gpu in absent}
-    rivals = [plan for group in contest.settled.values() for plan in group]
+    left_out = {gpu.key: explain_absence(request, gpu, contest.list_tried(gpu)) for gpu in absent}
+    rivals = contest.list_rivals((*best, *fastest))
     return SearchResult(tuple(best), tuple(fastest), (), left_out, tuple(explain_rings((*best, *fastest), rivals)))
 
 
@@ -78,7 +79,7 @@ class Contest:
 
     def __init__(self, request: PlanRequest, layouts: Sequence[tuple[Job, list[Gpu]]]) -> None:
         self.request = request
-        self.settled: dict[int, list[Candidate]] = {}
+        self._settled: dict[int, list[Candidate | None]] = {}
         self._ledgers: dict[int, LedgersOfJob] = {}
         groups: dict[tuple[str, Layout], list[tuple[Job, Gpu]]] = {}
         for job, gpus in layouts:
@@ -118,25 +119,37 @@ class Contest:
         ]
         return [*found.values(), *sorted(fewest, key=order)][:limit]
 
-    def settle_all(self, gpu: Gpu | None = None) -> list[Candidate]:
-        """Every candidate, also those that do not fit; of one kind if one is given."""
+    def list_tried(self, gpu: Gpu | None = None) -> list[Candidate]:
+        """The plan or the nearest miss of every layout; of one kind of GPU if one is given."""
         numbers = [number for number, group in enumerate(self.groups) if gpu is None or group[0][1].key == gpu.key]
-        return [plan for number in numbers for plan in self._settle(number)]
+        return [plan for number in numbers for plan in self._list_tried(number)]
+
+    def list_rivals(self, plans: Iterable[Candidate]) -> list[Candidate]:
+        """What was tried of the layouts that differ from those of these plans in their ring alone."""
+        shown = {(plan.gpu.key, forget_ring(plan.job.layout)) for plan in plans}
+        firsts = [(gpu.key, forget_ring(job.layout)) for job, gpu in (group[0] for group in self.groups)]
+        return [plan for number, first in enumerate(firsts) if first in shown for plan in self._list_tried(number)]
+
+    def _list_tried(self, number: int) -> list[Candidate]:
+        missed = (
+            plan or find_nearest(self.request, self._get_ledgers(job), gpu)
+            for plan, (job, gpu) in zip(self._settle(number), self.groups[number], strict=True)
+        )
+        return [plan for plan in missed if plan is not None]
 
     def _choose(self, number: int) -> Candidate | None:
-        plans = [plan for plan in self._settle(number) if plan.fit.verdict == "fits"]
+        plans = [plan for plan in self._settle(number) if plan is not None]
         kept = keep_rings_that_win([plan for plan in plans if not find_excess(self.request, plan)])
         return kept[0] if kept else None
 
-    def _settle(self, number: int) -> list[Candidate]:
-        if number not in self.settled:
-            tried = (self._settle_layout(job, gpu) for job, gpu in self.groups[number])
-            self.settled[number] = [plan for plan in tried if plan is not None]
-        return self.settled[number]
+    def _settle(self, number: int) -> list[Candidate | None]:
+        if number not in self._settled:
+            fits = [find_fit(self.request, self._get_ledgers(job), gpu) for job, gpu in self.groups[number]]
+            self._settled[number] = fits
+        return self._settled[number]
 
-    def _settle_layout(self, job: Job, gpu: Gpu) -> Candidate | None:
-        ledgers = self._ledgers.setdefault(id(job), LedgersOfJob(job))  # the request's list keeps the job alive
-        return _try_levers(self.request, ledgers, gpu)
+    def _get_ledgers(self, job: Job) -> LedgersOfJob:
+        return self._ledgers.setdefault(id(job), LedgersOfJob(job))  # whose layouts keep the job alive
 
     def _find_bound(self, job: Job, gpu: Gpu) -> Candidate:
         return Candidate(gpu, job, UNKNOWN, compute_speed(job, gpu), self.request.num_tokens)
@@ -273,33 +286,35 @@ class LedgersOfJob:
         return judge(tried, ledger, gpu) if ledger is not None else None
 
 
-def _try_levers(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate | None:
-    """The cheapest levers that fit; where none fit without a last measure, the fastest that fit with one; where none
-    do, the nearest miss."""
+def find_fit(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate | None:
+    """The cheapest levers that fit; where none fit without a last measure, the fastest that fit with one."""
     job, judge_levers = ledgers.job, partial(ledgers.judge, gpu)
-    chosen: tuple[Levers, Fit] | None = None
     plain = judge_levers(job.levers)
-    if plain is not None and plain.verdict == "fits" and is_tried(job):
-        chosen = job.levers, plain
-    else:
-        least = walk_fits(job, ledgers.smallest, judge_levers, is_open=False)
-        if any(fit.wall != "gpu" for _, fit in least):  # only then can a cheaper one fit
-            cheapest = find_cheapest(job, gpu, list(COSTS), judge_levers)
-            fit = judge_levers(cheapest) if cheapest is not None else None
-            chosen = (cheapest, fit) if cheapest is not None and fit is not None and fit.verdict == "fits" else None
-    if chosen is None:
-        misses = walk_fits(job, [*ledgers.smallest, *ledgers.measured], judge_levers, is_open=False)
-        chosen = min(misses, key=lambda miss: count_distance(miss[1]), default=None)
-        if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: offload only what must leave
-            chosen = offload_least(*chosen, judge_levers)
-    if chosen is None:
+    levers: Levers | None = job.levers
+    if plain is None or plain.verdict != "fits" or not is_tried(job):
+        levers = find_cheapest(job, gpu, list(COSTS), judge_levers, screen_levers(job, judge_levers))
+    fit = judge_levers(levers) if levers is not None else None
+    if levers is None or fit is None or fit.verdict != "fits":
         return None
-    levers, settled = chosen
-    if settled.verdict == "fits":
-        levers = spend_what_is_left(job, gpu, levers)
-        settled = judge_levers(levers) or settled
-    tried = replace(job, levers=levers, has_disk=uses_disk(levers))
-    return Candidate(gpu, tried, settled, compute_speed(tried, gpu), request.num_tokens)
+    levers = spend_what_is_left(job, gpu, levers)
+    return _make_candidate(request, job, gpu, levers, judge_levers(levers) or fit)
+
+
+def find_nearest(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate | None:
+    """The nearest miss of a layout that fits with no levers; None where no kernel can index its row."""
+    job, judge_levers = ledgers.job, partial(ledgers.judge, gpu)
+    misses = walk_fits(job, [*ledgers.smallest, *ledgers.measured], judge_levers, is_open=False)
+    nearest = min(misses, key=lambda miss: count_distance(miss[1]), default=None)
+    if nearest is None:
+        return None
+    if nearest[1].spare_bytes >= 0:  # the host is the wall: offload only what must leave
+        nearest = offload_least(*nearest, judge_levers)
+    return _make_candidate(request, job, gpu, *nearest)
+
+
+def _make_candidate(request: PlanRequest, job: Job, gpu: Gpu, levers: Levers, fit: Fit) -> Candidate:
+    settled = replace(job, levers=levers, has_disk=uses_disk(levers))
+    return Candidate(gpu, settled, fit, compute_speed(settled, gpu), request.num_tokens)
 
 
 @dataclass(frozen=True)
