@@ -12,8 +12,8 @@ says why.
 `--random` draws random recipes of every family, with rings and all kinds of adapters, compares the formula with a
 trace of each, and does nothing else; `--narrow` draws as the first saved seeds were drawn, from 13 families.
 `--again` traces the recipes of such a file again, all of them or N from a NUMBER on: what a run allocates may have
-changed since. `--commands` times `estimate-memory` and `plan`. `--counted` adds every case of tests/one_process/test_ledger.py: real models stepped without data, each
-allocation counted. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace.
+changed since. `--commands` times `estimate-memory` and `plan`. `--counted` adds every case of
+tests/one_process/test_ledger.py: real models stepped without data, each allocation counted. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace.
 `--remember` saves what was measured, so that an interrupted run continues where it was.
 """
 

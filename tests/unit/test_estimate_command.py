@@ -225,13 +225,11 @@ def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, meth
     assert "add --force" in again.stderr
 
 
-@pytest.mark.full
-def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
-    kinds = ",".join(
-        f"{name}:512" for name in ["h100-80gb", "h200", "b200", "b300", "a100-80gb", "mi300x", "l40s", "rtx-pro-6000"]
-    )
-    words = ("--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--tokens", "10B", "--gpus", kinds)
-    assert min(measure_cpu_seconds("plan", *words) for _ in range(2)) < 3 * NOISE
+@pytest.mark.check
+def test_a_search_over_all_kinds_does_not_grow_unseen() -> None:
+    """12 CPU seconds on two busy cores, and 72 before the most promising layouts came first."""
+    words = ("plan", "--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki")
+    assert measure_cpu_seconds(*words) < 12 * NOISE
 
 
 def test_the_longest_row_names_positions_and_the_method_that_fits() -> None:
