@@ -13,8 +13,9 @@ says why.
 trace of each, and does nothing else; `--narrow` draws as the first saved seeds were drawn, from 13 families.
 `--again` traces the recipes of such a file again, all of them or N from a NUMBER on: what a run allocates may have
 changed since. `--commands` times `estimate-memory` and `plan`. `--counted` adds every case of
-tests/one_process/test_ledger.py: real models stepped without data, each allocation counted. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace.
-`--remember` saves what was measured, so that an interrupted run continues where it was.
+tests/one_process/test_ledger.py: real models stepped without data, each allocation counted. `--ranks` adds real steps
+on 1, 2 and 4 CPU ranks, against the formula and against a trace. `--remember` saves what was measured, so that an
+interrupted run continues where it was.
 """
 
 import argparse
