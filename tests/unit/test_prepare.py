@@ -19,6 +19,7 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.tokenizing import known_tokenizer
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.data.transaction import lock
 from ulysses_cli.plan.problem import RecipeError
@@ -111,6 +112,56 @@ def test_what_is_prepared_again_after_a_setting_changes(
     second = prepare(tmp_path, override.replace("TOKENIZER", str(tmp_path / "tokenizer")))
     assert (second.path != first.path) == (has_new_tokens is not None)
     assert (set((tmp_path / "store" / "tokens").glob("[!.]*")) != stores) == bool(has_new_tokens)
+
+
+def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each element is a tokenizer that was loaded."""
+    loaded: list[Any] = []
+
+    def load(*words: Any) -> Any:
+        loaded.append(load_tokenizer(*words))
+        return loaded[-1]
+
+    monkeypatch.setattr(known_tokenizer, "load_tokenizer", load)
+    return loaded
+
+
+def test_a_second_prepare_loads_no_tokenizer_until_its_files_or_settings_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokenizer"
+    wrap(train("gpt2")).save_pretrained(folder)
+    write_texts(tmp_path)
+    loaded, words = count_loads(monkeypatch), f"model.tokenizer={folder}"
+    first = prepare(tmp_path, words)
+    assert len(loaded) == 1
+    assert prepare(tmp_path, words) == first  # with the same samples
+    assert len(loaded) == 1
+    (tmp_path / "store" / "tokenizers.json").write_text('{"a": 1}')
+    assert prepare(tmp_path, words) == first
+    assert len(loaded) == 2
+    assert prepare(tmp_path, words, "data.added_tokens=[<new>]").path != first.path
+    assert len(loaded) == 3
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**spec, "normalizer": {"type": "Lowercase"}}))
+    assert prepare(tmp_path, words).path != first.path
+    assert len(loaded) == 4
+    assert prepare(tmp_path, words, "model.trust_remote_code=true")  # its code may decide
+    assert len(loaded) == 5
+
+
+def test_a_second_prepare_imports_no_library_of_models(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    prepare(tmp_path)
+    text = RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store"))
+    (tmp_path / "r.yaml").write_text(text)
+    code = (
+        "import sys; from ulysses_cli.data.__main__ import main; assert main(['r.yaml', '--format', 'json']) == 0\n"
+        "heavy = {'torch', 'transformers', 'datasets'} & sys.modules.keys(); assert not heavy, heavy"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.check

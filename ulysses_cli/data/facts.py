@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from ulysses_cli.plan.rows.packing import Piece, cut_documents, locate_row, pack
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.plan.secrets import collect_secrets, mask_document
 
+Decode = Callable[[NDArray[Any]], str]
 SAMPLED_DOCUMENTS = 20_000
 SAMPLED_ROWS = 4096
 SHOWN_TOKENS = 240  # of a sample without bounds; of one with bounds, shared by its runs
@@ -124,13 +125,13 @@ def _sample(size: int) -> range:
     return range(0, size, max(1, size // SAMPLED_ROWS))
 
 
-def find_samples(rows: PackedRows, tokenizer: Any, num_samples: int) -> list[dict[str, Any]]:
+def find_samples(rows: PackedRows, decode: Decode, num_samples: int) -> list[dict[str, Any]]:
     """Parts of `num_samples` training documents of each source. Documents with a mixed loss mask come first."""
     samples = []
     for source in range(len(rows.stores)):
         pieces = rows.list_pieces(source, MAX_CANDIDATES)
         ordered = sorted(pieces, key=lambda piece: not _has_mixed_mask(rows, piece)) if num_samples else []
-        samples += [_show_piece(rows, piece, tokenizer) for piece in ordered[:num_samples]]
+        samples += [_show_piece(rows, piece, decode) for piece in ordered[:num_samples]]
     return samples
 
 
@@ -141,7 +142,7 @@ def _has_mixed_mask(rows: PackedRows, piece: Piece) -> bool:
     return flags is not None and 0 < int(np.count_nonzero(flags & TARGET)) < len(flags)
 
 
-def _show_piece(rows: PackedRows, piece: Piece, tokenizer: Any) -> dict[str, Any]:
+def _show_piece(rows: PackedRows, piece: Piece, decode: Decode) -> dict[str, Any]:
     """The piece in runs of targets and runs of other tokens. Of a long run both ends are shown: every bound of the loss
     mask is visible. Of very many runs the middle ones are left out."""
     store, number = rows.find_document(piece.document)
@@ -151,7 +152,7 @@ def _show_piece(rows: PackedRows, piece: Piece, tokenizer: Any) -> dict[str, Any
     runs = list(pairwise([0, *changes, len(ids)]))
     shown = runs if len(runs) <= MAX_RUNS else [*runs[: MAX_RUNS // 2], *runs[-MAX_RUNS // 2 :]]
     size = max(LEAST_TOKENS, SHOWN_TOKENS // len(shown) // 2)
-    read = partial(_read_masked, ids, tokenizer, collect_secrets({}, os.environ))
+    read = partial(_read_masked, ids, decode, collect_secrets({}, os.environ))
     described, is_masked = list[dict[str, Any]](), False
     for at, (start, stop) in enumerate(shown):
         is_cut = stop - start > 3 * size
@@ -179,10 +180,10 @@ def _show_piece(rows: PackedRows, piece: Piece, tokenizer: Any) -> dict[str, Any
     }
 
 
-def _read_masked(ids: Ids, tokenizer: Any, secrets: Collection[str], start: int, stop: int) -> tuple[str, bool]:
+def _read_masked(ids: Ids, decode: Decode, secrets: Collection[str], start: int, stop: int) -> tuple[str, bool]:
     """The text of some tokens without secrets, also those that begin or end outside of it, and whether it has one."""
     around = [max(0, start - MARGIN_TOKENS), start, stop, min(len(ids), stop + MARGIN_TOKENS)]
-    texts = [tokenizer.decode(ids[first:last].tolist()) for first, last in pairwise(around)]
+    texts = [decode(ids[first:last]) for first, last in pairwise(around)]
     masked, _ = mask_document(texts, secrets)
     return masked[1], masked[1] != texts[1]
 

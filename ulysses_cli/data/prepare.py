@@ -6,10 +6,10 @@ Reports progress as events; prints nothing.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.sources.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.known_tokenizer import KnownTokenizer
 from ulysses_cli.data.tokenizing.lost_parts import LostCounts, explain_lost_parts
-from ulysses_cli.data.tokenizing.tokenizer import get_template, load_tokenizer, name_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import get_template, name_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
 from ulysses_cli.plan.models.chat_template import explain_no_template
@@ -45,26 +46,33 @@ class Prepared:
     report: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Context:
     recipe: Recipe
-    encoder: Encoder
-    tokenizer_hash: str
+    tokenizer: KnownTokenizer
     hashes: FileHashes
     root: Path
     emit: Emit
+
+    @cached_property
+    def settings(self) -> EncoderSettings:
+        return EncoderSettings(self.recipe.data.assistant_only_loss, self.recipe.data.completion_only_loss)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return Encoder(self.tokenizer.loaded, self.settings)
 
 
 def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_samples: int = 1) -> Prepared:
     """The report holds `num_samples` samples of each source. Raises RecipeError for a mistake in the recipe and
     DataError for one in the data."""
     emit({"event": "stage", "stage": "tokenizer"})
-    tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = recipe.data
-    encoder = Encoder(tokenizer, EncoderSettings(data.assistant_only_loss, data.completion_only_loss))
     root = Path(os.path.expanduser(data.store_dir))
     output = Path(os.path.expanduser(recipe.run.output_dir))
-    context = _Context(recipe, encoder, _hash_tokenizer(tokenizer), FileHashes(root / "files.json"), root, emit)
+    hashes = FileHashes(root / "files.json")
+    tokenizer = KnownTokenizer(recipe.model, data, hashes, root / "tokenizers.json")
+    context = _Context(recipe, tokenizer, hashes, root, emit)
     datasets = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
     datasets += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
     stores: list[TokenStore] = []
@@ -88,26 +96,16 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
         **{name: manifest[name] for name in ("max_length", "packing", "attend_across_documents", "splits", "facts")},
         "leaked_documents": manifest["leaked_documents"],
         "layout": facts.compute_layout_facts(open_rows(path, "train"), recipe, pad_to_multiple_of),
-        "samples": facts.find_samples(open_rows(path, "train"), tokenizer, num_samples),
+        "samples": facts.find_samples(open_rows(path, "train"), tokenizer.decode, num_samples),
     }
+    tokenizer.save()
     report["notes"] = facts.list_notes(report, recipe)
     return Prepared(path, report)
 
 
-def _hash_tokenizer(tokenizer: Any) -> str:
-    """A hash of everything in the tokenizer that decides tokens: vocabulary, rules, special tokens, chat template."""
-    backend = ""
-    if getattr(tokenizer, "is_fast", False):
-        spec = json.loads(tokenizer.backend_tokenizer.to_str())
-        backend = json.dumps({**spec, "truncation": None, "padding": None}, sort_keys=True)
-    else:
-        backend = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()], sort_keys=True)
-    return hash_parts(backend, tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer))
-
-
 def _make_store(source: Source, context: _Context) -> TokenStore:
     kind = source.find_kind()
-    settings = context.encoder.settings
+    settings = context.settings
     deciding: list[Any] = {
         "chat": [settings.assistant_only_loss],
         "conversations": [settings.assistant_only_loss],
@@ -115,7 +113,7 @@ def _make_store(source: Source, context: _Context) -> TokenStore:
         "instruction": [settings.completion_only_loss],
     }.get(kind, [])
     deciding += [dict(source.columns)] if source.columns else []
-    name = hash_parts(FORMAT, source.fingerprint, kind, deciding, context.tokenizer_hash)[:32]
+    name = hash_parts(FORMAT, source.fingerprint, kind, deciding, context.tokenizer.hash)[:32]
     folder = context.root / "tokens" / name
     try:
         make_folder(
@@ -197,14 +195,16 @@ def _check_bad_rows(store: TokenStore, source: Source, on_bad_row: str) -> None:
         raise DataError(_explain_bad(bad, manifest["num_bad"], source, is_all=False))
 
 
-def _check_lost_parts(stores: list[TokenStore], described: list[Event], tokenizer: Any) -> None:
+def _check_lost_parts(stores: list[TokenStore], described: list[Event], tokenizer: KnownTokenizer) -> None:
     """Raises for chats of which the template does not show all that the assistant said, with counts of each source."""
     problems = []
     for store, source in zip(stores, described, strict=True):
         lost = LostCounts(**store.manifest["lost"])
         if lost.num_turns:
             has_lines = store.manifest["has_lines"]
-            problems.append(explain_lost_parts(lost, get_template(tokenizer), source["name"], has_lines=has_lines))
+            problems.append(
+                explain_lost_parts(lost, get_template(tokenizer.loaded), source["name"], has_lines=has_lines)
+            )
     if problems:
         raise DataError(problems)
 
@@ -220,8 +220,7 @@ def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:
 
 def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
     recipe = context.recipe
-    data, tokenizer = recipe.data, context.encoder.tokenizer
-    pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    data = recipe.data
     settings = RowSettings(
         max_length=data.max_length,
         packing=data.packing,
@@ -230,7 +229,7 @@ def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
         eval_share=data.eval_split,
         seed=recipe.run.seed if _needs_seed(recipe) else 0,
         skip_untrainable=data.skip_untrainable,
-        pad_id=pad_id,
+        pad_id=context.tokenizer.pad_id,
     )
     weights = [dataset.weight for dataset in data.datasets]
     names = [store.folder.name for store in stores]
