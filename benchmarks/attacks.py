@@ -378,9 +378,10 @@ def cut_arrow(folder: Path) -> str:
 @attack("data", "names and columns that write to the terminal")
 def escape(folder: Path) -> str:
     evil = "\x1b]0;owned\x07\x1b[2J\nr.yaml:1:1: forged"
-    file = folder / f"{evil.replace('/', '')}.jsonl"
+    (folder / "d").mkdir()
+    file = folder / "d" / f"{evil.replace('/', '')}.jsonl"
     file.write_text(json.dumps({evil: 1, "x\x9b31m": 2}) + "\n")
-    ended = prepare(folder, datasets=[{"path": str(file)}])
+    ended = prepare(folder, datasets=[{"path": str(folder / "d" / "*.jsonl")}])
     output = ended.out + ended.err
     if any((ord(letter) < 32 and letter not in "\n\t") or 127 <= ord(letter) < 160 for letter in output):
         return f"raw controls: {output!r}"
@@ -401,6 +402,51 @@ def spoil_recipe(folder: Path) -> str:
         if result := ulysses(folder, "validate-config", "r.yaml").judge():
             return result
     return "the code ran" if (folder / "ran").exists() else ""
+
+
+POD = "\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: owned}\n#"
+JOBS = (["slurm"], ["k8s", "--image", "i"], ["sky", "--image", "i"])
+
+
+@attack("recipes", "values and names with lines of their own, in files of SLURM, Kubernetes and SkyPilot")
+def inject_job(folder: Path) -> str:
+    model, run = {"config": None, "name_or_path": "Qwen/Qwen3-8B"}, {"device": "cuda"}
+    clean = json.loads((folder / write_recipe(folder, model=model, run=run)).read_text())
+    clean["run"] |= {"output_dir": "runs/x", "checkpoint_uri": "s3://mine/run"}
+    clean["data"]["datasets"] = [{"path": "me/texts"}]
+    tries = [
+        ({}, "r.yaml", [f"{key}=x{end}"]) for key in ("run.output_dir", "model.revision") for end in (POD, "\x85a: b")
+    ]
+    tries += [({key: f"s3://x{POD}"}, "r.yaml", []) for key in ("output_dir", "checkpoint_uri", "run_name")]
+    tries += [({}, f"r{POD.replace('/', '')}.yaml", []), ({}, "r.yaml", ["--out", f"o{POD.replace('/', '')}"])]
+    for words in JOBS:
+        for changes, name, more in ({}, "r.yaml", []), *tries:
+            (folder / name).write_text(json.dumps(clean | {"run": clean["run"] | changes}))
+            ended = ulysses(folder, "launch", *words, name, "--gpu", "h100", "--gpus-per-node", "1", "--dry-run", *more)
+            is_odd = bool(changes or more or name != "r.yaml")
+            if result := ended.judge(codes=(2,) if is_odd else (0,)):
+                return f"{words[0]} {changes} {name!r} {more}: {result}"
+    return ""
+
+
+@attack("recipes", "a secret address in a file of a cluster")
+def write_webhook(folder: Path) -> str:
+    return run_test("tests/unit/test_job_files.py::test_no_secret_of_a_recipe_enters_a_file")
+
+
+for name, test in (
+    ("an address that is none, in a recipe", "tests/unit/test_check.py::test_check_notice"),
+    ("an address that is none", "tests/unit/test_notification.py -k is_none"),
+    (
+        "a redirect, bytes that drip, a look-up without end",
+        "tests/unit/test_notification.py -k redirects or holds_no_end",
+    ),
+    ("a program that leaves a process behind", "tests/unit/test_notification.py -k leaves_a_process_behind"),
+):
+
+    @attack("notifications", name)
+    def run_notice_test(folder: Path, test: str = test) -> str:
+        return run_test(*test.split(maxsplit=2))
 
 
 @attack("secrets", "values of the environment in what is printed")

@@ -905,13 +905,30 @@ def test_check_checkpoint_uri() -> None:
 
 
 def test_check_notice() -> None:
-    assert only("run.notify_webhook=hooks.example.org") == (
-        "command line: run.notify_webhook: is not a web address\n\nhint: write one that starts with https://"
-    )
+    for address, fault in (
+        ("hooks.example.org", "it does not start with https://"),
+        ("ftp://hooks.example.org", "it does not start with https://"),
+        ("https://", "its host or port is none"),
+        ("https:///path", "its host or port is none"),
+        ("https://host:0/", "its host or port is none"),
+        ("https://host:port/", "its host or port is none"),
+        ("https://host:99999/", "its host or port is none"),
+        ("https://[::1/", "its host or port is none"),
+        ("https://a..b/", "its host or port is none"),
+        (f"https://{'x' * 70}/", "its host or port is none"),
+        ("https://host/a b", "it holds a space or a letter that addresses encode"),
+        ("https://host/\u00fc", "it holds a space or a letter that addresses encode"),
+        ("https://me:word@host/", "its host or port is none"),
+    ):
+        assert only(f"run.notify_webhook={address}").startswith(
+            f"command line: run.notify_webhook: is not a web address: {fault}\n\nhint: write one such as https://"
+        )
     assert only("run.notify_command=sh 'notify.sh") == (
         "command line: run.notify_command: is not a command: it is empty, or a closing quote is missing\n\n"
         "hint: write a program and its arguments, such as: sh notify.sh"
     )
+    assert check("run.notify_webhook=$MY_HOOK") == []
+    assert check("run.notify_webhook=http://[::1]:8080/x?a=b") == []
     assert check("run.notify_webhook=https://hooks.example.org/x", "run.notify_command=sh notify.sh") == []
 
 

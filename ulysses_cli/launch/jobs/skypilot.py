@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from ulysses_cli.launch.environments import refuse
-from ulysses_cli.launch.jobs.job import GS_FILE, S3_SECRETS, ClusterJob
-from ulysses_cli.launch.jobs.yaml_text import dump_yaml
+from ulysses_cli.launch.jobs.job import GS_FILE, S3_SECRETS, ClusterJob, refuse_difference, refuse_secrets, show
+from ulysses_cli.launch.jobs.yaml_text import write_documents
 
 WORKDIR = "~/sky_workdir"
 ACCELERATORS = {  # SkyPilot's names of the kinds in hardware.yaml
@@ -89,12 +90,14 @@ def write_skypilot(
         **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
         "run": f"{job.write_command()}\n",
     }
-    where = IN_BUCKET if bucket else ON_VOLUME if volume else BY_ADDRESS.format(uri=job.checkpoint_uri)
+    where = IN_BUCKET if bucket else ON_VOLUME if volume else BY_ADDRESS.format(uri=show(job.checkpoint_uri))
     options = " ".join(f"--secret {name}" for name in secrets)
     head = HEAD.format(
-        description=job.describe(),
-        file=file,
+        description=show(job.describe()),
+        file=show(shlex.quote(file)),
         place=where,
         secrets=SECRETS.format(options=options) if options else "",
     )
-    return head + dump_yaml(task)
+    if shlex.split(task["run"]) != job.list_words():
+        raise refuse_difference(file)
+    return refuse_secrets(job, write_documents(head, [task], file))

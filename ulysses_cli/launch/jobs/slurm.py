@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Mapping
 
 from ulysses_cli.launch.environments import refuse
-from ulysses_cli.launch.jobs.job import GS_FILE, ClusterJob
+from ulysses_cli.launch.jobs.job import GS_FILE, ClusterJob, refuse_difference, refuse_secrets, show
 
 NAME = re.compile(r"[A-Za-z0-9_.,+@:=-]+")  # of partitions and accounts, several by commas
 SCRIPT = """\
@@ -18,7 +19,7 @@ SCRIPT = """\
 
 set -uo pipefail
 cd "$SLURM_SUBMIT_DIR" || exit 1
-mkdir -p {logs}
+mkdir -p -- {logs}
 {secrets}
 # {warning} seconds before the time is over, and when the job is preempted: the ranks save a checkpoint and end.
 stop() {{
@@ -75,16 +76,38 @@ def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) ->
     checks = [f': "${{{name}:?set it before sbatch}}"' for name in job.secrets]
     if names := [*job.optional_secrets, *([GS_FILE] if "gs" in job.schemes else [])]:
         checks.append(MAY_BE_SET.format(names=" ".join(names)))
-    return SCRIPT.format(
-        description=job.describe(),
-        file=shlex.quote(file),
+    logs = f"{job.run_dir}/logs"
+    secrets = SECRETS.format(checks="\n".join(checks)) if checks else ""
+    fixed = {"secrets": secrets, "warning": job.warning_seconds, "stopped": job.stop_code}
+    text = SCRIPT.format(
+        description=show(job.describe()),
+        file=show(shlex.quote(file)),
         options="\n".join(lines),
-        secrets=SECRETS.format(checks="\n".join(checks)) if checks else "",
-        warning=job.warning_seconds,
-        logs=shlex.quote(f"{job.run_dir}/logs"),
+        logs=shlex.quote(logs),
         command=job.write_command(),
-        stopped=job.stop_code,
+        **fixed,
     )
+    plain = SCRIPT.format(description="", file="", options="", logs="LOGS", command="COMMAND", **fixed)
+    words: list[str] = []
+    for word in _split(plain):
+        words += job.list_words() if word == "COMMAND" else [word.replace("LOGS", logs)]
+    if _split(text) != words or _read_directives(text) != lines:
+        raise refuse_difference(file)
+    return refuse_secrets(job, text)
+
+
+def _split(script: str) -> list[str]:
+    """The words that a shell reads, without comments; none where a quote is open."""
+    try:
+        return shlex.split(script, comments=True)
+    except ValueError:
+        return []
+
+
+def _read_directives(script: str) -> list[str]:
+    """What sbatch reads: the lines before the first command."""
+    before = itertools.takewhile(lambda line: not line or line.startswith("#"), script.split("\n"))
+    return [line for line in before if line.startswith("#SBATCH")]
 
 
 def format_time(hours: float) -> str:

@@ -109,6 +109,13 @@ def is_key(word: str) -> bool:
     return bool(difflib.get_close_matches(section, list_settings(Recipe), n=1, cutoff=0.75))
 
 
+def explain_control(letter: str) -> tuple[str, str]:
+    """The message and hint for a character that no name or path may hold."""
+    if letter == "\n":
+        return "has several lines", "write one line; a value after `|` or `>` ends with a line's end, and `>-` has none"
+    return f"character {letter!r} is not allowed", "remove it; an editor may not show it"
+
+
 def explain_missing(setting: Setting, accepts: Accepts) -> tuple[str, str]:
     """(message, hint) for a required key that is missing."""
     if accepts.inner:

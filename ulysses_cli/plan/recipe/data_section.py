@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from ulysses_cli.plan.files.addresses import name_local_copy
-from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
+from ulysses_cli.plan.recipe.setting import LINES, MAX_TOKENS, Lines, Section, setting, text
 
 DatasetType = Literal[
     "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "folder", "synthetic"
@@ -115,7 +115,7 @@ class Data(Section):
         "what happens to chats of which the template leaves out thoughts, tool calls or text of the assistant; keep = "
         "they are counted, and trained on as the template shows them",
     )
-    chat_template: str | None = setting(
+    chat_template: Lines | None = setting(
         None,
         "how chats become text: chatml, llama-3, mistral, gemma, phi or qwen, a Jinja file, or a template; left out: "
         "the tokenizer's own",
@@ -125,7 +125,7 @@ class Data(Section):
         min_length=1,
         max_length=1 << 17,
     )
-    added_tokens: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = setting(
+    added_tokens: tuple[Annotated[str, Field(min_length=1, max_length=256), LINES], ...] = setting(
         (),
         "tokens that the vocabulary lacks, such as a template's markers; the embedding grows where it has no room",
         unit="tokens",

@@ -14,11 +14,11 @@ import yaml
 from pydantic import ValidationError
 
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.complaints import explain_missing, explain_unknown, explain_value
+from ulysses_cli.plan.recipe.complaints import explain_control, explain_missing, explain_unknown, explain_value
 from ulysses_cli.plan.recipe.overrides import apply_override
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.schema import Accepts, Setting, find_short, inspect_annotation, list_names, list_settings
-from ulysses_cli.plan.recipe.setting import Section
+from ulysses_cli.plan.recipe.setting import Section, find_control
 from ulysses_cli.plan.recipe.yaml_tree import compose, parse_plain, read_place
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -54,6 +54,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     if not file:
         hint = "name a recipe, or leave the argument out; is a variable of the shell unset?"
         raise RecipeError([Problem("RECIPE", "is an empty argument", hint)])
+    if odd := find_control(file):
+        message = f"its name holds the control character {odd!r}"
+        raise RecipeError([Problem("", message, "rename the file", Where(file))])
     try:
         with open(path, "rb") as stream:
             content = stream.read(MAX_RECIPE_BYTES + 1)
@@ -134,6 +137,9 @@ class _Reader:
         if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
             self.add(key, f"the tag {node.tag} is refused: a recipe is plain data", "remove the tag", node)
             return None
+        if isinstance(node, yaml.ScalarNode) and not accepts.takes_lines and (odd := find_control(node.value)):
+            self.add(key, *explain_control(odd), node)
+            return None
         if isinstance(node, yaml.MappingNode) and accepts.is_text and node.flow_style:
             what = "begins with {, which YAML reads as a mapping"
             self.add(key, what, "put it in quotes, or in lines below `|`", node)
@@ -200,6 +206,8 @@ class _Reader:
         for key_node, child in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 self.add(prefix, "a key must be plain text", "", key_node)
+            elif odd := find_control(key_node.value):
+                self.add(prefix, f"a key holds the control character {odd!r}", "write it in one line", key_node)
             elif key_node.value == "<<" and key_node.style is None:
                 merged += self.list_merged(child, prefix)
             elif key_node.value in first:

@@ -12,9 +12,10 @@ import yaml
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.complaints import explain_unknown, list_homes
+from ulysses_cli.plan.recipe.complaints import explain_control, explain_unknown, list_homes
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.schema import Accepts, descend, find_short, list_names, list_settings
+from ulysses_cli.plan.recipe.setting import find_control
 from ulysses_cli.plan.recipe.yaml_tree import COMMAND_LINE, MAP_TAG, SEQ_TAG, TEXT_TAG, compose, parse_plain
 
 HERE = Where(COMMAND_LINE)
@@ -51,6 +52,8 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
             if known is not None and not text.strip():
                 none = f", or {key}=null for none" if known.is_optional else ""
                 raise RecipeError([Problem(key, "has an empty value", f"write {key}=VALUE{none}", HERE)])
+            if not (known and known.takes_lines) and (odd := find_control(override)):
+                raise RecipeError([Problem(key, *explain_control(odd), HERE)])
             _put(node, index, part, _read_value(text.strip(), known, key), is_new=True)
             return
         child = _make_room(_get(node, index), known, parts[depth + 1])

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.lora_section import Lora
-from ulysses_cli.plan.recipe.setting import MAX_TOKENS, ON_GPU, UNMOVED, Place, Section, setting, text
+from ulysses_cli.plan.recipe.setting import MAX_TOKENS, ON_GPU, UNMOVED, Lines, Place, Section, setting, text
 
 
 class RopeScaling(Section):
@@ -284,7 +284,7 @@ class Run(Section):
         ge=0,
         le=1000,
     )
-    sample_prompts: tuple[str, ...] = setting(
+    sample_prompts: tuple[Lines, ...] = setting(
         (), "texts that the model continues greedily, at the end and every sample_steps", unit="texts", max_length=16
     )
     sample_steps: int | None = setting(
@@ -327,7 +327,9 @@ class Run(Section):
         None, "program with arguments, run at the end, after an early stop and a failure; facts as JSON on stdin"
     )
     notify_webhook: str | None = text(
-        None, "https:// address that gets the same facts as JSON; its value is masked like a password", unit="address"
+        None,
+        "https:// address that gets the same facts, or $NAME of a variable; masked like a password",
+        unit="address",
     )
     rehearsal: bool = setting(True, "one step, evaluation and save at the longest row before step 1, without effect")
     gpu: str | None = text(None, "kind of GPU that the recipe is for, which estimates and `launch` take", unit="kind")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.recipe.setting import Section
+from ulysses_cli.plan.recipe.setting import LINES, Section
 from ulysses_cli.plan.units import format_plain
 
 SCALAR_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -30,6 +30,7 @@ class Accepts:
     scalars: tuple[type, ...] = ()
     literals: tuple[Any, ...] = ()
     is_optional: bool = False
+    takes_lines: bool = False  # a text of several lines
     bounds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -155,7 +156,8 @@ def _follow_references(part: dict[str, Any], definitions: dict[str, Any]) -> dic
 def _read_field(name: str, info: FieldInfo) -> Setting:
     extra: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     accepts = inspect_annotation(info.annotation)
-    accepts = replace(accepts, bounds={**accepts.bounds, **_read_bounds(info.metadata)})
+    bounds = {**accepts.bounds, **_read_bounds(info.metadata)}
+    accepts = replace(accepts, bounds=bounds, takes_lines=accepts.takes_lines or LINES in info.metadata)
     return Setting(
         key=name,
         doc=info.description or "",
@@ -174,7 +176,7 @@ def inspect_annotation(annotation: Any) -> Accepts:
     """What a Python annotation accepts. The schema uses few forms; any other is a mistake in the schema."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return replace(inspect_annotation(args[0]), bounds=_read_bounds(args[1:]))
+        return replace(inspect_annotation(args[0]), bounds=_read_bounds(args[1:]), takes_lines=LINES in args)
     if origin in (Union, types.UnionType):
         return _merge([inspect_annotation(arg) for arg in args])
     if origin is Literal:
@@ -202,6 +204,7 @@ def _merge(parts: list[Accepts]) -> Accepts:
         scalars=tuple(kind for part in parts for kind in part.scalars),
         literals=tuple(value for part in parts for value in part.literals),
         is_optional=any(part.is_optional for part in parts),
+        takes_lines=any(part.takes_lines for part in parts),
         bounds={name: bound for part in parts for name, bound in part.bounds.items()},
     )
 

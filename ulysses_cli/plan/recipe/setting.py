@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+import unicodedata
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TOKENS = 2**40  # far more than any run has; keeps products of a few settings inside 64 bits
 Place = Literal["auto", "none", "cpu", "nvme"]
 UNMOVED: dict[Any, Any] = {None: "none", False: "none"}
+LINES = "lines"  # marks the type of a text that may have several lines
+Lines = Annotated[str, LINES]
+CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of characters, and what Unicode calls a line's end
 ON_GPU = {"gpu": "write none, which keeps them on the GPU"}  # where the place is the GPU itself
 
 
@@ -38,6 +42,12 @@ def setting(
 
 def text(default: str | None, doc: str, *, unit: str = "name", **more: Any) -> Any:
     return setting(default, doc, unit=unit, min_length=1, max_length=4096, **more)
+
+
+def find_control(text: str) -> str:
+    """The first character of a text that ends a line or is none that people write; '' where all are fine. In a comment
+    of another file it would begin a line of that file."""
+    return next((letter for letter in text if unicodedata.category(letter) in CONTROLS), "")
 
 
 class Section(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterator
 
@@ -11,8 +12,11 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import HUB_NAME
 from ulysses_cli.plan.schedule import POLYNOMIAL_END
+from ulysses_cli.plan.secrets import find_variable
 
 MAX_PROMPT_CHARS = 20_000
+MAX_HOST_LENGTH = 253
+HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[\w-]{1,63}(?:\.[\w-]{1,63})*\.?)(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
 Problems = Iterator[Problem]
 # transformers' schedules: numbers of which exactly one must be given, and numbers that may be given.
 SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
@@ -193,9 +197,10 @@ def check_money(recipe: Recipe) -> Problems:
 
 def check_notice(recipe: Recipe) -> Problems:
     """The targets of notifications are usable: notify_webhook is a web address, notify_command splits into words."""
-    run = recipe.run
-    if run.notify_webhook is not None and not run.notify_webhook.startswith(("https://", "http://")):
-        yield Problem("run.notify_webhook", "is not a web address", "write one that starts with https://")
+    run, hook = recipe.run, recipe.run.notify_webhook
+    if hook is not None and not find_variable(hook) and (fault := find_address_fault(hook)):
+        hint = "write one such as https://hooks.example.org/x, or $NAME for an environment variable that holds it"
+        yield Problem("run.notify_webhook", f"is not a web address: {fault}", hint)
     if run.notify_command is not None:
         try:
             words = shlex.split(run.notify_command)
@@ -204,6 +209,18 @@ def check_notice(recipe: Recipe) -> Problems:
         if not words:
             yield Problem("run.notify_command", "is not a command: it is empty, or a closing quote is missing",
                           "write a program and its arguments, such as: sh notify.sh")  # fmt: skip
+
+
+def find_address_fault(address: str) -> str:
+    """Why no request can be sent to a web address; '' where one can. Says nothing of what the address holds."""
+    if not address.startswith(("https://", "http://")):
+        return "it does not start with https://"
+    if not address.isascii() or not address.isprintable() or " " in address:
+        return "it holds a space or a letter that addresses encode"
+    place = HOST.fullmatch(re.split("[/?#]", address.partition("://")[2])[0])
+    if place is None or len(place["name"]) > MAX_HOST_LENGTH:
+        return "its host or port is none"
+    return "" if int(place["port"] or 1) in range(1, 1 << 16) else "its host or port is none"
 
 
 def check_hub_model(recipe: Recipe) -> Problems:
