@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import ATTENTION_ONLY, make_config
+from support.other_thread import backward_in_another_thread, run_in_thread
 from support.tiers import sample
 from torch import Tensor, library, nn
 from torch._decomp import decomposition_table
@@ -33,6 +35,7 @@ from ulysses_cli.train.elementwise.interface import (
     recognise_norm_class,
     serve_elementwise,
 )
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.tiled_norm import tile_norms
 
 ROWS = {"rotary": (4, 16)}  # of a trial
@@ -265,20 +268,65 @@ def test_each_width_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     assert num_variables == [0, 1] * 12, "of each width one graph for a number of tokens, and one for all others"
 
 
-@pytest.mark.check
-def test_a_width_is_compiled_for_many_kinds_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends with an error where it may not compile once more."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    operators._compile.cache_clear()
+def list_rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Rows of one width, and angles, of more kinds than torch compiles by itself."""
     for heads in (1, 2, 3):
         for batch in (1, 2):
             for tokens in (1, 2, 7, 9):
                 for grad in (False, True):
                     rows = draw(batch, tokens, heads, 16).transpose(1, 2).requires_grad_(grad)
-                    angles = draw(batch, 1, tokens, 16), draw(batch, 1, tokens, 16)
-                    with torch.set_grad_enabled(grad):
-                        out = Rotate.apply(rows, *angles, "compiled")
-                    torch.testing.assert_close(out, formulas.rotate(rows, *angles))
+                    yield rows, draw(batch, 1, tokens, 16), draw(batch, 1, tokens, 16)
+
+
+@pytest.mark.check
+def test_a_width_is_compiled_for_many_kinds_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch ends with an error where it may not compile once more."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    operators._compile.cache_clear()
+    for rows, *angles in list_rows():
+        with torch.set_grad_enabled(rows.requires_grad):
+            out = Rotate.apply(rows, *angles, "compiled")
+        torch.testing.assert_close(out, formulas.rotate(rows, *angles))
+    operators._compile.cache_clear()
+
+
+@pytest.mark.parametrize("operator", sample(["rotate", "rotate_backward", "gate", "gate_backward"], quick=["rotate"]))
+def test_another_thread_compiles_as_many_kinds(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's backward and its recomputations run in a thread of their own, for which torch keeps its own settings."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    formula, arity = getattr(formulas, operator), 2 + ("rotate" in operator or "backward" in operator)
+    compiled = operators._compile.__wrapped__(formula, 16)  # in this thread, as a forward does
+    for rows, cos, sin in list_rows():
+        args = (rows, cos, sin) if "rotate" in operator else (rows,) * arity
+        torch.testing.assert_close(run_in_thread(compiled, *args), formula(*args))
+
+
+@pytest.mark.parametrize("mode", ["save_attention", "full"])
+def test_compiled_parts_are_recomputed_in_another_thread(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models of many lengths, one with levers and compiled parts whose backwards run in another thread."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    operators._compile.cache_clear()
+    plain, served = make_pair("llama")
+    serve_elementwise(served, {**NO_WAYS, **dict.fromkeys(("rounded", "precise", "rotary", "gate"), "compiled")})
+    checkpoint_layers(served, mode)
+    served.train()
+    runs: list[int] = []
+    forward = Rotate.forward
+
+    def note(*args: Any) -> Tensor:
+        runs.append(threading.get_ident())
+        return forward(*args)
+
+    monkeypatch.setattr(Rotate, "forward", staticmethod(note))
+    for tokens in (1, 2, 5, 8):
+        ids = torch.arange(tokens)[None]
+        plain(ids, use_cache=False).logits.square().mean().backward()
+        with backward_in_another_thread() as count:
+            served(ids, use_cache=False).logits.square().mean().backward()
+        assert count == [1]
+    for (name, ours), right in zip(served.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, right.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert len(set(runs)) > 1, "rotations run again in the backward's thread"
     operators._compile.cache_clear()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, compute_reference, make_tensors
 from support.byte_counter import ByteCounter
+from support.other_thread import run_in_thread
 from support.tiers import count_examples, sample, sample_every
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.flop_counter import FlopCounterMode
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need, list_able
@@ -190,6 +193,29 @@ def test_flex_masks_by_documents_and_windows(window: int | None) -> None:
     out, _ = flex.forward_flex(*(tensors[name][0] for name in "qkv"), documents, rule)
     expected = compute_reference(problem, tensors)["out"][0]
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.check
+def test_flex_is_compiled_for_many_kinds_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past its limit torch would run it without a kernel, in silence. A GPU's recomputations have their own thread."""
+    num_graphs = [0]
+
+    def count(graph: Any, _: Any) -> Any:
+        num_graphs[0] += 1
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    compiled = flex._compile_flex.__wrapped__()
+    kinds = list(product((torch.float32, torch.bfloat16), (1, 2), (False, True), (16, 32), (False, True)))
+    for dtype, kv_heads, has_score, tokens, has_aux in kinds:
+        q, k, v = (torch.randn(1, heads, tokens, 16, dtype=dtype) for heads in (2, kv_heads, kv_heads))
+        score = (lambda score, *_: score * 0.5) if has_score else None
+        aux = AuxRequest(lse=True) if has_aux else None
+        run_in_thread(compiled, q, k, v, score_mod=score, enable_gqa=kv_heads == 1, return_aux=aux)
+    assert num_graphs[0] > 8
+    before = num_graphs[0]
+    run_in_thread(compiled, q, k, v, score_mod=score, enable_gqa=False, return_aux=aux, scale=0.3)
+    assert num_graphs[0] == before + 1
 
 
 @pytest.mark.parametrize(

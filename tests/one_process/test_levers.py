@@ -32,6 +32,7 @@ from support.levers import (
     measure_difference,
     run_alone,
 )
+from support.other_thread import backward_in_another_thread
 from support.tiers import count_examples, sample, sample_every
 from torch import Tensor, nn
 
@@ -92,6 +93,20 @@ def test_a_family(kind: str, levers: Levers) -> None:
 )
 def test_a_lever(levers: Levers) -> None:
     assert compare(Case("llama", levers)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", sample(SHAPES, quick=["llama", "qwen3_moe"]))
+@pytest.mark.parametrize(
+    "levers", sample([ALL, *LEVERS], quick=[ALL, Levers(checkpointing="full", mlp_tiles=3)]), ids=str
+)
+def test_a_backward_in_another_thread_changes_no_bit(levers: Levers, kind: str) -> None:
+    """On a GPU a backward and its recomputations run in a thread of their own."""
+    case = Case(kind, levers)
+    expected = run_alone(case)
+    with backward_in_another_thread() as count:
+        result = run_alone(case)
+    assert count == [1]
+    assert max(measure_difference(result, expected).values()) == 0
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2, 1), (5,)], ids=str)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.levers import Case, Levers, measure_difference, run_alone, run_split, run_zero3
+from support.other_thread import backward_in_another_thread
 from support.rank_pool import RankError, run_on_ranks
+from support.run_harness import RunHarness
 from support.tiers import sample
+from support.training import MemoryRows, make_recipe
+
+from ulysses_cli.train.loop import train
 
 ALL = Levers(loss_tile=7, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
 # Each expert by itself calls its activation, a module: as often as the rank's tokens reach experts.
@@ -150,6 +156,50 @@ def test_gathers_do_not_grow_with_the_number_of_tiles() -> None:
     assert few == many
     assert max(many.values()) <= 2, many
     assert sum(many.values()) <= sum(plain.values())
+
+
+def compare_threads(*words: str) -> float:
+    """A whole engine's steps, with their backwards in a thread of their own and in the caller's."""
+    results = []
+    for is_own in (False, True):
+        layout = () if "parallel.sp_size=2" in words else ("parallel.dp_shard_size=2",)
+        recipe = make_recipe(*words, *layout, "train.learning_rate=0.01", "data.max_length=48")
+        harness = RunHarness(recipe, MemoryRows([[(20, 0), (28, 3)], [(40, 0)]] * 2), 2)
+        harness.train_state.num_steps = 2
+        with backward_in_another_thread() if is_own else nullcontext([2]) as count:
+            train(harness.train_state)
+        assert count[0] >= 2
+        results.append({"losses": torch.tensor(harness.losses), **harness.read_weights()})
+        harness.built.engine.wrapped.destroy()
+    return max(measure_difference(*results).values())
+
+
+HOST = (
+    "parallel.dp_shard_size=2",
+    "memory.offload_optimizer=cpu",
+    "memory.overlap_optimizer=true",
+    "memory.offload_param=cpu",
+)
+SAVED = ("memory.activation_offloading=true", "memory.gradient_checkpointing=true")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*SAVED, "parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true"),
+        pytest.param((*SAVED, *HOST), marks=[pytest.mark.check, pytest.mark.operator("cpu_adam")]),
+        pytest.param(
+            ("parallel.zero_stage=2", "memory.gradient_checkpointing=full"),
+            marks=pytest.mark.check,
+        ),
+        pytest.param(("parallel.zero_stage=1", "lora={r: 4}", *SAVED), marks=pytest.mark.check),
+        pytest.param(("parallel.sp_size=2", "parallel.ring_size=2", *SAVED), marks=pytest.mark.check),
+    ],
+    ids=" ".join,
+)
+def test_a_backward_in_another_thread_changes_no_bit(words: tuple[str, ...]) -> None:
+    """A GPU's backward runs in a thread of its own, with all hooks of DeepSpeed and all recomputations."""
+    assert run_on_ranks(2, compare_threads, *words) == [0, 0]
 
 
 def run_unmarked() -> Any:

@@ -138,6 +138,12 @@ def test_new_group_has_one_caller() -> None:
     assert set(callers) <= {"groups.py"}
 
 
+def test_compile_has_one_caller() -> None:
+    """Threads of a rank have settings of their own, which it sets (train/processes/compiling.py)."""
+    callers = [file.name for file in FILES if re.search(r"torch\.compile\(", file.read_text())]
+    assert callers == ["compiling.py"]
+
+
 def test_every_recipe_field_has_a_doc_a_unit_and_a_bound() -> None:
     from ulysses_cli.plan.recipe.schema import walk_settings
 

@@ -14,10 +14,10 @@ from torch import Tensor, library
 
 from ulysses_cli.plan.rows.indexing import RMS_NORM, split_rows
 from ulysses_cli.train.elementwise import formulas
+from ulysses_cli.train.processes.compiling import compile_for_all_threads
 
 # transformers: its own code stays as it is.
 Way = Literal["torch", "compiled", "blocks", "transformers"]
-MOST_KINDS = 64  # of inputs of one compiled function
 
 
 @library.custom_op("ulysses::normalize", mutates_args=())
@@ -137,7 +137,6 @@ def _compile(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
     what it has compiled by code and name: two widths of one function would make the width a variable, and many kinds of
     inputs would be refused. A width alone has many: with gradients or without, one head or several, one token or many,
     rows past what 32 bits count."""
-    torch._dynamo.config.recompile_limit = max(MOST_KINDS, torch._dynamo.config.recompile_limit)
     code, name = function.__code__, "_".join(map(str, (function.__name__, *kind)))
     own = FunctionType(code.replace(co_name=name), function.__globals__, name, function.__defaults__)
-    return torch.compile(own, fullgraph=True)
+    return compile_for_all_threads(own, fullgraph=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ulysses_cli.train.attention.documents import Documents, walk_bounds
 from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.processes.compiling import compile_for_all_threads
 
 FLEX_BLOCK = 128
 MAX_USUAL_DIM = 256
@@ -73,7 +74,8 @@ def pick_options(head_dim: int, element_size: int, device: torch.device) -> dict
 def _compile_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    # past the limit torch runs it without a kernel, which holds all scores
+    return compile_for_all_threads(flex_attention, dynamic=True)
 
 
 @lru_cache(maxsize=2)  # one row's layers with and without a window. Tables grow with the square of the blocks
