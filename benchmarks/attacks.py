@@ -404,6 +404,23 @@ def spoil_recipe(folder: Path) -> str:
     return "the code ran" if (folder / "ran").exists() else ""
 
 
+@attack("publishing", "a link to a key, and files that are no part of a model, in a model's folder")
+def publish_key(folder: Path) -> str:
+    run = write_run(folder / "run", 3)
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    (folder / "id_ed25519").write_text(SECRET)
+    for name in ("merges.txt", "README.md", "base_config/config.json"):
+        (run / "model" / name).parent.mkdir(exist_ok=True)
+        (run / "model" / name).symlink_to(folder / "id_ed25519")
+        ended = ulysses(folder, "push", "run", "--dry-run")
+        if result := "it is shown" if SECRET in ended.out else ended.judge(rf"{name} \(a link\)"):
+            return f"{name}: {result}"
+        (run / "model" / name).unlink()
+    (run / "model" / ".env").write_text(SECRET)
+    return ulysses(folder, "push", "run", "--dry-run").judge(r"no file of a model: \.env")
+
+
 POD = "\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: owned}\n#"
 JOBS = (["slurm"], ["k8s", "--image", "i"], ["sky", "--image", "i"])
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ulysses_cli.plan.files.regular_files import describe_special, read_regular
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.rules.public_names import make_config_public
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
@@ -19,12 +22,65 @@ TEMPORARY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 TOKEN_HINT = "set HF_TOKEN to a token that may write, or run `hf auth login`"
 CARD = "README.md"
 MAX_CONFIG_BYTES = 1 << 20  # a longer one is a tokenizer
+# Names that transformers, peft and this tool give to a model's files. Anything else may be private: keys, notes, .env.
+OF_A_MODEL = re.compile(
+    r"(?:model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|(?:model|adapter_model)\.safetensors\.index\.json"
+    r"|(?:base_config/)?config\.json|(?:generation|adapter|tokenizer|preprocessor|processor|video_preprocessor)_config\.json"
+    r"|tokenizer\.json|special_tokens_map\.json|added_tokens\.json|normalizer\.json|vocab(?:-src|-tgt)?\.json|vocab\.txt"
+    r"|merges\.txt|bpe\.codes|dict\.txt|(?:source|target)\.spm|[\w-]+\.tiktoken"
+    r"|(?:tokenizer|tiktoken|spiece|spm|spm_char|sentencepiece|sentencepiece\.bpe)\.model"
+    r"|chat_template\.(?:jinja|json)|additional_chat_templates/[\w-]+\.jinja"
+    r"|ulysses\.json|README\.md|(?:LICENSE|NOTICE)(?:\.txt|\.md)?",
+    re.ASCII,
+)
+CODE = re.compile(r"[A-Za-z]\w*\.py", re.ASCII)
+MAX_SHOWN = 10
+MAX_CONFIG_BYTES = 64 << 20
 _T = TypeVar("_T")
 
 
 def list_files(folder: Path) -> list[Path]:
-    """What is uploaded of a model folder besides its card."""
-    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != CARD)
+    """What is uploaded of a model folder besides its card. Raises RecipeError where the folder holds anything that is
+    no part of a model, or a link: what it leads to is not meant to be published."""
+    if folder.is_symlink():
+        hint = "put the folder itself there"
+        raise RecipeError([Problem("", f"{folder} is a link; nothing was uploaded", hint)])
+    has_code = any(_names_code(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    files, others = list[Path](), list[str]()
+    for file in sorted(_walk(folder)):
+        name = file.relative_to(folder).as_posix()
+        if not stat.S_ISREG(file.lstat().st_mode):
+            kind = "a link" if file.is_symlink() else describe_special(file) or "no file"
+            others.append(f"{name} ({kind})")
+        elif OF_A_MODEL.fullmatch(name) or (has_code and CODE.fullmatch(name)):
+            files.append(file)
+        else:
+            others.append(name)
+    if others:
+        shown = ", ".join(others[:MAX_SHOWN]) + (f" and {len(others) - MAX_SHOWN} more" if others[MAX_SHOWN:] else "")
+        hint = "move them out of the folder; where they belong to the model, upload them yourself"
+        raise RecipeError(
+            [Problem("", f"{folder} holds what is no file of a model: {shown}; nothing was uploaded", hint)]
+        )
+    return [file for file in files if file.name != CARD]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Everything below a folder that is no folder itself; links are not followed."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+        else:
+            yield path
+
+
+def _names_code(file: Path) -> bool:
+    """Whether a config says that Python files come with the model."""
+    try:
+        content = json.loads(read_regular(file, MAX_CONFIG_BYTES)) if not file.is_symlink() else {}
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "auto_map" in content
 
 
 def measure_sent(file: Path) -> int:

@@ -1,6 +1,7 @@
 """Tests publishing against a stand-in of the hub's HTTP interface, by the hub's own client."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from support.tiers import sample
 from ulysses_cli.commands.children import training
 from ulysses_cli.launch.launcher import Outcome
 from ulysses_cli.plan.exit_codes import DONE
+from ulysses_cli.publishing import OF_A_MODEL
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_summary import summarize_run
+from ulysses_cli.run_folder.manifest import MODEL_FACTS
 
 CARD = (
     "---\nlibrary_name: transformers\nbase_model: owner/base\n---\n\n# mine\n\nA model.\n\n## Recipe\n\nAll defaults.\n"
@@ -236,3 +239,78 @@ def test_a_wrong_token_is_told_before_training(hub: Hub, finished: Path, monkeyp
     assert shown.returncode == 2
     assert "the hub refuses the token" in shown.stderr
     assert not (finished.parent / "mine/run.json").exists()
+
+
+SECRET_KEY = "-----BEGIN OPENSSH PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "README.md", "config.json", "base_config/config.json"])
+def test_a_link_in_a_model_is_published_by_nobody(hub: Hub, run_dir: Path, tmp_path: Path, name: str) -> None:
+    key = tmp_path / "id_ed25519"
+    key.write_text(SECRET_KEY)
+    file = run_dir / "model" / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(key)
+    for words in (["--dry-run"], ["--dry-run", "--format", "json"], []):
+        shown = run("push", str(run_dir), *words)
+        assert shown.returncode == 2, shown.stdout
+        assert f"holds what is no file of a model: {name} (a link); nothing was uploaded" in shown.stdout + shown.stderr
+        assert SECRET_KEY not in shown.stdout + shown.stderr
+    assert (hub.repos, hub.requests) == ({}, [])
+
+
+def test_only_files_of_a_model_are_published(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
+    model = run_dir / "model"
+    others = [
+        ".env",
+        "notes.txt",
+        ".git/config",
+        "sub/model.safetensors",
+        "model.safetensors.bak",
+        "run.py",
+        "optimizer.pt",
+    ]
+    for name in others:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("x")
+    os.mkfifo(model / "vocab.json")
+    (model / "more").symlink_to(tmp_path)
+    shown = run("push", str(run_dir), "--dry-run")
+    assert shown.returncode == 2
+    message = shown.stderr.replace("\n", "")
+    for name in (*others, "vocab.json (a FIFO)", "more (a link)"):
+        assert name in message, name
+    assert run("push", str(run_dir)).returncode == 2
+    assert hub.repos == {}
+    (run_dir / "model").rename(tmp_path / "elsewhere")
+    (run_dir / "model").symlink_to(tmp_path / "elsewhere")
+    assert "is a link; nothing was uploaded" in run("push", str(run_dir), "--dry-run").stderr
+
+
+def test_what_an_export_writes_is_published(run_dir: Path) -> None:
+    model = run_dir / "model"
+    names = [
+        *("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"),
+        *("tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", MODEL_FACTS),
+        *("generation_config.json", "preprocessor_config.json", "qwen.tiktoken", "LICENSE", "modeling_mine.py"),
+    ]
+    for name in names:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}")
+    (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling_mine.M"}}))
+    shown = run("push", str(run_dir), "--dry-run", "--format", "json")
+    assert shown.returncode == 0, shown.stderr
+    paths = {file["path"] for file in json.loads(shown.stdout)["files"]}
+    assert paths == {*names, "config.json", "model.safetensors", "README.md"}
+    for tokenizer in sorted({name for kind in find_tokenizers() for name in kind.vocab_files_names.values()}):
+        assert OF_A_MODEL.fullmatch(tokenizer), tokenizer
+
+
+def find_tokenizers() -> list[Any]:
+    """Those of language models that this tool has recipes for."""
+    import transformers
+
+    names = "LlamaTokenizer Qwen2Tokenizer GemmaTokenizer GPT2Tokenizer GPTNeoXTokenizer CohereTokenizer T5Tokenizer"
+    return [getattr(transformers, name) for name in names.split() if hasattr(transformers, name)]

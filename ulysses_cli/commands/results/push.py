@@ -101,12 +101,14 @@ def _format_upload(upload: Mapping[str, Any]) -> str:
 
 def _load_model_run(run_dir: Path) -> tuple[RecordedRun, Path]:
     from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.publishing import list_files
     from ulysses_cli.report.run_files import load_run
 
     run, folder = load_run(run_dir), run_dir / "model"
     if not any((folder / name).is_file() for name in MODEL_FILES):
         hint = f"finish the run, or `ulysses export {run_dir} --to {folder}` for its newest checkpoint"
         raise RecipeError([Problem("", f"{run_dir} holds no model", hint)])
+    list_files(folder)  # before anything in it is read
     return run, folder
 
 
