@@ -79,7 +79,7 @@ def measure(device: Gpu | Rehearsal, config: dict[str, Any], length: int, num_st
         "reserved_memory_bytes": device.read_reserved(),
         "device_memory_bytes": device.read_used(), "predicted_device_memory_bytes": estimate.fit.gpu_peak_bytes,
     }  # fmt: skip
-    harness.built.engine.wrapped.destroy()
+    harness.built.engine.close()
     del harness, state
     gc.collect()
     device.free_cache()

@@ -170,7 +170,7 @@ def compare_threads(*words: str) -> float:
             train(harness.train_state)
         assert count[0] >= 2
         results.append({"losses": torch.tensor(harness.losses), **harness.read_weights()})
-        harness.built.engine.wrapped.destroy()
+        harness.built.engine.close()
     return max(measure_difference(*results).values())
 
 

@@ -20,6 +20,7 @@ from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.attention import gathered
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.engine import close_wrapped
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.last_linear import ShardedLinear, save_before_last_products
@@ -198,7 +199,7 @@ def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> d
     after = {name: safe_get_full_fp32_param(p) for name, p in module.named_parameters() if p.requires_grad}
     values = {"losses": torch.stack(losses), "gathers": gathers}
     values |= {f"grad of {name}": grad for name, grad in grads.items()} | {f"new {n}": w for n, w in after.items()}
-    engine.destroy()
+    close_wrapped(engine)
     return values
 
 

@@ -67,7 +67,7 @@ def measure_steps(recipe: Any, *order: str) -> list[int]:
             else:
                 evaluate(harness.train_state.engine, harness.train_state.groups, rows, harness.train_state.batching)
             peaks.append(counter.peak)
-    harness.built.engine.wrapped.destroy()
+    harness.built.engine.close()
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes replicas' groups once in a process
     del harness
     gc.collect()

@@ -74,7 +74,7 @@ def run_worker(launch: Launch, record: Record) -> None:
         raise explain_out_of_memory(connected, error) from error
     record.phase = "tear down"
     record.close()
-    run.built.engine.wrapped.destroy()
+    run.built.engine.close()
     launch.leftovers.close()
     dist.destroy_process_group()
 

@@ -198,7 +198,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
         with storages.during("evaluation"):
             engine.compute_token_losses(rows)
     run_step(engine, micro_steps, tokens, storages)
-    wrapped.destroy()
+    engine.close()
 
 
 def run_step(engine: Any, micro_steps: list[Any], num_targets: int, storages: Any) -> None:

@@ -1,0 +1,116 @@
+"""Tests that engines of one process follow each other without a trace: nothing of one is alive when it is closed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from support.byte_counter import ByteCounter
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import CONFIG, MemoryRows, make_recipe
+
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.resolved import choose_layout, settle
+from ulysses_cli.train.assembly.build import build_for_answers
+from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.processes.groups import make_groups
+
+ROWS = MemoryRows([[(20, 0), (28, 3)], [(40, 0)]] * 2)
+SAVED = ("memory.activation_offloading=true", "memory.gradient_checkpointing=true", "memory.tiled_mlp=true")
+
+
+def watch(engine: Engine) -> list[weakref.ref[object]]:
+    wrapped = engine.wrapped
+    parts = [engine, wrapped, wrapped.module, wrapped.optimizer, *wrapped.module.parameters()]
+    return [weakref.ref(part) for part in parts]
+
+
+def run_steps(words: Sequence[str], counter: ByteCounter | None = None) -> list[weakref.ref[object]]:
+    harness = RunHarness(make_recipe(*words, "data.max_length=48"), ROWS, 2)
+    for parameter in harness.built.module.parameters():
+        if counter is not None:
+            counter.track(parameter)
+    harness.train_state.num_steps = 2
+    train(harness.train_state)
+    parts = watch(harness.built.engine)
+    harness.built.engine.close()
+    return parts
+
+
+def list_living(*words: str) -> list[str]:
+    parts = run_steps(words)
+    gc.collect()
+    return [type(part()).__name__ for part in parts if part() is not None]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        SAVED,
+        pytest.param(("memory.offload_optimizer=cpu", *SAVED), marks=pytest.mark.operator("cpu_adam")),
+        pytest.param(("lora={r: 4}",), marks=pytest.mark.check),
+        pytest.param(("parallel.zero_stage=2",), marks=pytest.mark.check),
+        pytest.param(("parallel.zero_stage=1",), marks=pytest.mark.check),
+    ],
+    ids=" ".join,
+)
+def test_nothing_of_a_closed_engine_is_alive(words: tuple[str, ...]) -> None:
+    assert run_on_ranks(2, list_living, *words, "parallel.sp_size=2") == [[], []]
+
+
+def list_living_answers() -> list[str]:
+    def answer() -> list[weakref.ref[object]]:
+        recipe = make_recipe("parallel.sp_size=2", "data.max_length=48")
+        shape = read_model_shape(CONFIG, "test")
+        plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+        groups = make_groups(choose_layout(recipe, shape), timedelta(seconds=60))
+        harness_engine = build_for_answers(plan, groups, torch.device("cpu"))
+        return end(harness_engine)
+
+    def end(engine: Engine) -> list[weakref.ref[object]]:
+        parts = watch(engine)
+        engine.close()
+        return parts
+
+    parts = answer()
+    gc.collect()
+    return [type(part()).__name__ for part in parts if part() is not None]
+
+
+def test_nothing_of_a_closed_engine_for_answers_is_alive() -> None:
+    assert run_on_ranks(2, list_living_answers) == [[], []]
+
+
+def measure_peaks(*words: str) -> list[int]:
+    """The most bytes alive with each of three engines that follow each other."""
+    peaks = []
+    with ByteCounter(ignored_device="meta") as counter:
+        for _ in range(3):
+            gc.collect()
+            counter.peak = counter.now
+            run_steps(words, counter)
+            peaks.append(counter.peak)
+    return peaks
+
+
+def test_a_second_engine_has_the_peak_of_the_first() -> None:
+    for first, *others in run_on_ranks(2, measure_peaks, *SAVED, "parallel.sp_size=2"):
+        assert first > 100_000
+        assert others == pytest.approx([first] * 2, rel=0.01)
+
+
+def count_modules() -> int:
+    run_steps(("parallel.sp_size=2",))
+    return len(parameter_offload.FWD_MODULE_STACK)
+
+
+def test_a_closed_engine_leaves_no_running_module() -> None:
+    assert run_on_ranks(2, count_modules) == [0, 0]
