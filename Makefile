@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 RECIPE ?= recipes/tiny-cpu.yaml
-MINUTES ?= 25
+SUITE ?= proof
 SPREAD ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
@@ -76,8 +76,8 @@ bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/evaluate.py
 
 # Adam on the host uses all cores there, as in a run that `ulysses train` starts.
-gpu: install  ## tests and measurements on a GPU, each beside its prediction (MINUTES=25); WORDS=--rehearse needs none
-	env -u OMP_NUM_THREADS python benchmarks/gpu.py --minutes $(MINUTES) $(WORDS)
+gpu: install  ## a GPU: does it run, then SUITE=measure, each figure beside its prediction; WORDS=--rehearse needs none
+	env -u OMP_NUM_THREADS python benchmarks/gpu.py --suite $(SUITE) $(WORDS)
 
 check: lint types demo real-model test-check  ## all that CI runs
 

@@ -1,23 +1,26 @@
-"""The first half hour on a GPU: tests in the order of what would break everything, then measurements in the order of
-worth, each beside its prediction. Each figure is written when it exists; a later call goes on where this one stopped.
+"""What 15 minutes on a GPU give, in two calls: does it run, and how fast. Each figure is beside its prediction and is
+written when it exists; a later call goes on where an earlier one stopped, of another day too.
 
-    python benchmarks/gpu.py [--minutes 25] [--results FOLDER] [--only PART] [--again]
-    python benchmarks/gpu.py --rehearse      every part in miniature on a CPU; measures nothing. --few: one of each kind
+    python benchmarks/gpu.py --suite proof|measure|more [--minutes 7] [--results FOLDER] [--only PART] [--again]
+    python benchmarks/gpu.py --suite proof --rehearse      in miniature on a CPU; measures nothing
 
-A machine that has the packages needs no installation: docs/benchmarks.md names them. All files go to the folder of
-results. Exits with 0 when all parts are done or skipped, 1 when one has failed or time ran out, 2 without a GPU. It has
-not been run on a GPU yet.
+`more` runs one part a call. A machine that has the packages needs no installation: docs/benchmarks.md names them. Exit
+codes: 0 when all parts are done or skipped, 1 when one has failed or time ran out, 2 without a GPU. No GPU has run it
+yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu_run import Part, PartFolders, Row, read_json_line, run_part
+from gpu_run import Part, PartFolders, Row, end_marked, make_environ, read_json_line, run_part
 from paths import RESULTS, ROOT
 
 PYTHON = sys.executable
@@ -34,6 +37,11 @@ LAYER = {  # Llama-3.1-8B's layer, with a small vocabulary, so that layers decid
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 8192, "max_position_embeddings": 1048576,
     "rope_theta": 500000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+HALF = {  # Qwen2.5-0.5B's shape
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 SMALL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -48,7 +56,22 @@ MEMORY_BAR = 0.05
 LOSS_BAR = 0.01  # between two runs of the same steps: sums in bfloat16 have another order each time
 TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?\s+\[\s*\d+%\]$")
 ENDED = ("done", "skipped")
-PLAIN = "train-plain"  # the folder of the run that others are compared with
+PLAIN, AGAIN = "train-plain", "train-again"  # folders of the run that another one is compared with, and of that one
+KEPT = "gradient_checkpointing=true"
+ACTIVATIONS = ("activation_offloading=true", KEPT)
+HOST = ("memory.offload_optimizer=cpu", "memory.overlap_optimizer=true", "memory.tiled_mlp=true")
+HOST += tuple(f"memory.{each}" for each in ACTIVATIONS)
+IMPORT_SECONDS = 45.0  # of the proof's first step: every package and module is imported
+IMPORT_ALL = """
+import importlib, pkgutil, ulysses_cli
+for module in pkgutil.walk_packages(ulysses_cli.__path__, "ulysses_cli."):
+    try:
+        module.name.endswith("__main__") or importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "lm_eval":  # an extra, of which no part asks anything
+            raise
+"""
+ROOM_BYTES = 48 << 30  # for checkpoints of the run
 
 
 def make_recipe(folder: Path, name: str, config: dict[str, Any], *, length: int, device: str) -> Path:
@@ -64,17 +87,19 @@ def make_recipe(folder: Path, name: str, config: dict[str, Any], *, length: int,
     return file
 
 
-def make_tests(name: str, file: str, seconds: float, *words: str, is_variant: bool = True) -> Part:
-    """The first of these parts reads all files in a rehearsal: without a GPU each test is skipped, and a file that
-    cannot be imported fails. `words`: which tests of the file."""
+def make_tests(
+    name: str, file: str, seconds: float, *words: str, lane: int = 0, environ: dict[str, str] | None = None
+) -> Part:
+    """`words`: which tests of the file. In a rehearsal each test is skipped, and a file that cannot be imported
+    fails."""
 
     def make(folders: PartFolders) -> list[list[str]]:
-        target = "tests/gpu" if folders.rehearses and not is_variant else str(Path("tests/gpu") / file)
         passed = [word for row in folders.earlier for word in ("--deselect", row["name"])]
         chosen = [] if folders.rehearses else [*words, *passed]
+        target = str(Path("tests/gpu") / file)
         return [[PYTHON, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rfE", target, *chosen]]
 
-    return Part(name, make, seconds, read_test_line, judge=judge_tests, is_variant=is_variant)
+    return Part(name, make, seconds, read_test_line, judge=judge_tests, lane=lane, environ=environ or {})
 
 
 def read_test_line(line: str) -> Iterator[Row]:
@@ -93,35 +118,30 @@ def judge_tests(rows: list[Row]) -> tuple[str, str]:
 
 
 def run_training(folders: PartFolders) -> list[list[str]]:
-    """A real run with the optimizer on the host, which steps while the backward goes on; a save, and a resume from it.
-    Before it the same run without a break, whose optimizer steps after the backward."""
-    layer = {**LAYER, "num_hidden_layers": 2}
-    config, length, device = (SMALL, 256, "cpu") if folders.rehearses else (layer, 32768, "cuda")
-    words = ["run.save_steps=3", "memory.offload_optimizer=cpu"]
-    words += ["deepspeed.zero_optimization.sub_group_size=20000"] if folders.rehearses else []  # several steps early
-    plain, broken = (
-        [*ULYSSES, "train", str(make_recipe(folders.scratch, name, config, length=length, device=device)), *words]
-        for name in (PLAIN, "train")
-    )
-    broken.append("memory.overlap_optimizer=true")
+    """A real run, saved, exported and read again. Then its step 3 is resumed in another folder, with the optimizer on
+    the host, which steps while the backward goes on, activations on the host, and tiles."""
+    config, length, device = (SMALL, 256, "cpu") if folders.rehearses else (HALF, 32768, "cuda")
+    plain = make_recipe(folders.scratch, PLAIN, config, length=length, device=device)
+    again = make_recipe(folders.scratch, AGAIN, config, length=length, device=device)
+    small = ["deepspeed.zero_optimization.sub_group_size=20000"] if folders.rehearses else []  # several steps early
+    saved = folders.scratch / PLAIN / "checkpoints" / "step-3"
     return [
-        [*plain, "memory.overlap_optimizer=false", "--overwrite"],
-        [*broken, "train.max_steps=3", "--overwrite"],
-        [*broken, "--resume", "auto"],
+        [*ULYSSES, "train", str(plain), "run.save_steps=3", "run.save_total_limit=null", "--overwrite"],
+        [*ULYSSES, "train", str(again), "run.rehearsal=false", "--resume", str(saved), *HOST, *small],
     ]
 
 
 def read_training(output: str) -> list[Row]:
     """The steps of the resumed run, from the folder of the model that it prints, beside those of the plain one."""
     folder = Path(output.strip().rpartition("\n")[2]).parent
-    steps, plain = read_steps(folder), read_steps(folder.with_name(PLAIN))
-    if [step["step"] for step in steps] != [*range(1, 7)]:
-        raise ValueError("the resumed run did not reach step 6")
+    steps, plain = read_steps(folder), {step["step"]: step for step in read_steps(folder.with_name(PLAIN))}
+    if [step["step"] for step in steps] != [4, 5, 6]:
+        raise ValueError("the resumed run did not go from step 4 to step 6")
     return [
-        {"name": f"step {step['step']}", "loss": step["loss"], "plain_loss": other["loss"],
-         "seconds": step["step_seconds"], "plain_seconds": other["step_seconds"],
+        {"name": f"step {step['step']}", "loss": step["loss"], "plain_loss": plain[step["step"]]["loss"],
+         "seconds": step["step_seconds"], "plain_seconds": plain[step["step"]]["step_seconds"],
          "early_share": step.get("early_optimizer_share")}
-        for step, other in zip(steps, plain, strict=True)
+        for step in steps
     ]  # fmt: skip
 
 
@@ -131,7 +151,7 @@ def read_steps(folder: Path) -> list[Row]:
 
 
 def judge_training(rows: list[Row]) -> tuple[str, str]:
-    """A resume and early steps of the optimizer change no value. A small model's backward may end before any."""
+    """A resume and levers change no value. A small model's backward may end before any early step."""
     far = [row for row in rows if not abs(row["loss"] / row["plain_loss"] - 1) <= LOSS_BAR]
     reasons = [f"{row['name']}: loss {row['loss']:.5g}, in the plain run {row['plain_loss']:.5g}" for row in far]
     if reasons:
@@ -140,12 +160,12 @@ def judge_training(rows: list[Row]) -> tuple[str, str]:
     return "done", "" if has_early else "no group of the optimizer stepped before the backward's end"
 
 
-def make_kernels(length: int, seconds: float, *, is_variant: bool = False) -> Part:
+def make_kernels(seconds: float) -> Part:
     def make(folders: PartFolders) -> list[list[str]]:
-        words = ["--lengths", "256", "--device", "cpu"] if folders.rehearses else ["--lengths", str(length)]
+        words = ["--lengths", "256", "--device", "cpu"] if folders.rehearses else ["--lengths", "32768,131072"]
         return [[PYTHON, "benchmarks/gpu_kernels.py", *words]]
 
-    return Part(f"kernels at {length // 1024}Ki", make, seconds, read_json_line, is_variant=is_variant)
+    return Part("attention kernels, 32Ki and 128Ki", make, seconds, read_json_line)
 
 
 def make_model(seconds: float) -> Part:
@@ -157,28 +177,28 @@ def make_model(seconds: float) -> Part:
 
 def make_layers(
     title: str,
-    length: int,
+    lengths: str,
     seconds: float,
     *memory: str,
     levers: str = "auto",
     num_layers: int = 4,
     peer: bool = False,
-    is_variant: bool = True,
 ) -> Part:
-    """Measures one case, so that each is kept and tried again by itself. `memory`: settings of the recipe."""
+    """Measures all lengths in one process. `memory`: settings of the recipe."""
 
     def make(folders: PartFolders) -> list[list[str]]:
-        config, tokens, device = {**LAYER, "num_hidden_layers": num_layers}, length, "cuda"
+        config, tokens, device = {**LAYER, "num_hidden_layers": num_layers}, lengths, "cuda"
         if folders.rehearses:
-            config, tokens, device = SMALL, 256, "cpu"
-        recipe = make_recipe(folders.scratch, "layers", config, length=tokens, device=device)
-        steps = "1" if folders.rehearses else "3" if length > 65536 else "5"
+            config, tokens, device = SMALL, "128,256", "cpu"
+        recipe = make_recipe(
+            folders.scratch, "layers", config, length=256 if folders.rehearses else 8192, device=device
+        )
+        steps = "1" if folders.rehearses else "3" if "128Ki" in lengths else "5"
         words = [*(f"memory.{each}" for each in memory), "--levers", levers, "--steps", steps]
         extra = ["--against", "trainer"] if peer else []
-        return [[*ULYSSES, "bench", str(recipe), *words, *extra, "--format", "json"]]
+        return [[*ULYSSES, "bench", str(recipe), *words, *extra, "--max-length", tokens, "--format", "json"]]
 
-    name = f"{title}, {length // 1024}Ki"
-    return Part(name, make, seconds, read=read_findings, judge=judge_findings, is_variant=is_variant)
+    return Part(f"{title}, {lengths.replace(',', ' and ')}", make, seconds, read=read_findings, judge=judge_findings)
 
 
 def read_findings(output: str) -> list[Row]:
@@ -205,11 +225,11 @@ def judge_findings(rows: list[Row]) -> tuple[str, str]:
     )
 
 
-def make_peers(name: str, part: str, seconds: float) -> Part:
+def make_peers(name: str, part: str, lengths: str, seconds: float) -> Part:
     """Goes on from its own file of results, which holds every measurement of earlier calls."""
 
     def make(folders: PartFolders) -> list[list[str]]:
-        words = ["--part", part, "--minutes", str((folders.seconds - LAST_SECONDS) / 60), "--lengths", "8Ki,32Ki,128Ki"]
+        words = ["--part", part, "--minutes", str((folders.seconds - LAST_SECONDS) / 60), "--lengths", lengths]
         file = ["--json", str(folders.results / f"levers-gpu-{part}.json")]
         return [[PYTHON, "benchmarks/gpu_levers.py", *words, *file, *(["--rehearse"] if folders.rehearses else [])]]
 
@@ -221,46 +241,55 @@ def judge_peers(rows: list[Row]) -> tuple[str, str]:
     return ("failed", "; ".join(failed)) if failed else ("done", "")
 
 
-AUTO, HALF = "8B's layers, levers as chosen", "against the Trainer, two layers of 8B"
-HOST = ("activation_offloading=true", "gradient_checkpointing=true")
+AUTO, PEER = "8B's layers, levers as chosen", "against the Trainer, two layers of 8B"
 TILES = ("tiled_mlp=true", "tiled_loss=true")
-PARTS = [
-    make_tests("attention on a GPU", "test_gpu_kernels.py", 200, "-k", "not flex and not flash", is_variant=False),
-    make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
-    make_tests("levers on a GPU", "test_gpu_levers.py", 120),
-    make_tests("attention by packages on a GPU", "test_gpu_kernels.py", 120, "-k", "flash"),  # one may end its process
-    Part("a run, saved and resumed", run_training, 330, read=read_training, judge=judge_training),
-    make_layers(AUTO, 32768, 120, is_variant=False),
-    make_kernels(32768, 150),
-    make_peers("against ALST's wiring", "speed", 270),
-    make_layers(AUTO, 131072, 150),
-    # nothing above needs what these test
-    make_tests("training over NCCL", "test_gpu_training.py", 240),
-    make_tests("more than 2^31 elements on a GPU", "test_gpu_indexing.py", 150),
-    make_tests("recurrences on a GPU", "test_gpu_recurrence.py", 120),
-    make_tests("attention by flex on a GPU", "test_gpu_kernels.py", 240, "-k", "flex"),
-    make_model(150),
-    make_layers(HALF, 32768, 120, num_layers=2, peer=True, is_variant=False),
-    make_kernels(131072, 180, is_variant=True),
-    make_layers("8B's layers, optimizer on the host", 32768, 150, "offload_optimizer=cpu"),
-    make_layers("8B's layers, activations on the host", 131072, 180, *HOST),
-    make_layers("8B's layers, large tiles", 131072, 150, *TILES, "large_tiles=true", "gradient_checkpointing=true"),
-    make_layers("8B's layers, small tiles", 131072, 150, *TILES, "large_tiles=false", "gradient_checkpointing=true"),
-    make_layers(HALF, 131072, 210, num_layers=2, peer=True),
-    make_peers("the longest row", "longest", 240),
-    make_layers(AUTO, 8192, 100),
-    make_layers("8B's layers, layers' inputs alone", 32768, 120, "gradient_checkpointing=full"),
-    make_layers("8B's layers, all levers", 131072, 240, levers="all", is_variant=False),
-    make_layers(HALF, 8192, 100, num_layers=2, peer=True),
-]
+FREE = {"TORCH_CUDA_SANITIZER": "1"}
+SUITES: dict[str, tuple[Part, ...]] = {
+    # Does it run? No figure of it counts: what is no run goes on beside the runs, on other cores.
+    "proof": (
+        Part("a run, saved, exported and resumed", run_training, 195, read=read_training, judge=judge_training),
+        make_tests("levers on a GPU", "test_gpu_levers.py", 90, lane=1),
+        make_tests("attention on a GPU", "test_gpu_kernels.py", 100, "-k", "not flex and not flash", lane=1),
+        make_tests("offload without races", "test_gpu_levers.py", 90, "-k", "offload and 5", lane=2, environ=FREE),
+        make_tests("two ranks over NCCL", "test_gpu_training.py", 100, "-k", "bfloat16", lane=2),
+    ),
+    # How fast? In the order of worth, nothing beside them.
+    "measure": (
+        make_layers(AUTO, "32Ki,128Ki", 110),
+        make_kernels(90),
+        make_peers("against ALST's wiring", "speed", "32Ki,128Ki", 140),
+        make_layers(AUTO, "8Ki", 45),
+        make_layers(PEER, "32Ki", 75, num_layers=2, peer=True),
+    ),
+    # What 15 minutes do not hold: one part a call.
+    "more": (
+        make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
+        make_tests("attention by packages on a GPU", "test_gpu_kernels.py", 120, "-k", "flash"),  # may end its process
+        make_tests("training over NCCL", "test_gpu_training.py", 240),
+        make_tests("more than 2^31 elements on a GPU", "test_gpu_indexing.py", 150),
+        make_tests("recurrences on a GPU", "test_gpu_recurrence.py", 120),
+        make_tests("attention by flex on a GPU", "test_gpu_kernels.py", 240, "-k", "flex"),
+        make_model(150),
+        make_layers("8B's layers, optimizer on the host", "32Ki", 150, "offload_optimizer=cpu"),
+        make_layers("8B's layers, activations on the host", "128Ki", 180, *ACTIVATIONS),
+        make_layers("8B's layers, large tiles", "128Ki", 150, *TILES, "large_tiles=true", KEPT),
+        make_layers("8B's layers, small tiles", "128Ki", 150, *TILES, "large_tiles=false", KEPT),
+        make_layers("8B's layers, layers' inputs alone", "32Ki", 120, "gradient_checkpointing=full"),
+        make_layers("8B's layers, all levers", "128Ki", 240, levers="all"),
+        make_layers(PEER, "8Ki,128Ki", 300, num_layers=2, peer=True),
+        make_peers("against ALST's wiring, shorter", "speed", "8Ki", 120),
+        make_peers("the longest row", "longest", "8Ki,32Ki,128Ki", 240),
+    ),
+}
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine(*, imports_all: bool = False) -> dict[str, Any]:
     """Asked in a process of its own, which takes no memory of the GPU. What parts import is imported here: without it
-    each would fail by itself, on rented time."""
-    code = "from ulysses_cli.prove.results import describe_machine; print(json.dumps(describe_machine()))"
-    code = f"import json, {', '.join(PACKAGES)}; {code}"
-    done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    each would fail by itself, on rented time. `imports_all`: every module of the tool, too."""
+    code = f"import json, {', '.join(PACKAGES)}\n{IMPORT_ALL if imports_all else ''}"
+    code += "from ulysses_cli.prove.results import describe_machine; print(json.dumps(describe_machine()))"
+    command = [PYTHON, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=make_environ(""), capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise SystemExit(f"this tool cannot be imported here: {done.stderr.strip()[-1500:]}")
     machine: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -307,44 +336,78 @@ def describe_row(row: Row) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25.0, help="when to stop; a later call goes on")
+    parser.add_argument("--suite", choices=tuple(SUITES), default="proof")
+    parser.add_argument("--minutes", type=float, help="when to stop; a later call goes on. Default: the suite's own")
     parser.add_argument("--results", type=Path, help="folder of all results; earlier ones there are continued")
     parser.add_argument("--only", action="append", help="the name of a part; may be given several times")
     parser.add_argument("--again", action="store_true", help="run parts that are done, too")
     parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU; keeps no result")
-    parser.add_argument("--few", action="store_true", help="with --rehearse: one part of each kind")
     options = parser.parse_args()
-    until = time.monotonic() + 60 * options.minutes - LAST_SECONDS
+    minutes = options.minutes or (count_seconds(options.suite) + 2 * LAST_SECONDS) / 60
+    until = time.monotonic() + (3600.0 if options.rehearse else 60 * minutes - LAST_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what runs, as Ctrl-C does
-    machine = describe_machine()
+    machine = describe_machine(imports_all=options.suite == "proof")
     if not machine["gpus"] and not options.rehearse:
-        print("there is no GPU here that torch sees; --rehearse runs every part in miniature", file=sys.stderr)
+        print("there is no GPU here that torch sees; --rehearse runs the suite in miniature", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="gpu-", dir=find_roomy_folder()) as scratch:
         folder = options.results or (Path(scratch) / "results" if options.rehearse else RESULTS)
         folder.mkdir(parents=True, exist_ok=True)
         return run_parts(options, machine, Path(scratch), folder.resolve(), until)
 
 
+def count_seconds(suite: str) -> float:
+    """What a suite takes at most: its first lane, and the check of imports before it."""
+    return (IMPORT_SECONDS if suite == "proof" else 0.0) + sum(part.seconds for part in SUITES[suite] if not part.lane)
+
+
+def find_roomy_folder() -> str | None:
+    """Memory where it has room: a run writes tens of gigabytes. None: the usual place of temporary files."""
+    shared = "/dev/shm"
+    return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > ROOM_BYTES else None
+
+
+def take_up(folder: Path, file: Path) -> dict[str, Any]:
+    """Results of earlier calls: those of the folder, or those that came with the checkout."""
+    for earlier in (file, *RESULTS.glob("levers-gpu-*.json")):
+        if not (folder / earlier.name).exists() and (RESULTS / earlier.name).exists():
+            shutil.copyfile(RESULTS / earlier.name, folder / earlier.name)
+    parts: dict[str, Any] = json.loads(file.read_text())["parts"] if file.exists() else {}
+    return parts
+
+
 def run_parts(options: argparse.Namespace, machine: dict[str, Any], scratch: Path, folder: Path, until: float) -> int:
     gpu = "none" if options.rehearse else machine["gpus"][0]
     file = folder / f"gpu-{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-    results: dict[str, Any] = {"machine": machine, "parts": {}}
-    if file.exists() and not options.again:
-        results["parts"] = json.loads(file.read_text())["parts"]
-    wanted = [part for part in PARTS if not options.only or part.name in options.only]
-    if options.rehearse and options.few:
-        wanted = [part for part in wanted if not part.is_variant]
-    for part in order_parts(wanted, results["parts"]):
-        earlier = list_passed(results["parts"].get(part.name, {}))
-        left = until - time.monotonic()
-        if left < find_least_seconds(part):  # a shorter part may still fit
-            continue
-        print(f"{part.name} ...", flush=True)
-        keep = make_keeper(results, part.name, file)
-        seconds = part.seconds if options.rehearse else min(part.seconds, left)
-        folders = PartFolders(scratch, folder, options.rehearse, seconds, earlier)
-        keep(run_part(part, folders, file.with_suffix(".log"), keep))
+    found = {} if options.rehearse else take_up(folder, file)
+    results: dict[str, Any] = {"machine": machine, "parts": {} if options.again else found}
+    wanted = [part for part in SUITES[options.suite] if not options.only or part.name in options.only]
+    ordered = order_parts(wanted, results["parts"])
+    if options.suite == "more" and not (options.rehearse or options.only):
+        ordered = ordered[:1]
+    keeper = Keeper(results, file)
+
+    def run_lane(lane: int) -> None:
+        for part in (part for part in ordered if part.lane == lane):
+            earlier = list_passed(results["parts"].get(part.name, {}))
+            left = until - time.monotonic()
+            if left < find_least_seconds(part):  # a shorter part may still fit
+                continue
+            print(f"{part.name} ...", flush=True)
+            keep = keeper.open(part.name)
+            seconds = left if options.rehearse else min(part.seconds, left)
+            folders = PartFolders(scratch, folder, options.rehearse, seconds, earlier)
+            keep(run_part(part, folders, file.with_suffix(f".{lane}.log"), keep))
+
+    others = [threading.Thread(target=run_lane, args=(lane,), daemon=True) for lane in {p.lane for p in ordered} - {0}]
+    try:
+        for thread in others:
+            thread.start()
+        run_lane(0)
+        for thread in others:
+            thread.join()
+    finally:
+        end_marked()
     print(*list_compared(results), sep="\n")
     states = {part.name: results["parts"].get(part.name, {}).get("status", "left") for part in wanted}
     missing = [name for name, status in states.items() if status not in (*ENDED, "failed")]
@@ -385,17 +448,25 @@ def find_earlier_rows(entry: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def make_keeper(results: dict[str, Any], name: str, file: Path) -> Callable[[dict[str, Any]], None]:
-    """Writes a part's entry whenever it changes. Rows of an earlier try stay until the part is done."""
-    rows = find_earlier_rows(results["parts"].get(name, {}))
+class Keeper:
+    """Writes a part's entry whenever it changes; parts of several lanes change at once. Rows of an earlier try stay
+    until the part is done."""
 
-    def keep(entry: dict[str, Any]) -> None:
-        results["parts"][name] = {**entry, **({"earlier_rows": rows} if rows and entry["status"] not in ENDED else {})}
-        unfinished = file.with_suffix(".new")
-        unfinished.write_text(json.dumps(results, indent=1) + "\n")
-        unfinished.replace(file)
+    def __init__(self, results: dict[str, Any], file: Path) -> None:
+        self.results, self.file, self.lock = results, file, threading.Lock()
 
-    return keep
+    def open(self, name: str) -> Callable[[dict[str, Any]], None]:
+        rows = find_earlier_rows(self.results["parts"].get(name, {}))
+
+        def keep(entry: dict[str, Any]) -> None:
+            earlier = {"earlier_rows": rows} if rows and entry["status"] not in ENDED else {}
+            with self.lock:
+                self.results["parts"][name] = {**entry, **earlier}
+                unfinished = self.file.with_suffix(".new")
+                unfinished.write_text(json.dumps(self.results, indent=1) + "\n")
+                unfinished.replace(self.file)
+
+        return keep
 
 
 if __name__ == "__main__":

@@ -21,9 +21,12 @@ from typing import Any
 import psutil
 from paths import ROOT
 
+CALL = uuid.uuid4().hex  # of this process
 MARK = "ULYSSES_GPU_PART"  # in the environment of a part's processes: those of a session of their own keep it, too
 END_SECONDS = 15.0  # for ended processes to give the GPU back
 TAIL_CHARS = 1500
+# No part needs a network: a look-up of the host's name may wait for one.
+QUIET = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 MISSED, UNFINISHED = 3, 4  # exit codes of a measurement: it missed its bar; its time was over, and it can go on
 NO_TESTS = 5  # pytest's, where all had passed before
 Row = dict[str, Any]
@@ -45,8 +48,8 @@ class PartFolders:
 class Part:
     """`make_commands`: run in order. `read_line`: rows of one line of their output, which are kept at once; `read`:
     rows of the last one's whole output. `judge`: status and reason by the rows of commands that have ended well.
-    `goes_on`: a later call continues it, so that it may begin with little time. `is_variant`: a rehearsal of few parts
-    leaves it out, since an earlier one is of its kind."""
+    `goes_on`: a later call continues it, so that it may begin with little time. `lane`: parts of one lane run one after
+    another, those of several lanes at once. `environ`: what its processes get beside the usual."""
 
     name: str
     make_commands: Callable[[PartFolders], list[list[str]]]
@@ -55,7 +58,8 @@ class Part:
     read: Callable[[str], list[Row]] = lambda output: []
     judge: Callable[[list[Row]], tuple[str, str]] = lambda rows: ("done", "")
     goes_on: bool = False
-    is_variant: bool = False
+    lane: int = 0
+    environ: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,13 +113,14 @@ def read_rows(part: Part, output: str) -> tuple[list[Row], str]:
 def run_command(command: list[str], seconds: float, log: Path, run: PartRun) -> tuple[str, int | None, str]:
     """Returns its stdout, its exit code (None: its time was over) and the end of all that it printed. No process of it
     is left."""
-    mark, lines, is_late = uuid.uuid4().hex, [], False
+    mark, lines, is_late = f"{CALL}-{uuid.uuid4().hex}", [], False
     with log.open("a", encoding="utf-8") as copy:
         copy.write(f"\n$ {' '.join(command)}\n")
         copy.flush()
         start = copy.tell()
+        environ = {**make_environ(mark), **run.part.environ}
         process = subprocess.Popen(
-            command, cwd=ROOT, env=make_environ(mark), text=True, errors="replace", start_new_session=True,
+            command, cwd=ROOT, env=environ, text=True, errors="replace", start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=copy,
         )  # fmt: skip
         try:
@@ -142,7 +147,7 @@ def make_environ(mark: str) -> dict[str, str]:
     own = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [str(ROOT), str(ROOT / "tests"), *own]
     changes = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "400", MARK: mark}
-    return {**os.environ, **changes}
+    return {**QUIET, **os.environ, **changes}
 
 
 def read_lines(process: Any, until: float) -> Iterator[str | None]:
@@ -168,8 +173,9 @@ def read_lines(process: Any, until: float) -> Iterator[str | None]:
                     return
 
 
-def end_marked(mark: str) -> None:
-    """Ends all processes with this mark and waits until they are gone: the GPU's memory is free then."""
+def end_marked(mark: str = CALL) -> None:
+    """Ends all processes with this mark, or all of this call, and waits until they are gone: the GPU's memory is free
+    then."""
     until = time.monotonic() + END_SECONDS
     while (left := list_marked(mark)) and time.monotonic() < until:
         for process in left:
@@ -182,7 +188,7 @@ def list_marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(MARK, "").startswith(mark) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 

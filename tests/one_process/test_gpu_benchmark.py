@@ -1,4 +1,4 @@
-"""Tests the first half hour on a GPU without one: its parts are rehearsed, each row is kept when it comes, a part that
+"""Tests the first 15 minutes on a GPU without one: its parts are rehearsed, each row is kept when it comes, a part that
 fails or hangs stops no other and leaves no process, and a later call goes on."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support.forked import write_program
 from support.paths import ROOT
-from support.tiers import FULL, TIER
+from support.tiers import FULL, TIER, sample
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -27,6 +27,7 @@ import gpu
 import gpu_run
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
+PARTS = [part for suite in gpu.SUITES.values() for part in suite]
 SHOW = "import json; show = lambda **row: print(json.dumps(row), flush=True); "
 
 
@@ -38,12 +39,15 @@ def make_part(name: str, code: str, seconds: float = 30.0, **options: Any) -> gp
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     machine: dict[str, Any] = {"gpus": ["NVIDIA H200"]}
-    monkeypatch.setattr(gpu, "describe_machine", lambda: machine)
+    monkeypatch.setattr(gpu, "describe_machine", lambda **_: machine)
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "of-the-checkout")
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
 
     def run(parts: list[gpu_run.Part], *words: str) -> tuple[int, dict[str, Any]]:
-        monkeypatch.setattr(gpu, "PARTS", parts)
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path / "results"), *words])
+        suites = {"proof": tuple(parts), "more": tuple(parts)}
+        monkeypatch.setattr(gpu, "SUITES", suites)
+        timed = [] if "--minutes" in words else ["--minutes", "20"]
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path / "results"), *timed, *words])
         code = gpu.main()
         return code, json.loads((tmp_path / "results" / "gpu-nvidia-h200.json").read_text())["parts"]
 
@@ -133,7 +137,7 @@ def test_no_part_starts_when_the_minutes_are_over(call: Any, capsys: pytest.Capt
 
 def test_every_file_of_tests_for_a_gpu_is_run(tmp_path: Path) -> None:
     folders = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0)
-    commands = [command for part in gpu.PARTS for command in part.make_commands(folders)]
+    commands = [command for part in PARTS for command in part.make_commands(folders)]
     run = sorted({word for command in commands for word in command if word.startswith("tests/gpu/")})
     assert run == sorted(f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
 
@@ -141,19 +145,22 @@ def test_every_file_of_tests_for_a_gpu_is_run(tmp_path: Path) -> None:
 def test_the_recipe_of_every_part_is_valid_and_fits_its_gpu(tmp_path: Path) -> None:
     """At full scale, with the settings of its commands, on the GPU for which they were chosen."""
     folders, h200, tried = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0), load_hardware().get_gpu("h200"), 0
-    for part in gpu.PARTS:
+    for part in PARTS:
         for command in part.make_commands(folders):
             recipe = next((word for word in command if word.endswith(".yaml")), None)
             if recipe is None:
                 continue
-            valid = validate_recipe(recipe, [word for word in command if re.match(r"[a-z]+\.[a-z_]+=", word)])
-            assert not valid.problems, (part.name, valid.problems)
-            assert valid.loaded is not None
-            assert valid.shape is not None
-            choice = choose_levers(valid.loaded.recipe, valid.shape, h200)
-            assert choice.fit is not None, part.name
-            assert choice.fit.verdict == "fits", part.name
-            tried += 1
+            words = [word for word in command if re.match(r"[a-z]+\.[a-z_]+=", word)]
+            lengths = command[command.index("--max-length") + 1].split(",") if "--max-length" in command else [""]
+            for length in lengths:
+                valid = validate_recipe(recipe, [*words, *([f"data.max_length={length}"] if length else [])])
+                assert not valid.problems, (part.name, valid.problems)
+                assert valid.loaded is not None
+                assert valid.shape is not None
+                choice = choose_levers(valid.loaded.recipe, valid.shape, h200)
+                assert choice.fit is not None, part.name
+                assert choice.fit.verdict == "fits", part.name
+                tried += 1
     assert tried >= 14
 
 
@@ -199,12 +206,42 @@ def test_a_package_that_is_missing_is_named_before_any_part(monkeypatch: pytest.
         gpu.describe_machine()
 
 
-def test_parts_have_names_of_their_own_and_at_least_six_cases_of_memory(tmp_path: Path) -> None:
-    assert len({part.name for part in gpu.PARTS}) == len(gpu.PARTS)
-    folders = gpu_run.PartFolders(tmp_path, tmp_path, False, 60.0)
-    commands = [part.make_commands(folders)[0] for part in gpu.PARTS if part.read is gpu.read_findings]
-    alone = {(tuple(command[5:]), part) for command in commands if "trainer" not in command for part in [command[4]]}
-    assert len(alone) >= 6
+def test_parts_have_names_of_their_own_and_both_calls_fit_fifteen_minutes() -> None:
+    """A machine's start takes up to two of them, and the tree travels twice."""
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert gpu.count_seconds("proof") + gpu.count_seconds("measure") <= 720
+    proof = gpu.SUITES["proof"]
+    for lane in {part.lane for part in proof}:
+        assert (
+            sum(part.seconds for part in proof if part.lane == lane) <= gpu.count_seconds("proof") - gpu.IMPORT_SECONDS
+        )
+    assert not any(part.lane for part in gpu.SUITES["measure"]), "nothing runs beside a measurement"
+
+
+def test_lanes_run_at_once_and_keep_logs_of_their_own(call: Any, tmp_path: Path) -> None:
+    """Each waits for the other's file."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    parts = [
+        make_part(f"lane {lane}", f"import pathlib, time\npathlib.Path({str(mine)!r}).touch()\n"
+                  f"while not pathlib.Path({str(other)!r}).exists(): time.sleep(0.05)\nshow(name='met')", lane=lane)
+        for lane, (mine, other) in enumerate((paths, paths[::-1]))
+    ]  # fmt: skip
+    code, found = call(parts)
+    assert (code, [part["rows"] for part in found.values()]) == (0, [[{"name": "met"}]] * 2)
+    assert all((tmp_path / "results" / f"gpu-nvidia-h200.{lane}.log").exists() for lane in (0, 1))
+
+
+def test_results_that_came_with_the_checkout_are_taken_up(call: Any, tmp_path: Path) -> None:
+    earlier = tmp_path / "of-the-checkout" / "gpu-nvidia-h200.json"
+    earlier.parent.mkdir()
+    earlier.write_text(json.dumps({"parts": {"old": {"status": "done", "rows": [{"name": "kept"}]}}}))
+    code, found = call([make_part("old", "1 / 0"), make_part("new", "show(name='a')")])
+    assert (code, found["old"]["rows"], found["new"]["status"]) == (0, [{"name": "kept"}], "done")
+
+
+def test_more_takes_one_part_a_call(call: Any) -> None:
+    parts = [make_part(name, "show(name='a')") for name in ("first", "second")]
+    assert (call(parts, "--suite", "more")[0], [*call(parts, "--suite", "more")[1]]) == (1, ["first", "second"])
 
 
 def test_the_users_own_path_of_packages_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,28 +305,29 @@ def test_what_the_plan_says_fits_must_run() -> None:
 def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
     """The command prints the model's folder; the run's metrics stand beside it, the plain run's in the next folder."""
 
-    def write(name: str, count: int, loss: float, share: float = 0.5) -> None:
+    def write(name: str, steps: range, loss: float, share: float = 0.5) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
         line = {"loss": loss, "step_seconds": 0.5, "early_optimizer_share": share}
-        lines = [json.dumps({"step": step, **line}) for step in range(1, count + 1)]
+        lines = [json.dumps({"step": step, **line}) for step in steps]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
 
-    write(gpu.PLAIN, 6, 2.5)
-    for count in (0, 3):
-        write("train", count, 2.5)
-        with pytest.raises(ValueError, match="did not reach step 6"):
-            gpu.read_training(f"{tmp_path}/train/model\n")
+    resumed = f"{tmp_path}/{gpu.AGAIN}/model\n"
+    write(gpu.PLAIN, range(1, 7), 2.5)
+    for steps in (range(0), range(4, 6), range(1, 7)):
+        write(gpu.AGAIN, steps, 2.5)
+        with pytest.raises(ValueError, match="did not go from step 4 to step 6"):
+            gpu.read_training(resumed)
     for loss, status in ((2.501, "done"), (2.6, "failed"), (float("nan"), "failed")):
-        write("train", 6, loss)
-        rows = gpu.read_training(f"{tmp_path}/train/model\n")
+        write(gpu.AGAIN, range(4, 7), loss)
+        rows = gpu.read_training(resumed)
         assert rows[-1]["name"] == "step 6"
         assert gpu.judge_training(rows)[0] == status
-    write("train", 6, 2.5, share=0.0)
-    status, reason = gpu.judge_training(gpu.read_training(f"{tmp_path}/train/model\n"))
+    write(gpu.AGAIN, range(4, 7), 2.5, share=0.0)
+    status, reason = gpu.judge_training(gpu.read_training(resumed))
     assert (status, reason) == ("done", "no group of the optimizer stepped before the backward's end")
-    write(gpu.PLAIN, 5, 2.5)
-    with pytest.raises(ValueError, match="shorter"):
-        gpu.read_training(f"{tmp_path}/train/model\n")
+    write(gpu.PLAIN, range(1, 6), 2.5)
+    with pytest.raises(KeyError):
+        gpu.read_training(resumed)
 
 
 @pytest.mark.check
@@ -342,14 +380,9 @@ def test_a_faster_kernel_has_a_higher_bar(kernel: str, share: int) -> None:
         assert bars[f"131072 tokens: at least {share} % of peak"] == (mfu >= share / 100)
 
 
-TIMED = "8B's layers, all levers, 128Ki"
-
-
-@pytest.mark.parametrize(
-    "few", [pytest.param(["--few"], marks=pytest.mark.check), pytest.param([], marks=pytest.mark.full)]
-)
-def test_every_part_can_be_rehearsed_without_a_gpu(few: list[str], tmp_path: Path) -> None:
-    words = ["--rehearse", "--minutes", "45", "--results", str(tmp_path / "results"), *few]
+@pytest.mark.parametrize("suite", sample(gpu.SUITES, quick=(), checked=("proof", "measure")))
+def test_a_suite_can_be_rehearsed_without_a_gpu(suite: str, tmp_path: Path) -> None:
+    words = ["--suite", suite, "--rehearse", "--results", str(tmp_path / "results")]
     command = [sys.executable, str(SCRIPT), *words]
     if TIER < FULL:  # a run's processes are forked from its command, which saves half of the time
         program = str(write_program(tmp_path / "bin"))
@@ -360,10 +393,9 @@ def test_every_part_can_be_rehearsed_without_a_gpu(few: list[str], tmp_path: Pat
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "results" / "gpu-none.json").read_text())["parts"]
-    assert [*parts] == [part.name for part in gpu.PARTS if not (few and part.is_variant)]
-    files = {row["name"].partition("::")[0] for row in parts["attention on a GPU"]["rows"]}
-    assert files == {f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert parts.keys() == {part.name for part in gpu.SUITES[suite]}
     for name, part in parts.items():
         assert part["rows"], name
         assert part["status"] == ("skipped" if "outcome" in part["rows"][0] else "done"), name
-    assert any("part_seconds" in row for row in parts[TIMED]["rows"])
+    if suite == "measure":
+        assert any("part_seconds" in row for part in parts.values() for row in part["rows"])
