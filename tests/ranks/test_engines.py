@@ -104,7 +104,7 @@ def measure_peaks(*words: str) -> list[int]:
 def test_a_second_engine_has_the_peak_of_the_first() -> None:
     for first, *others in run_on_ranks(2, measure_peaks, *SAVED, "parallel.sp_size=2"):
         assert first > 100_000
-        assert others == pytest.approx([first] * 2, rel=0.01)
+        assert others == pytest.approx([first] * 2, abs=10_000), "weights alone are 390,000"
 
 
 def count_modules() -> int:

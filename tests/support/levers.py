@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from support.families import make_config
 from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.train.assembly.build import close_wrapped
 from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.attention import gathered
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.engine import close_wrapped
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.last_linear import ShardedLinear, save_before_last_products

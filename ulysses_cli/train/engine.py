@@ -6,7 +6,7 @@ Holds the arithmetic of the loss: ranks exchange sums, divided once by the step'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,12 @@ class Engine:
         device: torch.device,
         learning_rate_at: Callable[[int], float],
         clean_up: Callable[[], None],
+        end: Callable[[Any], None],
         early_steps: EarlySteps | None = None,
     ) -> None:
         self.wrapped, self.groups, self.device = wrapped, groups, device
         self.early_steps = early_steps
-        self.learning_rate_at, self.clean_up = learning_rate_at, clean_up
+        self.learning_rate_at, self.clean_up, self.end = learning_rate_at, clean_up, end
 
     def train_micro_step(self, batch: MicroBatch, num_targets: int) -> Tensor:
         """Forward and backward. Returns this rank's sum of token losses, on the device.
@@ -101,7 +102,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine, of which nothing is alive when its callers have let go of it and cycles are collected."""
-        close_wrapped(self.wrapped)
+        self.end(self.wrapped)
 
     def _load(self, batch: MicroBatch) -> dict[str, Any]:
         arrays = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels}
@@ -124,26 +125,3 @@ def release_gathered(wrapped: Any) -> None:
     for parameter in wrapped.module.parameters():
         if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_persist:
             parameter.partition()
-
-
-def close_wrapped(wrapped: Any) -> None:
-    """Ends DeepSpeed's engine. Under ZeRO-3 two places of DeepSpeed's hold engines and their weights for as long as the
-    process lives: its stack of running modules, and a cache of methods' results, whose keys are coordinators."""
-    from deepspeed.runtime.zero import parameter_offload
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-    wrapped.destroy()
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not wrapped.module]
-    for method in vars(PartitionedParameterCoordinator).values():
-        for cache in _list_caches(method):
-            cache.cache_clear()  # an engine that goes on computes its results once more
-
-
-def _list_caches(function: Any) -> Iterator[Any]:
-    """The caches around a function, at whatever place among its decorators."""
-    if hasattr(function, "cache_clear"):
-        yield function
-    for cell in getattr(function, "__closure__", None) or ():
-        if callable(cell.cell_contents) and not isinstance(cell.cell_contents, type):
-            yield from _list_caches(cell.cell_contents)

@@ -5,7 +5,7 @@ takes plain arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def build(
     check_head(model, head_rule, groups, device)
     _watch(wrapped, module)
     schedule = make_schedule(recipe.train, num_steps)
-    engine = Engine(wrapped, groups, device, schedule, _clear_module_stack, early)
+    engine = Engine(wrapped, groups, device, schedule, _clear_module_stack, close_wrapped, early)
     num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
     return Built(engine, module, config, adapter, kernel, num_trained)
 
@@ -162,7 +162,7 @@ def build_for_answers(
     wrapped, *_ = deepspeed.initialize(model=module, config=ds_config, dist_init_required=False)
     wrapped.eval()
     check_head(model, head_rule, groups, device)
-    return Engine(wrapped, groups, device, lambda _: 0.0, _clear_module_stack)
+    return Engine(wrapped, groups, device, lambda _: 0.0, _clear_module_stack, close_wrapped)
 
 
 def _make_engine_config(plan: RunPlan, swap_folder: Path | None) -> dict[str, Any]:
@@ -231,6 +231,29 @@ def _clear_module_stack() -> None:
     from deepspeed.runtime.zero import parameter_offload
 
     del parameter_offload.FWD_MODULE_STACK[1:]
+
+
+def close_wrapped(wrapped: Any) -> None:
+    """Ends DeepSpeed's engine. Under ZeRO-3 two places of DeepSpeed's hold engines and their weights for as long as the
+    process lives: its stack of running modules, and a cache of methods' results, whose keys are coordinators."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    wrapped.destroy()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not wrapped.module]
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cache in _list_caches(method):
+            cache.cache_clear()  # an engine that goes on computes its results once more
+
+
+def _list_caches(function: Any) -> Iterator[Any]:
+    """The caches around a function, at whatever place among its decorators."""
+    if hasattr(function, "cache_clear"):
+        yield function
+    for cell in getattr(function, "__closure__", None) or ():
+        if callable(cell.cell_contents) and not isinstance(cell.cell_contents, type):
+            yield from _list_caches(cell.cell_contents)
 
 
 def _watch(wrapped: Any, module: LossModel) -> None:
