@@ -404,6 +404,22 @@ def spoil_recipe(folder: Path) -> str:
     return "the code ran" if (folder / "ran").exists() else ""
 
 
+@attack("run folders", "links in the place of a run's files")
+def link_files(folder: Path) -> str:
+    recipe, victim = write_recipe(folder), folder / "victim"
+    (folder / "run" / "logs").mkdir(parents=True)
+    victim.write_text(SECRET)
+    for name in ("lock-0", "logs/rank-0.log", "logs/agent.log", "logs/launch.json"):
+        (folder / "run" / name).symlink_to(victim)
+        ended = ulysses(folder, "train", recipe)
+        if victim.read_text() != SECRET:
+            return f"{name}: its target is written"
+        if result := ended.judge("is a link, not a file", codes=(2,)):
+            return f"{name}: {result}"
+        (folder / "run" / name).unlink()
+    return run_test("tests/unit/test_own_files.py")
+
+
 @attack("publishing", "a link to a key, and files that are no part of a model, in a model's folder")
 def publish_key(folder: Path) -> str:
     run = write_run(folder / "run", 3)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.regular_files import open_regular
 from ulysses_cli.run_folder.failure_record import choose_first, read_json
 
 STAGGER_SECONDS = 60.0  # one machine may fail before another one starts
@@ -56,14 +57,14 @@ class MachineLogs:
         files = [
             file for file in self.folder.glob("rank-*.error.json") if file.stat().st_mtime >= began - STAGGER_SECONDS
         ]
-        return [record for file in files if (record := read_json(file))]
+        return [record for file in files if isinstance(record := read_json(file), dict)]
 
     def read_last_line(self, rank: int | None, began: float) -> str:
         """Returns what a rank's log ends with: a rank that fails while it imports its code leaves no record. '' where
         the log is on another machine or of an earlier run."""
         file = self.folder / f"rank-{rank}.log"
         try:
-            with open(file, "rb") as log:
+            with open_regular(file) as log:
                 facts = os.fstat(log.fileno())
                 log.seek(max(0, facts.st_size - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").split("\n") if facts.st_mtime >= began else []

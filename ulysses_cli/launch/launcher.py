@@ -23,6 +23,7 @@ from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import Rendezvous
 from ulysses_cli.launch.start_lock import NewLock
 from ulysses_cli.plan.exit_codes import DONE, get_signal_code
+from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.run_folder.early_stop import STOP_FILE, read_early_stop
 from ulysses_cli.run_folder.seal import KEY, Seal
 
@@ -113,7 +114,7 @@ def launch(
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *agent_args, "-m", "ulysses_cli.train", *rank_args]
     ours = {"ULYSSES_FAILURE_FILE": str(logs.failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
     ours |= {STOP_FILE: str(logs.stop_file), "ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
-    with open(logs.agent_log, "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
+    with open(logs.agent_log, "ab", opener=lambda path, flags: open_own(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,
             stdout=find_terminal(),

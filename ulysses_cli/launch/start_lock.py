@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
 from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, take_lock
+from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.changes import list_differences, shorten_list
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
@@ -34,7 +36,10 @@ def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = N
     file = run_dir / f"lock-{node_rank}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666 & ~narrow_umask(run_dir))
+        handle = open_own(file, os.O_RDWR | os.O_CREAT, 0o666 & ~narrow_umask(run_dir))
+        if link := next((log for log in sorted((run_dir / "logs").glob("*")) if log.is_symlink()), None):
+            os.close(handle)
+            raise OSError(errno.EINVAL, f"logs/{link.name} is a link, not a file")
     except OSError as error:
         problem = Problem("run.output_dir", f"{run_dir} cannot be written: {error.strerror}", "choose another folder")
         raise RecipeError([problem]) from None

@@ -9,13 +9,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ulysses_cli.plan.files.regular_files import write_own
+
 STOP_FILE = "ULYSSES_STOP_FILE"
 ASKED_FILE = "ULYSSES_ASKED_FILE"  # who asked for the signal, where a Python program did
 
 
 def write_early_stop(reason: str, environ: Mapping[str, str] = os.environ) -> None:
     if environ.get("LOCAL_RANK") == "0" and STOP_FILE in environ:
-        Path(environ[STOP_FILE]).write_text(reason, encoding="utf-8")
+        write_own(environ[STOP_FILE], reason)
 
 
 def name_asker(reason: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.regular_files import read_regular, write_own
+
 ROOM_BYTES = 1 << 16
+MAX_JSON_BYTES = 16 << 20
 
 
 def keep_room(logs: Path, rank: int) -> None:
     try:
-        (logs / f"rank-{rank}.room").write_bytes(b" " * ROOM_BYTES)
+        write_own(logs / f"rank-{rank}.room", " " * ROOM_BYTES)
     except OSError:
         return  # the disk is full already, and the run will fail with that
 
@@ -31,10 +34,11 @@ def write_failure_record(logs: Path, rank: int, failure: Mapping[str, object]) -
     text = json.dumps({**failure, "time": time.time(), "boot": _read_boot(), "uptime": time.monotonic()})
     logs.mkdir(parents=True, exist_ok=True)  # the run's folder may have been removed
     try:
-        temporary.write_text(text)
+        write_own(temporary, text)
     except OSError:
         give_room(logs, rank)
-        temporary.write_text(text)
+        temporary.unlink(missing_ok=True)
+        write_own(temporary, text)
     temporary.rename(logs / f"rank-{rank}.error.json")
 
 
@@ -57,6 +61,6 @@ def _read_boot() -> str:
 
 def read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(read_regular(file, MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None

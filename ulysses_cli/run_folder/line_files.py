@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.regular_files import open_own, open_regular
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.models.model_choice import invert_score
 
@@ -27,7 +28,7 @@ class LineFile:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self.handle = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     @property
     def is_gone(self) -> bool:
@@ -91,7 +92,9 @@ def _read_lines(path: Path, last_step: int) -> Iterator[tuple[int, str]]:
     """(step, line) of each complete line up to `last_step`."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with open_regular(path) as stream:
+        text = stream.read().decode("utf-8", errors="replace")
+    for line in text.splitlines():
         try:
             if (step := int(json.loads(line)["step"])) <= last_step:
                 yield step, line

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.regular_files import write_own
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.model_choice import SCORE, choose_best, has_stalled
 from ulysses_cli.plan.nouns import format_count
@@ -27,7 +28,7 @@ from ulysses_cli.run_folder.archive import (
     load_losses,
     tidy_folder,
 )
-from ulysses_cli.run_folder.failure_record import choose_first
+from ulysses_cli.run_folder.failure_record import choose_first, read_json
 from ulysses_cli.run_folder.line_files import find_last_step
 from ulysses_cli.run_folder.manifest import load_state, read_lacks, read_losses, read_model_steps
 
@@ -90,23 +91,19 @@ def count_restarts(logs: Path) -> int:
     """On rank 0: how often this launch's ranks have been started before. The agent counts only its own machine's."""
     launch, file = os.environ.get("ULYSSES_LAUNCH", ""), logs / "launch.json"
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        count = before["restarts"] + 1 if launch and before["launch"] == launch else 0
-    except (OSError, ValueError, KeyError, TypeError):
+        before = read_json(file)
+        count = int(before["restarts"]) + 1 if launch and before["launch"] == launch else 0
+    except (ValueError, KeyError, TypeError, OverflowError):
         count = 0
-    file.write_text(json.dumps({"launch": launch, "restarts": count}), encoding="utf-8")
-    return int(count)
+    write_own(file, json.dumps({"launch": launch, "restarts": count}))
+    return count
 
 
 def describe_restart(logs: Path, num_restarts: int, max_restarts: int) -> str:
     """Why all ranks were started again. A killed rank leaves no record; a rank that lost its peer is not the cause."""
-    records: list[Mapping[str, Any]] = []
-    for file in (*logs.glob("rank-*.error.json"), *logs.glob(f"rank-*.error-{num_restarts - 1}.json")):
-        try:
-            records.append(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue  # its rank has just renamed it to the other name
-    first = choose_first([record for record in records if record.get("is_cause")])
+    files = (*logs.glob("rank-*.error.json"), *logs.glob(f"rank-*.error-{num_restarts - 1}.json"))
+    records = [read_json(file) for file in files]  # None where its rank has just renamed it to the other name
+    first = choose_first([record for record in records if isinstance(record, dict) and record.get("is_cause")])
     why = f"rank {first['rank']} failed: {first['message']}" if first else "a rank was lost"
     return f"restart {num_restarts} of {max_restarts} (run.max_restarts): {why}"
 

@@ -50,9 +50,9 @@ def drop_key(run_dir: Path, key: str) -> None:
     """Deletes the key file at the end of the run, unless it holds another run's key."""
     file = run_dir / FILE
     try:
-        if file.read_text(encoding="utf-8") == key:
+        if _read_private(file) == key:
             file.unlink()
-    except (OSError, ValueError):
+    except (OSError, RecipeError):
         return
 
 

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from ulysses_cli.plan.files.locks import take_lock
+from ulysses_cli.plan.files.regular_files import open_own
 
 VARIABLE = "ULYSSES_LOCK"  # the lock's file
 MAX_FACTS_BYTES = 1 << 20
@@ -23,7 +24,7 @@ class RunLock:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.handle = os.open(file, os.O_RDWR)
+        self.handle = open_own(file, os.O_RDWR)
         take_lock(self.handle, shares=True)
 
     def put_back(self) -> None:
@@ -32,7 +33,7 @@ class RunLock:
         if _is_at(self.file, self.handle):
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = open_own(self.file, os.O_RDWR | os.O_CREAT)
         try:
             take_lock(handle)  # exclusive: fails if a second run holds it shared
         except BlockingIOError:

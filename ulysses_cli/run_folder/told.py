@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 
 TOLD = "told.jsonl"
@@ -18,7 +19,7 @@ def note_told(run_dir: Path, kind: str, name: str, text: str) -> None:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     line = {"time": now, "kind": kind, "name": mask_text(name, known), "text": mask_text(text, known)}
     try:
-        with open(run_dir / TOLD, "a", encoding="utf-8") as file:
+        with open(run_dir / TOLD, "a", encoding="utf-8", opener=open_own) as file:
             file.write(json.dumps(line) + "\n")
     except OSError:
         return

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ulysses_cli.plan.exit_codes import get_signal_code
+from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.run_folder.failure_record import give_room, keep_room, write_failure_record
 from ulysses_cli.run_folder.run_lock import hold_lock
@@ -39,7 +40,7 @@ def redirect_output(logs: Path, rank: int, secrets: Collection[str]) -> int | No
     rank 0's former stdout, the user's terminal, which only the display writes to; None on other ranks."""
     logs.mkdir(parents=True, exist_ok=True)
     terminal = os.dup(1) if rank == 0 else None
-    log = open_masked(os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), secrets)
+    log = open_masked(open_own(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), secrets)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

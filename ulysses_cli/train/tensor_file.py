@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.train.guard.disk_progress import MOVED
 
 DTYPES = {
@@ -65,7 +66,11 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | LazyTensor]]
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     digest = hashlib.sha256()
     # Hashing, writing and syncing run in parallel: all three release the interpreter's lock.
-    with open(file, "wb") as stream, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as syncing:
+    with (
+        open(file, "wb", opener=open_own) as stream,
+        ThreadPoolExecutor(1) as hashing,
+        ThreadPoolExecutor(1) as syncing,
+    ):
         hashed: deque[Future[None]] = deque()
         synced, num_unsynced = syncing.submit(_do_nothing), 0
         for chunk in chain((struct.pack("<Q", len(text)), text), _walk_bytes(listed)):

@@ -17,6 +17,7 @@ from ulysses_cli.commands.children.questions import find_own_run
 from ulysses_cli.commands.options import Format, check_page, or_exit, write_page
 from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.plan.files.locks import take_lock
+from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.run_folder.archive import EVALUATIONS, NAME, find_damage, find_run_dir, get_folder, list_checkpoints
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state, read_model_steps
@@ -135,7 +136,7 @@ def _alone(folder: Path) -> Iterator[None]:
     """Machines that share a disk export a checkpoint one after the other: the second finds what the first has
     written."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    with open(folder / "lock", "w", opener=open_own) as lock:
         take_lock(lock.fileno(), waits=True)
         yield
 

@@ -8,6 +8,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from ulysses_cli.plan.files.regular_files import open_own
+
 HINT_WHILE_LIVE = (
     "choose another run.output_dir, or wait for that run to end: then `ulysses train` with --resume auto continues it, "
     "with --overwrite replaces it"
@@ -30,7 +32,7 @@ def take_lock(handle: int, *, shares: bool = False, waits: bool = False) -> bool
 def find_holder(file: Path) -> bool | None:
     """Whether a process holds the file; None where that cannot be known. Takes the lock for a moment."""
     try:
-        handle = os.open(file, os.O_RDWR)  # over NFS an exclusive lock needs a file that is open for writing
+        handle = open_own(file, os.O_RDWR)  # over NFS an exclusive lock needs a file that is open for writing
     except OSError:
         return None
     try:

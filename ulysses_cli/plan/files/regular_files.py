@@ -1,4 +1,5 @@
 """Opens files of unknown origin: a regular file of a bounded size, or an OSError that says what the path is instead.
+Opens files of a run's folder, whose names are known, without following a link in their place.
 
 Opening a FIFO could wait without end; a device may never end, and reading one may have side effects.
 """
@@ -41,6 +42,25 @@ def open_regular(path: str | Path) -> BinaryIO:
         os.close(handle)
         raise OSError(errno.EINVAL, "it is not a file", str(path))
     return os.fdopen(handle, "rb")
+
+
+def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """Opens a file that this tool writes, also as the opener of open(). A link in its place is refused: what it leads
+    to is another's file, which would be cut or overwritten."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        what = "a link" if error.errno == errno.ELOOP else describe_special(path)
+        raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path)) if what else error from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return handle
+
+
+def write_own(path: str | Path, content: str) -> None:
+    with open(path, "w", encoding="utf-8", opener=open_own) as stream:
+        stream.write(content)
 
 
 def read_regular(path: str | Path, max_bytes: int) -> bytes:

@@ -17,6 +17,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from ulysses_cli.plan.files.regular_files import open_own
+from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.run_folder.archive import (
     ASIDE,
     find_damage,
@@ -105,7 +107,7 @@ class Collector:
         if self.rank in receivers:
             try:
                 if self.rank not in same and not problem:
-                    (folder / MANIFEST).write_bytes(first.manifest)
+                    write_whole(folder / MANIFEST, first.manifest)
                     sync(folder)
                 problem = problem or find_damage(folder)
             except OSError as error:
@@ -132,7 +134,8 @@ class Collector:
         buffer = torch.empty(min(CHUNK_BYTES, num_bytes), dtype=torch.uint8)
         try:
             if self.rank == sender or self.rank in receivers:
-                stream = open(file, "rb") if self.rank == sender else open(part, "wb")  # noqa: SIM115 - closed below
+                path, mode = (file, "rb") if self.rank == sender else (part, "wb")
+                stream = open(path, mode, opener=open_own)  # noqa: SIM115 - closed below
         except OSError as error:
             problem = error.strerror or str(error)
         for start in range(0, num_bytes, CHUNK_BYTES):

@@ -25,6 +25,7 @@ from pydantic import Field, TypeAdapter
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.files.weight_files import read_metadata
 from ulysses_cli.run_folder.archive import (
     WRITING,
@@ -145,7 +146,7 @@ def save_checkpoint(context: CheckpointContext, run_dir: Path, step: int, state:
 
 
 def _write_text(file: Path, text: str) -> None:
-    with open(file, "w", encoding="utf-8") as stream:
+    with open(file, "w", encoding="utf-8", opener=open_own) as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
