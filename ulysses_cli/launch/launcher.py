@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
+from ulysses_cli.host.gpu_list import ask_driver
 from ulysses_cli.host.operator_builds import FOLDER, choose_path, get_builds_folder
 from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.nodes import Nodes
@@ -31,6 +31,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_SECONDS = 0.5  # some programs signal a process and then its group
 AGENT_SECONDS = 5  # after a second signal, the agent is killed when it has not ended by then
 STDERR = 2
+LOOPBACK = "lo"
 PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others hang in a collective
 
 
@@ -50,7 +51,7 @@ def count_rank_slots(device: str) -> int:
     """Ranks that this machine can run: one per GPU, or per core."""
     if device == "cpu":
         return max(4, len(os.sched_getaffinity(0)))
-    return sum(file.name.removeprefix("nvidia").isdecimal() for file in Path("/dev").glob("nvidia*"))
+    return ask_driver(os.environ).num_gpus
 
 
 def make_environment(
@@ -69,13 +70,26 @@ def make_environment(
     }
     if rendezvous is not None and rendezvous.folder is not None:
         ours["ULYSSES_MEETING"] = str(rendezvous.folder)
-    if rendezvous is not None and rendezvous.interface:  # ranks of one machine use its loopback interface only
-        ours |= {"GLOO_SOCKET_IFNAME": rendezvous.interface, "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}"}
+    # ranks of one machine use its loopback interface only: the address of the host's name may be a question to a server
+    interface = rendezvous.interface if rendezvous is not None else LOOPBACK
+    if interface:
+        ours |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     if device == "cpu":
         ours["DS_ACCELERATOR"] = "cpu"
-    elif "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
+        return _join(ours, environ, rendezvous)
+    ours |= {
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # two communicators at once start in the order of the program, on every rank
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # FlashAttention-4 compiles its kernels once, not in every run
+    }
+    # the former is the older name of the same setting
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & environ.keys() and ask_driver(environ).maps_memory:
         ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return {**ours, **environ, "PATH": choose_path(environ)} | ({KEY: rendezvous.key} if rendezvous is not None else {})
+    return _join(ours, environ, rendezvous)
+
+
+def _join(ours: Mapping[str, str], environ: Mapping[str, str], rendezvous: Rendezvous | None) -> dict[str, str]:
+    key = {KEY: rendezvous.key} if rendezvous is not None else {}
+    return {**ours, **environ, "PATH": choose_path(environ)} | key
 
 
 def find_terminal() -> int:
