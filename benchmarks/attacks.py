@@ -420,6 +420,12 @@ def link_files(folder: Path) -> str:
     return run_test("tests/unit/test_own_files.py")
 
 
+@attack("pages", "report --live: another user of the machine, and one who opens connections without end")
+def read_live(folder: Path) -> str:
+    tests = ("only_this_machine", "connections_are_bounded", "different_tokens")
+    return run_test("tests/unit/test_live_page.py", "-k", " or ".join(tests))
+
+
 @attack("publishing", "a link to a key, and files that are no part of a model, in a model's folder")
 def publish_key(folder: Path) -> str:
     run = write_run(folder / "run", 3)

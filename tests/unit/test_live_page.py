@@ -3,6 +3,7 @@ it."""
 
 import json
 import shutil
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -15,6 +16,7 @@ from support.commands import run
 from support.run_directory import write_run
 
 from ulysses_cli.report import run_files, run_summary
+from ulysses_cli.report.page import live_page
 from ulysses_cli.report.page.live_page import LivePage
 from ulysses_cli.report.page.run_page import make_run_page
 
@@ -80,9 +82,63 @@ def test_each_request_gets_the_run_as_it_is_now(served: Served) -> None:
 def test_only_this_machine_reads_the_page(served: Served) -> None:
     write_run(served.folder)
     assert served.page.server.server_address[0] == "127.0.0.1"
-    assert get(served.page.address, Host="elsewhere.example:80")[0] == 403
-    assert get(served.page.address + "run.json")[0] == 404
+    address, port = served.page.address, served.page.server.server_address[1]
+    for host in (
+        "elsewhere.example:80",
+        "localhost.example",
+        "127.0.0.1.example",
+        "",
+        "localhost:80:80",
+        "x@localhost",
+    ):
+        assert get(address, Host=host)[0] == 403, host
+    root = f"http://127.0.0.1:{port}/"
+    for path in (
+        "",
+        "index.html",
+        "run.json",
+        address.rpartition("/")[2][:-1],
+        "x" * 22,
+        "%00",
+        "\u00fc".encode("latin1").hex(),
+    ):
+        status, text, _ = get(root + path)
+        assert status == 403, path
+        assert "ends with a token" in text
     assert served.times == 0
+    for host in ("LOCALHOST", "LocalHost:8000", "127.0.0.1", "localhost"):
+        assert get(address, Host=host)[0] == 200, host
+    assert get(f"{address}/?x=1")[0] == 200
+
+
+def test_two_pages_have_different_tokens() -> None:
+    pages = [LivePage(lambda: "") for _ in range(2)]
+    assert pages[0].token != pages[1].token
+    assert min(len(page.token) for page in pages) >= 22
+    for page in pages:
+        page.server.server_close()
+
+
+def test_connections_are_bounded_and_do_not_last(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "ASK_SECONDS", 1.0)
+    write_run(served.folder)
+    threads = threading.active_count()
+    idle = [socket.create_connection(served.page.server.server_address[:2], 10) for _ in range(60)]
+    try:
+        assert all(_is_closed(each) for each in idle[live_page.MAX_CONNECTIONS + 4 :])
+        assert threading.active_count() <= threads + 2 * live_page.MAX_CONNECTIONS  # each has a thread and a timer
+        assert all(_is_closed(each) for each in idle)  # a second later the others, too
+        assert get(served.page.address)[0] == 200
+    finally:
+        for each in idle:
+            each.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 @pytest.mark.check
@@ -106,6 +162,18 @@ def test_a_browser_shows_the_page_and_refreshes_it(served: Served, tmp_path: Pat
     finally:
         browser.kill()
         browser.wait()
+
+
+def test_a_port_of_the_system_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    write_run(tmp_path)
+    monkeypatch.setattr(live_page, "LivePage", refuse)
+    shown = run("report", str(tmp_path), "--live", "--port", "80")
+    assert shown.returncode == 2
+    assert "--port: 80 cannot be used: Permission denied" in shown.stderr
+    assert "hint: name another port, 1024 or more: smaller ones belong to the system" in shown.stderr
 
 
 def test_wrong_uses_are_explained(tmp_path: Path) -> None:

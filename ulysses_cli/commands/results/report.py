@@ -10,6 +10,7 @@ import typer
 from ulysses_cli.commands.options import Format, FormatOption, end_with, or_exit
 
 PAGE_NAME = "report.html"
+FREE_PORT = 1024
 OF_A_RUN = {"run.json", "metrics.jsonl", "eval.jsonl", "checkpoints", "logs", "lock-0"}
 
 
@@ -27,8 +28,9 @@ def report(
     """Make one HTML page of a run: loss, speed, memory, cost, and the recipe, data and software it used.
 
     Works during a run too: --live serves the page on this machine's loopback interface until Ctrl-C, and the browser
-    refreshes it every 5 seconds. From elsewhere: ssh -L 8000:localhost:8000 HOST. The page needs no network and shows
-    no secrets. With --format json the summary is printed as JSON, and a page is written only if --output names one.
+    refreshes it every 5 seconds. Its address ends with a token, without which other users of the machine do not get it.
+    From elsewhere: ssh -L 8000:localhost:8000 HOST. The page needs no network and shows no secrets. With --format json
+    the summary is printed as JSON, and a page is written only if --output names one.
 
     \b
     Examples:
@@ -88,7 +90,12 @@ def _serve(run_dir: Path, to: Path | None, port: int, output: Format) -> None:
     try:
         page = LivePage(make, port)
     except OSError as error:
-        end_with([Problem("--port", f"{port} cannot be used: {error.strerror}", "name another port")], output)
+        hint = (
+            "name another port, 1024 or more: smaller ones belong to the system"
+            if 0 < port < FREE_PORT
+            else ("name another port")
+        )
+        end_with([Problem("--port", f"{port} cannot be used: {error.strerror}", hint)], output)
     printing.print_message(f"{page.address} shows {run_dir}; Ctrl-C ends it")
     page.serve()
 
