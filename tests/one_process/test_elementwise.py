@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -424,6 +425,40 @@ def test_a_trial_is_as_large_as_a_ranks_rows_up_to_what_no_cache_holds(monkeypat
     choose_ways(torch.device("cuda"), torch.bfloat16, widths, 8192)
     rows = {("rounded", (4096,)): 8192, ("rounded", (128,)): 8192 * 32, ("rotary", (32, 128)): 8192}
     assert drawn == {**rows, ("gate", (14336,)): choosing.TIMED_BYTES // (14336 * 2)}
+
+
+def test_a_choice_is_kept_by_gpu_versions_and_widths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Trials compile, for up to half a minute in every process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU A")
+    tried: list[str] = []
+    errors = {"torch": 0.01, "compiled": 0.01}
+
+    def make(part: str, *_: Any) -> FakeTrial:
+        tried.append(part)
+        return FakeTrial(errors, {"transformers": 3e-3, "torch": 2e-3, "compiled": 1e-3})
+
+    monkeypatch.setattr(choosing, "_Trial", make)
+
+    def choose(hidden: int = 64) -> tuple[Any, int]:
+        tried.clear()
+        widths = Widths(hidden, 4, 16, 128, {"rounded": {hidden}})
+        return choose_ways(torch.device("cuda"), torch.bfloat16, widths, 64, uses_cache=True), len(tried)
+
+    errors.pop("compiled")
+    assert choose()[1] == choose()[1] == 3, "a choice after a failure is not kept"
+    errors["compiled"] = 0.01
+    first, num_tried = choose()
+    again, num_again = choose()
+    assert (num_tried, num_again) == (3, 0)
+    assert again.ways == first.ways == {**NO_WAYS, "rounded": "compiled", "rotary": "compiled", "gate": "compiled"}
+    assert "found in an earlier run" in again.reason
+    assert choose(hidden=128)[1] == 3
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU B")
+    assert choose()[1] == 3
+    for file in tmp_path.rglob("*.json"):
+        file.write_text('{"name": "{}", "reason": ""}')
+    assert choose()[1] == 3, "what is no choice is not used"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from ulysses_cli.plan.attention import BACK_ENDS, Capability, Need, list_able
 from ulysses_cli.train.assembly import run as assembling
 from ulysses_cli.train.assembly.run import RunLength, assemble_run
 from ulysses_cli.train.attention.kernels import choice as choosing
-from ulysses_cli.train.attention.kernels import choice_cache
 from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.presence import CommonPresence, Presence, join_presence
 from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult
@@ -33,6 +32,7 @@ from ulysses_cli.train.attention.kernels.workload import (
     LengthMix,
     measure_mix,
 )
+from ulysses_cli.train.processes import choice_cache
 from ulysses_cli.train.processes.consistency import DisagreementError
 
 CPU = torch.device("cpu")
@@ -265,14 +265,14 @@ def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPat
 def test_another_version_of_the_code_tries_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trials, code = Trials(monkeypatch, set(), {}), tmp_path / "code"
-    shutil.copytree(choice_cache.SOURCES, code)
-    assert choice_cache.digest_code(code) == choice_cache.digest_code(choice_cache.SOURCES)
+    shutil.copytree(choosing.SOURCES, code)
+    assert choice_cache.digest_code(code) == choice_cache.digest_code(choosing.SOURCES)
     choose_kernel("auto", make_search(), uses_cache=True)
     before = len(trials.tried)
     with open(code / "trial.py", "a") as stream:
         stream.write("PROBE_LENGTHS = (1,)\n")
     choice_cache.digest_code.cache_clear()
-    monkeypatch.setattr(choice_cache, "SOURCES", code)
+    monkeypatch.setattr(choosing, "SOURCES", code)
     choose_kernel("auto", make_search(), uses_cache=True)
     assert len(trials.tried) > before
 

@@ -108,7 +108,7 @@ def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device, norm
     inner = shape.intermediate_size or shape.hidden_size
     widths = Widths(shape.hidden_size, shape.num_heads, shape.head_dim, inner, norms)
     dtype, num_tokens = getattr(torch, recipe.model.dtype), plan.resolved.local_tokens
-    return choose_on_first(groups, lambda: choose_ways(device, dtype, widths, num_tokens))
+    return choose_on_first(groups, lambda: choose_ways(device, dtype, widths, num_tokens, uses_cache=True))
 
 
 def describe_plain_norms(plan: RunPlan, choice: ElementwiseChoice, norms: Collection[NormKind]) -> str:

@@ -4,11 +4,17 @@ code, elsewhere by what is known of the device. A way that fails or differs is p
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -21,6 +27,7 @@ from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
 from ulysses_cli.train.elementwise.interface import Part, Ways
 from ulysses_cli.train.elementwise.operators import Way
+from ulysses_cli.train.processes.choice_cache import ChoiceCache, get_folder
 
 NORM_KINDS: tuple[NormKind, ...] = get_args(NormKind)
 # torch's RMSNorm scales by the weight alone and knows no offset.
@@ -38,6 +45,7 @@ NUM_COMPARED, NUM_TIMED = 4096, 10  # rows; repetitions
 TIMED_BYTES = 1 << 27  # of a tensor: more than a cache holds, so that memory decides and not the starts of kernels
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # of the largest value; bfloat16 keeps 8 bits
 EPS = 1e-5
+SOURCES = Path(__file__).parent
 
 Inputs = Sequence[Tensor]
 Run = Callable[..., Tensor]
@@ -66,15 +74,54 @@ class Widths:
         return [(1, (self.num_heads, self.head_dim) if part == "rotary" else (self.inner,))]
 
 
-def choose_ways(device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int) -> ElementwiseChoice:
-    """Tries all candidates where there is a GPU. `num_tokens`: of a rank's rows."""
+def choose_ways(
+    device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int, *, uses_cache: bool = False
+) -> ElementwiseChoice:
+    """Tries all candidates where there is a GPU. `num_tokens`: of a rank's rows. A choice in which nothing failed is
+    kept for later runs, since trials compile for up to half a minute."""
     if device.type == "cpu":
         rotary: Way = CPU_WAYS["rotary"] if dtype == torch.float32 else "transformers"
         return ElementwiseChoice({**CPU_WAYS, "rotary": rotary}, "in blocks that fit a processor's cache")
     if device.type != "cuda":
         return ElementwiseChoice(GPU_WAYS, "as on a GPU")
+    if not uses_cache:
+        return _try_parts(device, dtype, widths, num_tokens)[0]
+    facts = {"dtype": str(dtype), "rows": [widths.list_rows(part) for part in CANDIDATES], "tokens": num_tokens}
+    cache = ChoiceCache(get_folder(os.environ), SOURCES, facts | _list_versions(device))
+    if (found := cache.read()) and (kept := _read_ways(found[0])):
+        return ElementwiseChoice(kept, f"{found[1]} (found in an earlier run: {cache.file})")
+    choice, is_lasting = _try_parts(device, dtype, widths, num_tokens)
+    if is_lasting:
+        cache.write(json.dumps(dict(choice.ways), sort_keys=True), choice.reason)
+    return choice
+
+
+def _list_versions(device: torch.device) -> dict[str, str]:
+    """Machines that share a home may differ, also in whether they can compile."""
+    versions = {}
+    for name in ("torch", "transformers", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang") or ""
+    cuda = str(torch.version.cuda or torch.version.hip)
+    return versions | {"cuda": cuda, "gpu": torch.cuda.get_device_name(device), "compiler": compiler}
+
+
+def _read_ways(text: str) -> Ways | None:
+    try:
+        ways = json.loads(text)
+    except ValueError:
+        return None
+    is_whole = isinstance(ways, dict) and ways.keys() == CANDIDATES.keys()
+    return ways if is_whole and all(way in get_args(Way) for way in ways.values()) else None
+
+
+def _try_parts(
+    device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int
+) -> tuple[ElementwiseChoice, bool]:
+    """Returns also whether no candidate failed: a full GPU or a busy machine may have been the cause."""
     ways: dict[Part, Way] = dict(NO_WAYS)
-    reasons = []
+    reasons: list[str] = []
     for part, candidates in CANDIDATES.items():
         trials = [
             _Trial(part, device, dtype, shape, per_token * num_tokens) for per_token, shape in widths.list_rows(part)
@@ -83,7 +130,7 @@ def choose_ways(device: torch.device, dtype: torch.dtype, widths: Widths, num_to
             ways[part], reason = _choose_part(candidates, trials)
             reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {ways[part]} ({reason})")
     torch.cuda.empty_cache()
-    return ElementwiseChoice(ways, ", ".join(reasons))
+    return ElementwiseChoice(ways, ", ".join(reasons)), not any(" failed: " in reason for reason in reasons)
 
 
 def _choose_part(candidates: Sequence[Way], trials: Sequence[_Trial]) -> tuple[Way, str]:

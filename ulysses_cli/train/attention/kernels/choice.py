@@ -9,17 +9,20 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
 from ulysses_cli.plan.attention import BACK_ENDS, FLASH_CAPABILITY, Device, Need, format_capability, list_able
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.train.attention.kernels.choice_cache import ChoiceCache, get_folder
 from ulysses_cli.train.attention.kernels.operators import KERNELS
 from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_presence, read_presence
 from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult, describe_error, try_kernel
 from ulysses_cli.train.attention.kernels.trial_process import try_in_process
 from ulysses_cli.train.attention.kernels.workload import ANY_WORK, KernelWorkload
+from ulysses_cli.train.processes.choice_cache import ChoiceCache, get_folder
+
+SOURCES = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def choose_kernel(wanted: str, search: KernelSearch, *, uses_cache: bool = False
     if search.kind == "cpu" or not uses_cache:
         return _choose(wanted, search)
     facts = {"wanted": wanted, "need": asdict(search.need), "window": search.window_tokens, "work": asdict(search.work)}
-    cache = ChoiceCache(get_folder(os.environ), facts | {"presence": asdict(search.find_presence())})
+    cache = ChoiceCache(get_folder(os.environ), SOURCES, facts | {"presence": asdict(search.find_presence())})
     if (found := cache.read()) and found[0] in KERNELS:
         return KernelChoice(found[0], f"{found[1]} (found in an earlier run: {cache.file})")
     choice = _choose(wanted, search)

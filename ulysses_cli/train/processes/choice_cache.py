@@ -1,5 +1,5 @@
 """Keeps choices of kernels on disk, by GPU, versions, need and this package's own code, so that only the first run on a
-machine tries kernels. A file that cannot be read or written changes nothing.
+machine tries them. A file that cannot be read or written changes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files.whole_files import write_whole
-
-SOURCES = Path(__file__).parent  # how kernels are called, and by which rule they are tried
 
 
 def get_folder(environ: Mapping[str, str]) -> Path:
@@ -31,10 +29,11 @@ def digest_code(folder: Path) -> str:
 
 
 class ChoiceCache:
-    """`facts`: everything that the choice depends on besides this package's own code, of which a digest is added."""
+    """`facts`: everything that the choice depends on besides this package's own code, of which a digest is added:
+    `sources` is the folder of modules that say how kernels are called, and by which rule they are tried."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        self.facts = {"code": digest_code(SOURCES), **facts}
+    def __init__(self, folder: Path, sources: Path, facts: Mapping[str, Any]) -> None:
+        self.facts = {"code": digest_code(sources), **facts}
         written = json.dumps(self.facts, sort_keys=True, default=str)
         self.file = folder / f"{hashlib.sha256(written.encode()).hexdigest()[:32]}.json"
 
