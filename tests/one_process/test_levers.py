@@ -629,6 +629,20 @@ def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch
     assert pool.num_bytes == 9 * page, "a buffer that is too small makes room"
 
 
+def test_host_buffers_are_private_and_ask_for_huge_pages() -> None:
+    """Shared mappings have pages of 4 KiB each to lock. A private page that a fork shares moves when it is written."""
+    buffer = HostPool(is_pinned=False).take(8 << 20)
+    text = Path("/proc/self/smaps").read_text()
+    places = [line.split("-")[0] for line in text.splitlines() if "-" in line.split(" ")[0]]
+    place = max((each for each in places if int(each, 16) <= buffer.data_ptr()), key=lambda each: int(each, 16))
+    head, *lines = text[text.index(f"{place}-") :].splitlines()
+    flags = next(line for line in lines if line.startswith("VmFlags:")).split()
+    assert head.split()[1] == "rw-p"
+    assert "dc" in flags, "no child has it"
+    if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        assert "hg" in flags
+
+
 def test_a_second_backward_through_a_layer_is_refused() -> None:
     model = make_loss_model(Case("llama", Levers(checkpointing="save_attention")), make_sequence_axis(None))
     loss = model(**make_row(LENGTHS), documents=make_documents(LENGTHS))

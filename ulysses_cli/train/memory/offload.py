@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class HostPool:
                 f"{self.num_bytes / GIB:.2f}, and {free / GIB:.2f} are free: offload fewer layers "
                 "(memory.activation_offloading)"
             )
-        pages = mmap.mmap(-1, num_bytes)
+        pages = map_pages(num_bytes)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
         if self.is_pinned:  # torch's own allocator of pinned memory would round up to a power of two
             _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0), num_bytes)
@@ -89,6 +90,16 @@ class HostPool:
             torch.cuda.synchronize()
             _unlock(self._locked, [buffer.data_ptr()])
         self.num_bytes -= buffer.numel()
+
+
+def map_pages(num_bytes: int) -> mmap.mmap:
+    """This process's own memory, in huge pages where the system has them: 512 times fewer to lock. A forked child gets
+    none of it, since a page that both have would move when it is written, away from what the GPU knows."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with suppress(OSError):  # a kernel without it
+            pages.madvise(advice)
+    return pages
 
 
 def _unlock(locked: dict[int, mmap.mmap], addresses: Iterable[int]) -> None:
