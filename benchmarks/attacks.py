@@ -8,6 +8,7 @@ is open. A word on the command line selects attacks by name and renews only thei
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import gzip
 import json
@@ -402,6 +403,97 @@ def spoil_recipe(folder: Path) -> str:
         if result := ulysses(folder, "validate-config", "r.yaml").judge():
             return result
     return "the code ran" if (folder / "ran").exists() else ""
+
+
+DISK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Whether a path holds the text of DISK_NAME and, where DISK_FLAG names a file, that file exists. */
+static int is_odd(const char *path) {
+    char *name = getenv("DISK_NAME"), *flag = getenv("DISK_FLAG");
+    return name && path && strstr(path, name) && (!flag || access(flag, F_OK) == 0);
+}
+static int is_odd_file(int file) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length < 0) return 0;
+    path[length] = 0;
+    return is_odd(path);
+}
+#define REAL(TYPE, NAME, ...) static TYPE (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, NAME)
+#define FAIL(CONDITION) if (getenv("DISK_CODE") && (CONDITION)) { errno = atoi(getenv("DISK_CODE")); return -1; }
+#define OPEN(NAME) int NAME(const char *path, int flags, ...) { REAL(int, #NAME, const char *, int, ...); \
+    va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest); \
+    FAIL((flags & (O_CREAT | O_WRONLY | O_RDWR)) && is_odd(path)) return real(path, flags, mode); }
+OPEN(open)
+OPEN(open64)
+ssize_t write(int file, const void *bytes, size_t size) {
+    REAL(ssize_t, "write", int, const void *, size_t);
+    FAIL(is_odd_file(file))
+    return real(file, bytes, size);
+}
+int mkdir(const char *path, mode_t mode) {
+    REAL(int, "mkdir", const char *, mode_t);
+    FAIL(is_odd(path))
+    return real(path, mode);
+}
+int rename(const char *from, const char *to) {
+    REAL(int, "rename", const char *, const char *);
+    FAIL(is_odd(from))
+    return real(from, to);
+}
+int unlink(const char *path) {
+    REAL(int, "unlink", const char *);
+    FAIL(is_odd(path))
+    return real(path);
+}
+int flock(int file, int what) {
+    REAL(int, "flock", int, int);
+    if (getenv("DISK_LOCKS") && is_odd_file(file)) { errno = atoi(getenv("DISK_LOCKS")); return -1; }
+    return real(file, what);
+}
+"""  # a disk that refuses what DISK_CODE says, or has no locks
+
+
+@attack("disks", "without locks, full at a manifest or a log, read-only in the middle of a run")
+def spoil_disk(folder: Path) -> str:
+    (folder / "disk.c").write_text(DISK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "disk.so", "disk.c", "-ldl"], cwd=folder, check=True)
+    recipe = write_recipe(folder, **SHORT, parallel={"sp_size": 2})
+    disk, place, full = {"LD_PRELOAD": str(folder / "disk.so")}, str(folder / "run"), str(errno.ENOSPC)
+    for locks in (errno.ENOSYS, errno.EINVAL):
+        ended = ulysses(folder, "train", recipe, "--overwrite", **disk, DISK_NAME=place, DISK_LOCKS=str(locks))
+        if result := ended.judge("without file locks", "done model_dir", codes=(0,)):
+            return f"flock answers {errno.errorcode[locks]}: {result}"
+    for name, pattern in (
+        ("step-2.writing/manifest.json", "checkpoint step-2 was not written: No space left on device"),
+        ("rank-1.log", "rank 1 failed .*the log of this rank cannot be written: No space left on device"),
+        ("run.json", "No space left on device"),
+    ):
+        ended = ulysses(folder, "train", recipe, "--overwrite", **disk, DISK_NAME=name, DISK_CODE=full)
+        if result := ended.judge(pattern, codes=(1,)):
+            return f"full at {name}: {result}"
+    flag = folder / "flag"
+    frozen = {**disk, "DISK_NAME": place, "DISK_FLAG": str(flag), "DISK_CODE": str(errno.EROFS)}
+    process = start(
+        folder, "output", "train", recipe, "--overwrite", "train.max_steps=400", "run.save_steps=5", **frozen
+    )
+    wait_for(process, (folder / "run" / "checkpoints" / "step-5").exists)
+    flag.touch()
+    pattern = r"was not written: .*Read-only file system[^$]*the newest checkpoint is \S+step-"
+    result = judge(process, folder / "output", pattern, codes=(1,))
+    again = ("train", recipe, "train.max_steps=12", "--resume", "auto")
+    return result or ulysses(folder, *again).judge("resumed from .*step-", "done model_dir", codes=(0,))
 
 
 @attack("run folders", "links in the place of a run's files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -21,11 +22,11 @@ from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.launcher import make_agent_args, make_environment
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import LOST_SECONDS
-from ulysses_cli.plan.files.locks import WITHOUT_LOCKS
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.printing import print_problems
 from ulysses_cli.report.run_end import explain_resume, format_failure, format_interruption, format_missing_lock
 from ulysses_cli.run_folder import run_key
+from ulysses_cli.run_folder.failure_record import SPARE, write_failure_record, write_failures
 from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
 from ulysses_cli.run_folder.seal import KEY, Seal
 
@@ -220,6 +221,36 @@ def test_a_rank_that_ends_without_a_record_is_explained_by_its_log(tmp_path: Pat
     assert format_failure(find_first_failure(logs, 1), tmp_path) == without
 
 
+def test_a_rank_that_could_not_write_its_record_is_named_before_those_that_it_interrupted(tmp_path: Path) -> None:
+    """As one whose disk has no room for its log. Where all were interrupted, that is what is said."""
+    record = {"rank": 0, "phase": "starting", "is_interruption": True, "exit_code_wanted": 143}
+    (tmp_path / "rank-0.error.json").write_text(json.dumps(record))
+    ends = [{"rank": 1, "exit_code": 1, "time": 5}, {"rank": 0, "exit_code": 143, "time": 5}]
+    (tmp_path / "failure.json").write_text(json.dumps(ends))
+    failure = find_first_failure(MachineLogs(tmp_path), 1)
+    assert "rank 1 ended with exit code 1" in format_failure(failure, tmp_path)
+    (tmp_path / "failure.json").write_text(
+        json.dumps([ends[1], {"rank": 1, "exit_code": 143}, {"rank": 2, "exit_code": -15}])
+    )
+    assert find_first_failure(MachineLogs(tmp_path), 1) == record
+
+
+def test_a_disk_that_takes_no_record_hides_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is read-only by then. A file in the place of the folder refuses root, too."""
+    spare = tmp_path / "spare"
+    spare.mkdir()
+    (tmp_path / "logs").write_text("")
+    monkeypatch.setenv(SPARE, str(spare))
+    write_failure_record(tmp_path / "logs", 1, {"rank": 1, "message": "Read-only file system"})
+    write_failures(tmp_path / "logs" / "failure.json", [{"rank": 1, "exit_code": 1}])
+    logs = MachineLogs(tmp_path / "logs", spare=spare)
+    assert find_first_failure(logs, 1)["message"] == "Read-only file system"
+    assert logs.read_failures() == [{"rank": 1, "exit_code": 1}]
+    monkeypatch.delenv(SPARE)
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        write_failure_record(tmp_path / "logs", 1, {})
+
+
 def test_a_killed_agent_is_named(tmp_path: Path) -> None:
     """The records of its ranks only say that they were interrupted."""
     record = {"rank": 1, "phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
@@ -241,7 +272,9 @@ def test_a_folder_is_locked_as_long_as_a_process_of_its_run_lives(tmp_path: Path
     os.close(start_lock.lock_run(tmp_path / "run", 0).handle)
 
 
-@pytest.mark.parametrize("number", WITHOUT_LOCKS)
+@pytest.mark.parametrize(
+    "number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EIO, errno.EACCES, errno.EPERM]
+)
 def test_a_disk_without_locks_is_used_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

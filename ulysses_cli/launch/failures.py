@@ -24,6 +24,7 @@ class MachineLogs:
     node_rank: int = 0
     num_nodes: int = 1
     processes_here: int = 1
+    spare: Path | None = None  # records that the run's disk did not take
 
     @property
     def suffix(self) -> str:
@@ -57,7 +58,13 @@ class MachineLogs:
         files = [
             file for file in self.folder.glob("rank-*.error.json") if file.stat().st_mtime >= began - STAGGER_SECONDS
         ]
+        files += self.spare.glob("rank-*.error.json") if self.spare is not None else ()
         return [record for file in files if isinstance(record := read_json(file), dict)]
+
+    def read_failures(self) -> list[dict[str, Any]]:
+        """What the agent has seen of its ranks' ends."""
+        kept = read_json(self.spare / self.failure_file.name) if self.spare is not None else None
+        return read_json(self.failure_file) or kept or []
 
     def read_last_line(self, rank: int | None, began: float) -> str:
         """Returns what a rank's log ends with: a rank that fails while it imports its code leaves no record. '' where
@@ -81,16 +88,18 @@ def find_first_failure(logs: MachineLogs, agent_code: int, began: float = 0.0) -
     written = logs.list_rank_failures(began)
     failures = [record for record in written if not record.get("is_interruption")]
     interruptions = [record for record in written if record.get("is_interruption")]  # mostly sent after a failure
-    seen = read_json(logs.failure_file) or []
+    seen = logs.read_failures()
     killed = [record for record in seen if record.get("exit_code") == -signal.SIGKILL]
     causes = [record for record in (*failures, *seen) if record.get("is_cause")]
     if killed and not causes:
         return {**killed[0], "log": logs.agent_log.name}
     if agent_code < 0 and not causes:
         return {"process": "the agent of the ranks", "exit_code": agent_code, "log": logs.agent_log.name}
-    if failures or interruptions:
+    told = {record.get("rank") for record in written}
+    silent = [record for record in seen if record.get("rank") not in told and 0 < (record.get("exit_code") or 0) < 128]
+    if failures or (interruptions and not silent):  # the others of a rank that ends before it can write are interrupted
         return choose_first(causes or failures or interruptions)
-    first = dict(min(seen, key=lambda record: record.get("time", 0), default={"exit_code": agent_code}))
+    first = dict(min(silent or seen, key=lambda record: record.get("time", 0), default={"exit_code": agent_code}))
     if (first.get("exit_code") or 0) > 0 and (line := logs.read_last_line(first.get("rank"), began)):
         return first | {"message": line}
     return first | {"log": logs.agent_log.name}

@@ -9,10 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
@@ -25,6 +28,7 @@ from ulysses_cli.launch.start_lock import NewLock
 from ulysses_cli.plan.exit_codes import DONE, get_signal_code
 from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.run_folder.early_stop import STOP_FILE, read_early_stop
+from ulysses_cli.run_folder.failure_record import SPARE
 from ulysses_cli.run_folder.seal import KEY, Seal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -122,12 +126,37 @@ def launch(
     """Starts the agent and waits. Ranks write their display to this process's stderr and all other output to
     logs. `wait` takes the agent and a function that asks it to stop with a checkpoint, returns the agent's exit
     code."""
+    with _open_spare() as spare:
+        return _launch(agent_args, rank_args, environ, replace(logs, spare=spare), lock, wait)
+
+
+@contextmanager
+def _open_spare() -> Iterator[Path | None]:
+    """A folder beside the run's disk; None where this machine has no place for one."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="ulysses-", ignore_cleanup_errors=True)
+    except OSError:
+        yield None
+        return
+    with folder:
+        yield Path(folder.name)
+
+
+def _launch(
+    agent_args: Sequence[str],
+    rank_args: Sequence[str],
+    environ: Mapping[str, str],
+    logs: MachineLogs,
+    lock: NewLock,
+    wait: Callable[[subprocess.Popen[bytes], Callable[[], None]], int],
+) -> Outcome:
     mask = narrow_umask(logs.folder.parent)  # the run's files get no wider permissions than its folder
     logs.folder.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
     began = logs.clear()
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *agent_args, "-m", "ulysses_cli.train", *rank_args]
     ours = {"ULYSSES_FAILURE_FILE": str(logs.failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
     ours |= {STOP_FILE: str(logs.stop_file), "ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
+    ours |= {SPARE: str(logs.spare)} if logs.spare is not None else {}
     with open(logs.agent_log, "ab", opener=lambda path, flags: open_own(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,

@@ -6,13 +6,16 @@ Disk space for it is reserved before the run, in case the disk is full by then.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files.regular_files import read_regular, write_own
+from ulysses_cli.plan.files.whole_files import write_whole
 
+SPARE = "ULYSSES_SPARE_FOLDER"  # of this machine: takes records that the run's disk does not take
 ROOM_BYTES = 1 << 16
 MAX_JSON_BYTES = 16 << 20
 
@@ -30,16 +33,32 @@ def give_room(logs: Path, rank: int) -> None:
 
 def write_failure_record(logs: Path, rank: int, failure: Mapping[str, object]) -> None:
     """Writes what ended this rank. The command shows the first record of all ranks."""
-    temporary = logs / f"rank-{rank}.error.part"
     text = json.dumps({**failure, "time": time.time(), "boot": _read_boot(), "uptime": time.monotonic()})
-    logs.mkdir(parents=True, exist_ok=True)  # the run's folder may have been removed
+    name = f"rank-{rank}.error.json"
     try:
-        write_own(temporary, text)
-    except OSError:
-        give_room(logs, rank)
-        temporary.unlink(missing_ok=True)
-        write_own(temporary, text)
-    temporary.rename(logs / f"rank-{rank}.error.json")
+        logs.mkdir(parents=True, exist_ok=True)  # the run's folder may have been removed
+        try:
+            write_whole(logs / name, text)
+        except OSError:
+            give_room(logs, rank)
+            write_whole(logs / name, text)
+    except OSError as error:
+        _write_spare(name, text, error)
+
+
+def write_failures(file: Path, failures: Sequence[Mapping[str, object]]) -> None:
+    """Writes what the agent has seen of its ranks' ends."""
+    try:
+        write_whole(file, json.dumps(failures))
+    except OSError as error:
+        _write_spare(file.name, json.dumps(failures), error)
+
+
+def _write_spare(name: str, text: str, error: OSError) -> None:
+    """On a disk that is read-only or gone by now, nobody would learn why the run ended."""
+    if not (folder := os.environ.get(SPARE)):
+        raise error
+    write_whole(Path(folder) / name, text)
 
 
 def choose_first(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -13,10 +12,10 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ulysses_cli.plan.exit_codes import get_signal_code
+from ulysses_cli.plan.exit_codes import FAILED, get_signal_code
 from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
-from ulysses_cli.run_folder.failure_record import give_room, keep_room, write_failure_record
+from ulysses_cli.run_folder.failure_record import give_room, keep_room, read_json, write_failure_record
 from ulysses_cli.run_folder.run_lock import hold_lock
 from ulysses_cli.train.guard.interruption import Interruption, SignalListener, end_process
 from ulysses_cli.train.guard.masked_log import MaskedStream, open_masked
@@ -54,11 +53,8 @@ def read_final_failure(logs: Path, rank: int) -> int | None:
     if not num_restarts:
         return None
     for file in sorted(logs.glob("rank-*.error*.json")):
-        try:
-            failure = json.loads(file.read_text())
-        except (OSError, ValueError):
-            continue  # another rank has just renamed it
-        if failure.get("is_final"):
+        failure = read_json(file)  # None where another rank has just renamed it
+        if isinstance(failure, dict) and failure.get("is_final"):
             return int(failure["exit_code_wanted"])
     own = logs / f"rank-{rank}.error.json"
     if own.exists():
@@ -83,7 +79,13 @@ def main(arguments: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
     secrets = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
-    terminal = redirect_output(logs, rank, secrets)
+    try:
+        terminal = redirect_output(logs, rank, secrets)
+    except OSError as error:
+        message = f"the log of this rank cannot be written: {error.strerror} ({error.filename})"
+        failure = {"rank": rank, "phase": "starting", "message": message, "is_cause": True, "exit_code_wanted": FAILED}
+        write_failure_record(logs, rank, failure)
+        return FAILED
     keep_room(logs, rank)
     record, leftovers = Record(logs.parent, loaded.recipe.run.logging_steps, hold_lock()), ExitStack()
 

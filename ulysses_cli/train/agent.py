@@ -6,7 +6,6 @@ that takes; torch's own agent would kill them after half a minute. torch is impo
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -16,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ulysses_cli.plan.exit_codes import FAILED, USAGE, get_signal_code
-from ulysses_cli.plan.files.regular_files import write_own
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
+from ulysses_cli.run_folder.failure_record import write_failures
 from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, SignalListener
 from ulysses_cli.train.guard.masked_log import open_masked
 
@@ -75,7 +74,7 @@ class LostMachine:
             return
         hint = "look at its log; a machine that is lost or cut off ends the run on all others"
         failure = {"message": message, "hint": hint, "is_cause": True, "time": time.time()}
-        write_own(self.failure_file, json.dumps([failure]))
+        write_failures(self.failure_file, [failure])
         self.signals.end(FAILED)
 
 
@@ -133,7 +132,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
     except SystemExit:
         message = "torch's agent does not understand its arguments, those after --"
-        write_own(failure_file, json.dumps([{"message": message, "exit_code_wanted": USAGE}]))
+        write_failures(failure_file, [{"message": message, "exit_code_wanted": USAGE}])
         return USAGE
     try:
         elastic_launch(config=replace(config, signals_to_handle="SIGQUIT"), entrypoint=command)(*command_args)
@@ -152,7 +151,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
         failures = [{**cause, "time": time.time()}]
     if not failures:
         return 0
-    write_own(failure_file, json.dumps(failures))
+    write_failures(failure_file, failures)
     return FAILED
 
 

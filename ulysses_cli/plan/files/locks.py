@@ -14,7 +14,6 @@ HINT_WHILE_LIVE = (
     "choose another run.output_dir, or wait for that run to end: then `ulysses train` with --resume auto continues it, "
     "with --overwrite replaces it"
 )
-WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def take_lock(handle: int, *, shares: bool = False, waits: bool = False) -> bool:
@@ -22,8 +21,12 @@ def take_lock(handle: int, *, shares: bool = False, waits: bool = False) -> bool
     this one does not wait for it."""
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shares else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
+    except BlockingIOError:
+        raise
+    except (
+        OSError
+    ) as error:  # ENOSYS, EOPNOTSUPP, ENOLCK; mounted buckets and servers have given EINVAL, EIO, EACCES, too
+        if error.errno == errno.EBADF:
             raise
         return False
     return True

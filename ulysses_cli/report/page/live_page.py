@@ -28,7 +28,7 @@ class LivePage:
     another host name are refused: a page elsewhere must not read this one through a name that it moved here."""
 
     def __init__(self, make: Callable[[], str], port: int = 0, refresh_seconds: int = REFRESH_SECONDS) -> None:
-        self.token = secrets.token_urlsafe(TOKEN_BYTES)
+        self.token = secrets.token_hex(TOKEN_BYTES)
         own = {"make": staticmethod(make), "refresh_seconds": refresh_seconds, "token": self.token}
         self.server = _BoundedServer((ADDRESS, port), type("PageHandler", (_Handler,), own))
 
