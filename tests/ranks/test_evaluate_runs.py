@@ -48,7 +48,7 @@ def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str,
     ("words", "message"),
     [
         (("--suite", ""), "no suite is named"),
-        (("--suite", "longbench-v2", "--path", "numbers.json"), "it is not a list of rows"),
+        (("--suite", "longbench-v2", "--path", "numbers.json"), "numbers.json:1:1: a JSON value that is not an object"),
         (("--suite", "vt", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--suite", "code", "--code", "nowhere"), "nowhere is not a folder"),
         pytest.param(("--thinking", "64"), "the model's chat template knows of no thoughts", marks=pytest.mark.check),
