@@ -25,7 +25,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "logs/agent.log": lambda run: lock_run(run, 0, {}),
     "logs/launch.json": lambda run: count_restarts(run / "logs"),
     "logs/rank-0.room": lambda run: keep_room(run / "logs", 0),
-    f"logs/.rank-0.error.json.{os.getpid()}.part": lambda run: write_failure_record(run / "logs", 0, {"message": "m"}),
+    "logs/.rank-0.error.json.PID.part": lambda run: write_failure_record(run / "logs", 0, {"message": "m"}),
     "metrics.jsonl": lambda run: LineFile(run / "metrics.jsonl").write({"step": 1}),
     "told.jsonl": lambda run: note_told(run, "hub", "x", "y"),
     "key": share_key,
