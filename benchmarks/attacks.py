@@ -737,6 +737,12 @@ for name, test in {
         return run_test(f"tests/ranks/test_listening.py::{test}")
 
 
+@attack("network", "a key's file: eight machines at once, a killed writer, zeros after a crash, a full disk")
+def spoil_key(folder: Path) -> str:
+    tests = ("key_is_read_once", "left_in_the_place_of_a_key", "disk_has_no_room", "share_one_key", "bad_key")
+    return run_test("tests/unit/test_launch.py", "-k", " or ".join(tests))
+
+
 @attack("network", "a payload in the agents' state")
 def write_state(folder: Path) -> str:
     return run_test("tests/one_process/test_rendezvous.py::test_a_state_without_the_runs_seal_is_not_unpickled")
@@ -927,6 +933,29 @@ def end_export(folder: Path) -> str:
         if not is_made or left or (folder / "model").exists():
             return f"{number.name}: {'' if is_made else 'it came too late; '}{left} left"
     return result or ulysses(folder, "export", "run", "--to", "model").judge("equal the trained model's", codes=(0,))
+
+
+@attack("signals", "kill -9 in a merge, then the same merge")
+def end_merge(folder: Path) -> str:
+    result = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
+    (folder / "run").rename(folder / "base")
+    model = {"config": None, "name_or_path": str(folder / "base" / "model"), "tokenizer": "bytes"}
+    result = result or ulysses(folder, "train", write_recipe(folder, **SHORT, model=model, lora={"r": 4})).judge(
+        codes=(0,)
+    )
+    words = ("export", "run", "--to", "model", "--merge-lora")
+    for seconds in () if result else (0.0, 0.2):
+        process = start(folder, "output", *words)
+        wait_for(process, (folder / "model.writing").exists)
+        time.sleep(seconds)
+        process.kill()
+        process.wait(SECONDS)
+        end = time.monotonic() + 10
+        while (left := [path.name for path in folder.glob("model*")]) and time.monotonic() < end:
+            time.sleep(0.01)
+        if left:
+            return f"{left} left"
+    return result or ulysses(folder, *words).judge("equal base plus adapters", codes=(0,))
 
 
 @attack("two at once", "two runs and one store; a third in the folder of the first")

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,6 +110,37 @@ def test_a_key_is_read_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(run_key.time, "sleep", lambda _: None)
     with pytest.raises(RecipeError, match="is not complete"):
         run_key.share_key(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\0" * 64, "a" * 63, "a" * 65, "A" * 64, "\ufffd" * 64, " " * 64])
+def test_what_a_crash_left_in_the_place_of_a_key_is_no_key(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros, which some disks show for a file that was not written out, would be a key that everybody knows."""
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(run_key, "WRITE_SECONDS", 0.0)
+    with pytest.raises(RecipeError, match="is not complete"):
+        run_key.share_key(tmp_path)
+
+
+def test_a_key_for_which_the_disk_has_no_room_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RecipeError, match="the key of this run, cannot be written: No space left on device"):
+        run_key.share_key(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_machines_that_start_at_once_share_one_key(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(20):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            assert len(set(pool.map(run_key.share_key, [folder] * 8))) == 1
 
 
 def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ disk that the machines share. It is never part of a command line.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 import time
@@ -17,6 +18,7 @@ from ulysses_cli.run_folder.seal import KEY
 FILE = "key"
 MIN_LETTERS = 32
 NUM_BYTES = 32
+COMPLETE = re.compile(rf"[0-9a-f]{{{2 * NUM_BYTES}}}")
 WRITE_SECONDS = 10.0  # wait this long for the content of a file that another machine has created
 
 
@@ -39,10 +41,14 @@ def share_key(run_dir: Path) -> str:
     except OSError as error:
         raise _refuse(file, f"cannot be made: {error.strerror}") from None
     key = secrets.token_hex(NUM_BYTES)
-    with os.fdopen(handle, "w") as stream:
-        stream.write(key)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with os.fdopen(handle, "w") as stream:
+            stream.write(key)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        raise _refuse(file, f"cannot be written: {error.strerror}") from None
     return key
 
 
@@ -58,7 +64,7 @@ def drop_key(run_dir: Path, key: str) -> None:
 
 def _read(file: Path) -> str:
     end = time.monotonic() + WRITE_SECONDS
-    while len(key := _read_private(file)) < 2 * NUM_BYTES:
+    while not COMPLETE.fullmatch(key := _read_private(file)):  # after a crash a disk may hold zeros instead of it
         if time.monotonic() > end:
             raise _refuse(file, "is not complete", f"delete it, or set {KEY} to the same secret on every machine")
         time.sleep(0.05)
