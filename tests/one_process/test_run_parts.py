@@ -36,6 +36,7 @@ from ulysses_cli.plan.rules.public_names import make_public
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_summary import summarize_run
+from ulysses_cli.run_folder import failure_record
 from ulysses_cli.run_folder.failure_record import keep_room, write_failure_record
 from ulysses_cli.run_folder.line_files import LineFile, cut_lines
 from ulysses_cli.run_folder.run_lock import RunLock
@@ -143,14 +144,14 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.M
 
 def test_failure_records_have_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_room(tmp_path, 3)
-    write = Path.write_text
+    write = failure_record.write_whole
 
-    def write_if_room(file: Path, text: str) -> int:
+    def write_if_room(file: Path, text: str) -> None:
         if (tmp_path / "rank-3.room").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, text)
+        write(file, text)
 
-    monkeypatch.setattr(Path, "write_text", write_if_room)
+    monkeypatch.setattr(failure_record, "write_whole", write_if_room)
     write_failure_record(tmp_path, 3, {"message": "so it ended"})
     assert [file.name for file in tmp_path.iterdir()] == ["rank-3.error.json"]
     assert json.loads((tmp_path / "rank-3.error.json").read_text())["message"] == "so it ended"
