@@ -902,6 +902,14 @@ def judge(process: subprocess.Popen[bytes], output: Path, *patterns: str, codes:
     return Ended(code, output.read_text(errors="replace"), "", 0).judge(*patterns, codes=codes)
 
 
+@attack("losses", "a learning rate of 10: the run says that its loss diverged")
+def diverge(folder: Path) -> str:
+    train = {"max_steps": 6, "learning_rate": 10, "warmup_steps": 0}
+    ended = ulysses(folder, "train", write_recipe(folder, train=train))
+    result = ended.judge("warning: .*far above its past", "done, but the loss diverged: ", codes=(0,))
+    return result or ulysses(folder, "report", "run", "--output", "page.html").judge("The loss diverged", codes=(0,))
+
+
 @attack("signals", "SIGTERM in an evaluation, then --resume auto")
 def end_evaluation(folder: Path) -> str:
     data = {"eval_split": 0.08, "store_dir": str(folder / "store")}

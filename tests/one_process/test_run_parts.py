@@ -179,7 +179,7 @@ def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest
     screen = Screen()
     record = Record(tmp_path, logging_steps=2)
     record.open(screen, make_trackers(["wandb"], tmp_path, "mine"))
-    record.start_files(0)
+    record.start_files(0, 100)
     record.write_step({"step": 1, "loss": 3.0})  # not a logging step
     record.write_step({"step": 2, "loss": 2.0, "mfu": None, "step_parts": {"mlp": 1.0}})
     record.write_eval({"step": 2, "loss": 2.5, "by_position": {}})
@@ -196,6 +196,31 @@ def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2, 3]
 
 
+def test_a_run_whose_loss_diverged_does_not_end_like_others(tmp_path: Path) -> None:
+    """A learning rate of 10: without warm-up only the first loss is one of the base model. Lines that logging_steps
+    leaves out are watched too."""
+    screen = Screen()
+    record = Record(tmp_path, logging_steps=100)
+    record.open(screen)
+    record.start_files(-1, 50)
+    for step in range(1, 51):
+        record.write_step({"step": step, "loss": 11.3 if step == 1 else 1967.0})
+    record.end(tmp_path / "model")
+    resumed = Record(tmp_path)
+    resumed.open(again := Screen())
+    resumed.start_files(50, 60)
+    resumed.write_step({"step": 51, "loss": 1960.0})
+    resumed.end(tmp_path / "model")
+    warnings = [event["message"] for event in screen.events if event["event"] == "warning"]
+    assert warnings == [
+        "step 17: the loss is 1967, far above its past: 1967 or more in the last 16 steps; it was 11.3 at first"
+    ]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [17, 51]
+    assert screen.events[-1]["diverged"]
+    assert again.events[-1]["diverged"]
+    assert [event["event"] for event in again.events] == ["step", "done"]
+
+
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):
@@ -204,7 +229,7 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
 
 def test_ranks_without_a_display_print_no_line(tmp_path: Path) -> None:
     record = Record(tmp_path)
-    record.start_files(0)
+    record.start_files(0, 100)
     record.write_step({"step": 1})
     record.report("hello")
     record.close()
@@ -365,7 +390,7 @@ def test_a_folder_that_is_removed_during_the_run_is_reported(tmp_path: Path) -> 
     (run_dir / "lock-0").touch()
     record = Record(run_dir, lock=RunLock(run_dir / "lock-0"))
     record.open(Voice())
-    record.start_files(0)
+    record.start_files(0, 100)
     record.write_step({"step": 1})
     shutil.rmtree(run_dir)
     for step in (2, 3):

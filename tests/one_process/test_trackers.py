@@ -111,7 +111,7 @@ def test_training_goes_on_when_a_service_fails(tmp_path: Path) -> None:
 
     failing, record = Failing(), Record(tmp_path)
     record.open(Screen(), [failing, Unclosed()])
-    record.start_files(0)
+    record.start_files(0, 100)
     record.write_step(LINE)
     record.write_step({**LINE, "step": 2})
     record.close()

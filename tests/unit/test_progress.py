@@ -65,6 +65,7 @@ def test_every_event_has_its_line() -> None:
         {"event": "saved", "path": "runs/a/checkpoints/step-20", "seconds": 61},
         {"event": "stopped", "reason": "max_hours"},
         {"event": "done", "model_dir": "runs/a/model"},
+        {"event": "done", "model_dir": "runs/a/model", "diverged": True},
         {"event": "weather", "sky": "blue", "degrees": 20.5},
         {},
     )
@@ -81,6 +82,7 @@ def test_every_event_has_its_line() -> None:
         "saved runs/a/checkpoints/step-20 in 1 min 1 s",
         "stopped: max_hours",
         "done model_dir=runs/a/model",
+        "done, but the loss diverged: model_dir=runs/a/model",
         "weather sky=blue degrees=20.5",
         "event",
     ]

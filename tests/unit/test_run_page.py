@@ -18,6 +18,7 @@ from ulysses_cli.plan.secrets import MASK, mask_secrets, mask_text
 from ulysses_cli.report import run_files, run_summary
 from ulysses_cli.report.page import run_page
 from ulysses_cli.report.quality import make_evaluation_blocks
+from ulysses_cli.run_folder.line_files import has_diverged
 
 EVIL = "<script>alert('x')</script>"
 
@@ -151,6 +152,18 @@ def test_losses_that_are_no_numbers_are_counted_and_marked(tmp_path: Path) -> No
     assert summary["loss"]["last"] == 2.0
     assert "4 steps with a loss or a gradient that is NaN or infinite" in page
     assert "<title>not a number</title>" in page
+
+
+def test_a_loss_that_diverged_is_said_with_its_steps(tmp_path: Path) -> None:
+    marks: dict[int, dict[str, Any]] = {3: {"diverged": True}, 5: {"diverged": False}, 1_200: {"diverged": True}}
+    lines = [{"step": step, "loss": 3.0, **marks.get(step, {})} for step in (1, 2, 3, 4, 5, 1_200)]
+    folder = write_lines(tmp_path / "run", *lines)
+    summary, page = make(folder)
+    notes = [note for note in summary["notes"] if "diverged" in note]
+    assert [note.partition("its past ")[2] for note in notes] == ["from step 3 to step 5.", "from step 1,200 on."]
+    assert all(note in page for note in notes)
+    assert has_diverged(folder / "metrics.jsonl")
+    assert not has_diverged(write_lines(tmp_path / "other", *lines[:5]) / "metrics.jsonl")
 
 
 def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:

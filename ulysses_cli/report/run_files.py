@@ -73,6 +73,7 @@ def load_run(folder: Path) -> RecordedRun:
         notes.append(f"The run resumed from an older checkpoint and repeated {redone}. The last attempt is shown.")
     if not metrics:
         notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
+    notes += _describe_rises(metrics)
     evals, samples, quality = (_drop_redone(each) for each in (evals, samples, quality))
     return RecordedRun(
         folder, facts, metrics, evals, samples, quality, told, evaluations, float(sum(spent)), tuple(notes)
@@ -114,6 +115,18 @@ def _load_lines(file: Path, notes: list[str]) -> list[Line]:
     if bad:
         notes.append(f"{format_count(len(bad), 'line')} of {file.name} cannot be read, the first is line {bad[0]}.")
     return lines
+
+
+def _describe_rises(metrics: list[Line]) -> list[str]:
+    """Where the run has found its loss far above its past, and where it came back."""
+    words = "The loss diverged: it is far above its past from step"
+    marks = [(line["step"], bool(line["diverged"])) for line in metrics if "diverged" in line]
+    starts = [step for step, is_high in marks if is_high]
+    ends = [next((later for later, is_high in marks if later > step and not is_high), None) for step in starts]
+    return [
+        f"{words} {start:,} on." if end is None else f"{words} {start:,} to step {end:,}."
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def _load_told(file: Path) -> list[Line]:

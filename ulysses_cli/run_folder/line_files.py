@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def cut_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     write_whole(path, "".join(f"{line}\n" for _, line in _read_lines(path, last_step)))
+
+
+def read_lines(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
+    """The lines of the steps up to `last_step`."""
+    return (json.loads(line) | {"step": step} for step, line in _read_lines(path, last_step))
+
+
+def has_diverged(path: Path) -> bool:
+    """Whether the loss was far above its past when the run ended, as its metrics say."""
+    return next(
+        (bool(line["diverged"]) for line in reversed([*read_lines(path, sys.maxsize)]) if "diverged" in line), False
+    )
 
 
 def find_last_step(path: Path, last_step: int) -> int:

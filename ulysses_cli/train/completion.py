@@ -64,7 +64,7 @@ def finish(
     saves.finish_uploads(state, launch.run_dir / "model")
     for warning in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
         record.warn(warning)
-    record.emit(event="done", model_dir=str(launch.run_dir / "model"))
+    record.end(launch.run_dir / "model")
 
 
 def measure_last_step(state: TrainState, evaluation: Evaluation, samples: Samples, suite: EvalSuite) -> str:

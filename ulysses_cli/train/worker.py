@@ -147,7 +147,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         saves.resume(state, point)
     else:
         saves.begin()
-    record.start_files(state.step or -1)  # a run that begins anew measures its base again, too
+    record.start_files(state.step or -1, state.num_steps)  # a run that begins anew measures its base again, too
     if connected.groups.is_first:
         write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
     meter = Meter(partial(compute_model_flops, inputs.shape), connected.forecast.peak_tflops, record.write_step)

@@ -168,10 +168,14 @@ def _push(valid: ValidRecipe, outcome: Outcome) -> Outcome:
 
 
 def _summarize_end(outcome: Outcome, model_dir: Path | None) -> tuple[Literal["done", "stopped", "failed"], str]:
+    from ulysses_cli.run_folder.line_files import has_diverged
+
     if outcome.stopped_by:
         return "stopped", f"by {outcome.stopped_by}, with a checkpoint"
     if outcome.exit_code != DONE:
         return "failed", str(outcome.failure.get("message") or f"exit code {outcome.exit_code}")
+    if model_dir is not None and has_diverged(model_dir.parent / "metrics.jsonl"):
+        return "done", f"{model_dir}, but the loss diverged"
     return "done", str(model_dir or "")
 
 

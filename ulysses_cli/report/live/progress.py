@@ -89,7 +89,9 @@ class RunDisplay:
                 self._screen.print_line(f"stopped: {values.pop('reason', '')}{_tail(values)}", "yellow")
             case "done":
                 self._print_last_step()
-                self._screen.print_line(f"done{_tail(values)}{self._write_cost()}", "bold green")
+                has_diverged = values.pop("diverged", False)
+                said, style = ("done, but the loss diverged:", "bold red") if has_diverged else ("done", "bold green")
+                self._screen.print_line(f"{said}{_tail(values)}{self._write_cost()}", style)
             case _:
                 self._screen.print_line(f"{name}{_tail(values)}")
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ulysses_cli.plan.secrets import mask_text
-from ulysses_cli.run_folder.line_files import LineFile, cut_lines
+from ulysses_cli.run_folder.line_files import LineFile, cut_lines, read_lines
 from ulysses_cli.run_folder.run_lock import RunLock
 from ulysses_cli.run_folder.told import note_told
+from ulysses_cli.train.telemetry.loss_watch import LossWatch
 from ulysses_cli.train.telemetry.trackers import Tracker
 
 
@@ -33,6 +34,7 @@ class Record:
         self.display: Display | None = None
         self.trackers: Sequence[Tracker] = ()
         self.files: dict[str, LineFile] = {}
+        self.watch = LossWatch(self.warn)
         self.phase = "starting"
         self.describe_step: Callable[[], str] = lambda: ""
 
@@ -50,7 +52,7 @@ class Record:
         """The phase, with the step that the loop is in."""
         return ", ".join(part for part in (self.phase, self.describe_step()) if part)
 
-    def start_files(self, last_step: int) -> None:
+    def start_files(self, last_step: int, num_steps: int) -> None:
         """Opens the metrics files without the lines after `last_step`: those steps will run again."""
         if self.display is None:
             return
@@ -58,6 +60,7 @@ class Record:
             cut_lines(self.run_dir / f"{name}.jsonl", last_step)
         for name in ("metrics", "eval"):
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
+        self.watch.start(num_steps, read_lines(self.run_dir / "metrics.jsonl", last_step))
         self.note_trackers("writes to")
 
     def emit(self, **event: Any) -> None:
@@ -77,8 +80,12 @@ class Record:
         self.emit(event="phase", name=phase)
 
     def write_step(self, line: dict[str, Any]) -> None:
-        """Every `logging_steps`-th step, and every step that was not applied."""
-        if line["step"] % self.logging_steps == 0 or not line.get("applied", True):
+        """Every `logging_steps`-th step, every step that was not applied, and where the loss is far above its past from
+        now on, or no longer."""
+        if self.display is None:
+            return
+        self.watch.mark(line)
+        if line["step"] % self.logging_steps == 0 or not line.get("applied", True) or "diverged" in line:
             self._write("metrics", "step", "train", line)
 
     def write_eval(self, line: dict[str, Any]) -> None:
@@ -91,6 +98,10 @@ class Record:
     def write_quality(self, line: dict[str, Any]) -> None:
         self._open("quality")
         self._write("quality", "quality", "quality", line)
+
+    def end(self, model_dir: Path) -> None:
+        """All steps are done. A run whose loss is far above its past must not end like one that has learned."""
+        self.emit(event="done", model_dir=str(model_dir), **({"diverged": True} if self.watch.is_high else {}))
 
     def _open(self, name: str) -> None:
         """Opens a file that most runs do not write."""
