@@ -743,6 +743,11 @@ def spoil_key(folder: Path) -> str:
     return run_test("tests/unit/test_launch.py", "-k", " or ".join(tests))
 
 
+@attack("network", "a rank's message sent again, in another rank's place, cut, changed, or from an earlier run")
+def replay_message(folder: Path) -> str:
+    return run_test("tests/ranks/test_sent_values.py")
+
+
 @attack("network", "a payload in the agents' state")
 def write_state(folder: Path) -> str:
     return run_test("tests/one_process/test_rendezvous.py::test_a_state_without_the_runs_seal_is_not_unpickled")

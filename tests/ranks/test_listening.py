@@ -43,9 +43,9 @@ for store in (connect(base64.b64decode(agents.get(port))[32:]), agents):
             store.set(key, value)
     print(len(keys))
 """
-# Takes the place of rank 1 and sends as torch's all_gather_object does.
+# Takes the place of rank 1 and sends as torch's all_gather_object does, after its part of a session.
 POSE = """
-import os, sys, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
 class Payload:
     def __reduce__(self):
@@ -56,6 +56,8 @@ store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=Fals
 dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timedelta(seconds=60))
 values = [None, None]
 try:
+    if sys.argv[3] == "sealed":
+        dist.all_gather([torch.zeros(16, dtype=torch.uint8) for _ in values], torch.zeros(16, dtype=torch.uint8))
     dist.all_gather_object(values, Payload())
 except Exception:
     pass  # what the victim sends is no plain pickle
@@ -178,7 +180,7 @@ def test_a_process_in_a_ranks_place_runs_no_code(tmp_path: Path, lan: list[str],
     environ += ["GLOO_SOCKET_IFNAME=eth0", f"ULYSSES_RUN_KEY={KEY}"]
     with ThreadPoolExecutor(1) as pool:
         victim = pool.submit(networks.run_in, lan[0], ["env", *environ, sys.executable, "-c", VICTIM, how], 120)
-        attack(lan[2], POSE, f"10.231.7.1:{port}", str(evidence))
+        attack(lan[2], POSE, f"10.231.7.1:{port}", str(evidence), how)
         ended = victim.result()
     assert evidence.exists() == (how == "plain")
     assert ("ForgedError: a value gathered from all ranks" in ended.stderr) == (how == "sealed"), ended.stderr

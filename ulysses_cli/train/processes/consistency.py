@@ -9,17 +9,21 @@ import pickle
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_cli.run_folder.seal import Seal, find_seal
+from ulysses_cli.run_folder.seal import CODE_BYTES, ForgedError, Seal, find_seal
 
 GATHERED = "a value gathered from all ranks"
 SCATTERED = "a value that rank 0 sent"
 MAX_NAMED = 10
 KEY_BYTES = 32
+NONCE_BYTES = 16
+SIZE_BYTES = 8  # of a content's length
+HEAD_BYTES = CODE_BYTES + SIZE_BYTES + hashlib.sha256().digest_size  # what comes before a scattered value
 
 
 class DisagreementError(RuntimeError):
@@ -54,41 +58,84 @@ def share_seal(group: dist.ProcessGroup) -> Seal:
     return Seal(bytes(key.tolist()).hex())
 
 
+class Session:
+    """What one group of ranks sends each other, from its first value on. Each rank has drawn a part of `name`, so no
+    rank takes what was sent in another session, of this run or of an earlier one. All ranks count the same calls."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Collective over all ranks of the group."""
+        own = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8).to(device)
+        self.world_size = dist.get_world_size(group)
+        nonces = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(nonces, own, group=group)
+        nonces[dist.get_rank(group)] = own  # whatever has arrived in its place
+        self.name = hashlib.sha256(b"".join(bytes(nonce.tolist()) for nonce in nonces)).hexdigest()
+        self.num_calls = 0
+
+    def describe_place(self, sender: int, receiver: int | None = None) -> str:
+        """`receiver`: left out, all ranks."""
+        return f"session {self.name}, call {self.num_calls}, from rank {sender} of {self.world_size} to {receiver}"
+
+
+SESSIONS: WeakKeyDictionary[dist.ProcessGroup, Session] = WeakKeyDictionary()
+
+
+def _begin_call(group: dist.ProcessGroup, device: torch.device) -> Session:
+    """Collective over all ranks of the group at its first call."""
+    session = SESSIONS.get(group) or SESSIONS.setdefault(group, Session(group, device))
+    session.num_calls += 1
+    return session
+
+
 def gather_values(value: Any, group: dist.ProcessGroup, seal: Seal | None = None) -> list[Any]:
     """Collective over all ranks. Returns every rank's plain value, in the order of ranks. torch's own function
-    unpickles what arrives from any sender; this one unpickles only what a rank of this run has sealed. `seal`: left
-    out, that of the run's key."""
+    unpickles what arrives from any sender; this one unpickles only what that rank of this run has sealed for this call.
+    `seal`: left out, that of the run's key."""
     seal, device = seal or find_seal(), _find_device(group)
-    content = bytearray(seal.close(GATHERED, pickle.dumps(value)))
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    session = _begin_call(group, device)
+    place = session.describe_place(dist.get_rank(group))
+    content = bytearray(seal.close(GATHERED, pickle.dumps(value), place))
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(session.world_size)]
     dist.all_gather(lengths, torch.tensor([len(content)], device=device), group=group)
     widths = [int(length) for length in lengths]
     local_bytes = torch.frombuffer(content.ljust(max(widths), b"\0"), dtype=torch.uint8).to(device)
     buffers = [torch.empty_like(local_bytes) for _ in widths]
     dist.all_gather(buffers, local_bytes, group=group)
     contents = [buffer.cpu().numpy()[:width].tobytes() for buffer, width in zip(buffers, widths, strict=True)]
-    return [pickle.loads(seal.open(GATHERED, sealed)) for sealed in contents]  # noqa: S301 - sealed by a rank of this run
+    return [
+        pickle.loads(seal.open(GATHERED, sealed, session.describe_place(rank)))  # noqa: S301 - sealed by a rank of this run
+        for rank, sealed in enumerate(contents)
+    ]
 
 
 def scatter_values(values: Sequence[Any] | None, group: dist.ProcessGroup) -> Any:
     """Collective over all ranks. Rank 0 has a plain value for each rank; returns this rank's. No rank receives the
     others', and none is padded to their size. Ranks with the same object get the same bytes."""
     seal, device = find_seal(), _find_device(group)
+    session = _begin_call(group, device)
     if values is None:
-        width = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.recv(width, group=group, group_src=0)
-        buffer = torch.empty(int(width), dtype=torch.uint8, device=device)
+        head = torch.zeros(HEAD_BYTES, dtype=torch.uint8, device=device)
+        dist.recv(head, group=group, group_src=0)
+        place = session.describe_place(0, dist.get_rank(group))
+        promise = seal.open(SCATTERED, bytes(head.tolist()), place)  # the content's size and digest
+        buffer = torch.empty(int.from_bytes(promise[:SIZE_BYTES], "big"), dtype=torch.uint8, device=device)
         dist.recv(buffer, group=group, group_src=0)
-        return pickle.loads(seal.open(SCATTERED, buffer.cpu().numpy().tobytes()))  # noqa: S301 - sealed by rank 0
-    tensors: dict[int, Tensor] = {}
+        content = buffer.cpu().numpy().tobytes()
+        if hashlib.sha256(content).digest() != promise[SIZE_BYTES:]:
+            raise ForgedError(f"{SCATTERED}: the content is not what rank 0 promised")
+        return pickle.loads(content)  # noqa: S301 - sealed by rank 0
+    tensors: dict[int, tuple[bytes, Tensor]] = {}
     for rank, value in enumerate(values):
         if not rank:
             continue
         if id(value) not in tensors:
-            content = bytearray(seal.close(SCATTERED, pickle.dumps(value)))
-            tensors = {id(value): torch.frombuffer(content, dtype=torch.uint8).to(device)}  # the last one alone is kept
-        (tensor,) = tensors.values()
-        dist.send(torch.tensor([len(tensor)], device=device), group=group, group_dst=rank)
+            content = pickle.dumps(value)
+            promise = len(content).to_bytes(SIZE_BYTES, "big") + hashlib.sha256(content).digest()
+            tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+            tensors = {id(value): (promise, tensor)}  # the last one alone is kept
+        ((promise, tensor),) = tensors.values()
+        sealed = seal.close(SCATTERED, promise, session.describe_place(0, rank))
+        dist.send(torch.frombuffer(bytearray(sealed), dtype=torch.uint8).to(device), group=group, group_dst=rank)
         dist.send(tensor, group=group, group_dst=rank)
     return values[0]
 
