@@ -122,18 +122,35 @@ def test_a_replaced_model_is_complete_at_any_moment(tmp_path: Path, monkeypatch:
         (folder / "part").mkdir(parents=True)
         (folder / "part" / "file").write_text(folder.name)
     removed: list[str] = []
-    remove = export.shutil.rmtree
+    remove = export.remove_own
 
-    def rmtree(path: Path, **options: Any) -> None:
+    def remove_own(path: Path) -> None:
         removed.append(path.name)
         assert not model.exists() or len(list(model.rglob("*"))) == 2
-        remove(path, **options)
+        remove(path)
 
-    monkeypatch.setattr(export.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(export, "remove_own", remove_own)
     export.put_folder(beside, model)
     assert "model" not in removed
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (model / "part" / "file").read_text() == "model.writing"
+
+
+@pytest.mark.parametrize("name", ["model.writing", "model.replaced", "model"])
+def test_an_export_follows_no_link(tmp_path: Path, name: str) -> None:
+    """A link in the place of a folder that an export makes or removes is replaced; it made a second export fail."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("mine")
+    for other in {"model"} - {name}:
+        (tmp_path / other).mkdir()
+    (tmp_path / name).symlink_to(victim)
+    for number in range(2):
+        with export._temporary_folder(tmp_path / "model") as folder:
+            (folder / "weights").write_text(str(number))
+    assert (tmp_path / "model" / "weights").read_text() == "1"
+    assert [file.read_text() for file in victim.iterdir()] == ["mine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "victim"]
 
 
 def test_an_export_that_fails_leaves_and_deletes_no_file(tmp_path: Path) -> None:

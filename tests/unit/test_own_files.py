@@ -5,18 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.checkpoints import make_checkpoint
 
 from ulysses_cli.launch.failures import MachineLogs
 from ulysses_cli.launch.start_lock import lock_run
 from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.run_folder.archive import prune_checkpoints, put_in_place, set_aside, tidy_folder
 from ulysses_cli.run_folder.failure_record import give_room, keep_room, read_json, write_failure_record
 from ulysses_cli.run_folder.line_files import LineFile
 from ulysses_cli.run_folder.resume import count_restarts, describe_restart
 from ulysses_cli.run_folder.run_key import drop_key, share_key
 from ulysses_cli.run_folder.run_lock import RunLock
 from ulysses_cli.run_folder.told import note_told
+from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "lock-0": lambda run: lock_run(run, 0, {}),
@@ -65,6 +68,84 @@ def test_a_lock_is_not_put_back_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is a link, not a file"):
         lock.put_back()
     assert victim.read_text() == "mine"
+
+
+def link_to_victim(link: Path) -> Path:
+    """A link in the place of a folder that is made or removed. Returns a file that must stay."""
+    victim = link.parents[1] / "victim" / "zero_stage_3" / "optimizer" / "rank0" / "weights"
+    victim.parent.mkdir(parents=True)
+    victim.write_text("mine")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(link.parents[1] / "victim")
+    return victim
+
+
+def put_checkpoint(run: Path) -> None:
+    """Replaces an older checkpoint of the same step."""
+    folder = run / "checkpoints"
+    for name in ("step-3", "step-3.writing"):
+        (folder / name).mkdir()
+    put_in_place(folder / "step-3.writing", folder / "step-3")
+    assert [path.name for path in folder.iterdir()] == ["step-3"]
+
+
+def prune(run: Path) -> None:
+    make_checkpoint(run, 3)
+    make_checkpoint(run, 6)
+    prune_checkpoints(run, 1)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-6"]
+
+
+def tidy(run: Path) -> None:
+    tidy_folder(run)
+    assert not [*(run / "checkpoints").iterdir()]
+
+
+def put_aside(run: Path) -> None:
+    make_checkpoint(run, 3)
+    make_checkpoint(run, 6)
+    set_aside(run, run / "checkpoints" / "step-3", lambda _: None)
+
+
+FOLDERS: dict[str, Callable[[Path], object]] = {
+    "step-3.replaced": put_checkpoint,
+    "step-3.gone": prune,
+    "step-9.writing": tidy,
+    "step-6.set-aside": put_aside,
+}
+
+
+@pytest.mark.parametrize("name", list(FOLDERS))
+def test_a_link_in_the_place_of_a_folder_is_removed_alone(name: str, tmp_path: Path) -> None:
+    """A save, a clean-up and a resume went through it, or failed because of it."""
+    victim = link_to_victim(tmp_path / "run" / "checkpoints" / name)
+    FOLDERS[name](tmp_path / "run")
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "run" / "checkpoints" / name).is_symlink()
+
+
+def test_a_swap_folder_is_never_opened_or_emptied_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    folder = name_folder(str(tmp_path / "fast"), tmp_path / "run")
+    victim = link_to_victim(folder)
+    remove_rank_files(folder)
+    assert victim.read_text() == "mine"
+    assert open_folder(folder, tmp_path / "run", 1000, 1000) == ""
+    assert not folder.is_symlink()
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes links for another user")
+def test_a_link_of_another_user_in_a_runs_folder_is_refused(tmp_path: Path) -> None:
+    """`checkpoints` may be a link to a larger disk, but only its own user decides where that is."""
+    link = tmp_path / "run" / "checkpoints"
+    link_to_victim(link)
+    os.close(lock_run(tmp_path / "run", 0).handle)
+    os.lchown(link, 12345, 12345)
+    with pytest.raises(RecipeError, match="checkpoints is a link that another user has made"):
+        lock_run(tmp_path / "run", 0)
 
 
 def test_nothing_waits_for_a_fifo(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
 
 def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of the same name exists before, during and after."""
-    calls = {"replace": archive.os.replace, "rmtree": archive.shutil.rmtree}
+    calls = {"replace": archive.os.replace, "remove_own": archive.remove_own}
     for die_at in range(6):
         run_dir = tmp_path / str(die_at)
         final = make_checkpoint(run_dir, 3)
@@ -272,7 +272,7 @@ def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest
 
         with monkeypatch.context() as patch:
             patch.setattr(archive.os, "replace", count("replace"))
-            patch.setattr(archive.shutil, "rmtree", count("rmtree"))
+            patch.setattr(archive, "remove_own", count("remove_own"))
             try:
                 archive.put_in_place(beside, final)
             except KeyboardInterrupt:
@@ -285,7 +285,7 @@ def test_pruning_keeps_the_newest_and_can_die(tmp_path: Path, monkeypatch: pytes
     for step in (3, 6, 9, 12):
         make_checkpoint(tmp_path, step)
     with monkeypatch.context() as patch:
-        patch.setattr(archive.shutil, "rmtree", lambda *args, **options: None)
+        patch.setattr(archive, "remove_own", lambda _: None)
         archive.prune_checkpoints(tmp_path, 2)
     archive.tidy_folder(tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-12", "step-9"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
+from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.run_folder.archive import EVALUATIONS, find_damage, list_checkpoints
 from ulysses_cli.run_folder.manifest import read_model_steps
@@ -38,7 +39,7 @@ def check_run_dir(run_dir: Path, inputs: Sequence[str], *, overwrite: bool) -> N
 def set_results_aside(run_dir: Path) -> Path | None:
     """Moves the results of an earlier run into a folder, so that a new run that fails at its first step has destroyed
     nothing. Returns the folder, or None when there were no results."""
-    shutil.rmtree(run_dir / "rehearsal", ignore_errors=True)
+    remove_own(run_dir / "rehearsal")
     results = [run_dir / name for name in (*RESULTS, *RECORDS) if (run_dir / name).exists()]
     if not any(path.is_dir() and any(path.iterdir()) for path in results):
         return None
@@ -64,7 +65,7 @@ def restore_results(run_dir: Path, aside: Path) -> bool:
 
 def drop_replaced_results(run_dir: Path) -> None:
     """Call when the new run's model is complete."""
-    shutil.rmtree(run_dir / REPLACED, ignore_errors=True)
+    remove_own(run_dir / REPLACED)
 
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:

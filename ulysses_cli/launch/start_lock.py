@@ -14,7 +14,7 @@ from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
 from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, take_lock
-from ulysses_cli.plan.files.regular_files import open_own
+from ulysses_cli.plan.files.regular_files import find_foreign_link, open_own
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.changes import list_differences, shorten_list
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
@@ -36,6 +36,8 @@ def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = N
     file = run_dir / f"lock-{node_rank}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if foreign := find_foreign_link(run_dir):
+            raise OSError(errno.EINVAL, f"{foreign.name} is a link that another user has made")
         handle = open_own(file, os.O_RDWR | os.O_CREAT, 0o666 & ~narrow_umask(run_dir))
         if link := next((log for log in sorted((run_dir / "logs").glob("*")) if log.is_symlink()), None):
             os.close(handle)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ulysses_cli.plan.files.regular_files import open_regular
+from ulysses_cli.plan.files.regular_files import open_regular, remove_own
 from ulysses_cli.plan.models.model_choice import SCORE, choose_best, describe_measure, name_measure
 from ulysses_cli.run_folder.line_files import read_eval_lacks, read_eval_losses
 from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_manifest, load_state, read_lacks, read_losses
@@ -59,18 +58,18 @@ def tidy_folder(run_dir: Path) -> None:
             os.replace(old, final)
     for suffix in (WRITING, REPLACED, GONE):
         for stale in get_folder(run_dir).glob(f"step-*{suffix}"):
-            shutil.rmtree(stale, ignore_errors=True)
+            remove_own(stale)
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
     """Renames a finished checkpoint to its final name. An older one of that name stays until then."""
     replaced = final.with_name(f"{final.name}{REPLACED}")
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove_own(replaced)
         os.replace(final, replaced)
     os.replace(temporary, final)
     sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_own(replaced)
 
 
 def prune_checkpoints(run_dir: Path, keep: int | None, losses: Mapping[int, float] | None = None) -> None:
@@ -82,9 +81,9 @@ def prune_checkpoints(run_dir: Path, keep: int | None, losses: Mapping[int, floa
         if get_step(old) == best:
             continue
         gone = old.with_name(f"{old.name}{GONE}")
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_own(gone)
         os.replace(old, gone)  # from here on it does not count as a checkpoint, even if the deletion is interrupted
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_own(gone)
 
 
 def set_aside(run_dir: Path, path: Path, report: Callable[[str], None]) -> None:
@@ -95,7 +94,7 @@ def set_aside(run_dir: Path, path: Path, report: Callable[[str], None]) -> None:
     for other in list_checkpoints(run_dir):
         if get_step(other) > last:
             aside = other.with_name(f"{other.name}{ASIDE}")
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_own(aside)
             os.replace(other, aside)
             report(f"{other} is later than {path}, where the run goes on: it is kept as {aside.name}, and not used")
 

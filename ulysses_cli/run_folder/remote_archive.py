@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.plan.models.model_choice import choose_best, name_measure
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.units import format_bytes
@@ -185,7 +186,7 @@ def fetch_checkpoint(bucket: Bucket, step: int, run_dir: Path, report: Report = 
     it has come."""
     final = get_folder(run_dir) / f"step-{step}"
     folder = final.with_name(f"{final.name}{WRITING}")
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_own(folder)
     folder.mkdir(parents=True)
     try:
         damage = _fetch_files(bucket, step, folder, report) or find_damage(folder)
@@ -196,7 +197,7 @@ def fetch_checkpoint(bucket: Bucket, step: int, run_dir: Path, report: Report = 
             put_in_place(folder, final)
         return damage
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_own(folder)
 
 
 def _fetch_files(bucket: Bucket, step: int, folder: Path, report: Report) -> str:

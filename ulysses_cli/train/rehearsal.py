@@ -6,13 +6,13 @@ The learning rate is 0; moments, step count and random numbers are restored: los
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.steps import Batching, Rows, plan_longest
+from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.guard.stop_conditions import StopConditions
@@ -62,7 +62,7 @@ def rehearse(
         state.phase = "rehearsal: save"
         path = save_checkpoint(context, scratch, 0, {"rehearsal": True})
         if context.owns_disk:
-            shutil.rmtree(path.parent.parent, ignore_errors=True)
+            remove_own(path.parent.parent)
     finally:
         state.stop = stop
     state.engine.reset_optimizer()

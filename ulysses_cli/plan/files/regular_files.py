@@ -1,5 +1,5 @@
 """Opens files of unknown origin: a regular file of a bounded size, or an OSError that says what the path is instead.
-Opens files of a run's folder, whose names are known, without following a link in their place.
+Opens files of a run's folder, whose names are known, without following a link in their place, and removes folders.
 
 Opening a FIFO could wait without end; a device may never end, and reading one may have side effects.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,6 +63,21 @@ def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
 def write_own(path: str | Path, content: str) -> None:
     with open(path, "w", encoding="utf-8", opener=open_own) as stream:
         stream.write(content)
+
+
+def remove_own(folder: Path) -> None:
+    """Removes a folder with its content, as far as it can be removed. Of a link in its place only the link goes."""
+    if folder.is_symlink():
+        with suppress(OSError):
+            folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_foreign_link(folder: Path) -> Path | None:
+    """A link in the folder that neither this user nor root has made: others decide what it leads to."""
+    links = (entry for entry in sorted(folder.iterdir()) if entry.is_symlink())
+    return next((link for link in links if link.lstat().st_uid not in (0, os.geteuid())), None)
 
 
 def read_regular(path: str | Path, max_bytes: int) -> bytes:

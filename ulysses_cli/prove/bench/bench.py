@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.plan.hardware import Gpu, Hardware
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
@@ -30,7 +31,7 @@ from ulysses_cli.prove.bench.speed import Timed, time_steps
 from ulysses_cli.prove.ranks.interleaving import compare_pairs
 from ulysses_cli.prove.ranks.ranks import MAX_CPU_RANKS, RankFailureError, run_interleaved
 from ulysses_cli.prove.results import Findings, Report, Row
-from ulysses_cli.train.optimizer.swap_folder import name_folder, remove_folder
+from ulysses_cli.train.optimizer.swap_folder import name_folder
 from ulysses_cli.train.processes.host_memory import count_usable_bytes
 
 LeverMode = Literal["auto", "all", "none"]
@@ -199,7 +200,7 @@ def measure(sides: Sequence[Side], world: int, device: BenchDevice, sweep: Bench
         return [run([side.call])[0] for side in sides], False
     finally:
         for folder in filter(None, (side.swap_folder for side in sides)):
-            remove_folder(folder)
+            remove_own(folder)
 
 
 def name_swap_folder(cell: Cell) -> Path | None:

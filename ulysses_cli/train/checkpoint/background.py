@@ -7,7 +7,6 @@ all of them and gives the checkpoint its final name. Before that no reader sees 
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.train.checkpoint.format import CheckpointContext, Entries, Share, finish_folder, write_share
 from ulysses_cli.train.tensor_file import LazyTensor, get_tensor
@@ -81,7 +81,7 @@ class BackgroundSave:
             self.thread.join()
         problem = problem or str(self.context.gather(self.problem)[0])
         if problem and is_first:  # not before: others may still be writing in it
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_own(self.folder)
         return problem
 
     def _run(self, share: Share, state: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ part, and the failure is gathered at the end.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from ulysses_cli.plan.files.regular_files import open_own
+from ulysses_cli.plan.files.regular_files import open_own, remove_own
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.run_folder.archive import (
     ASIDE,
@@ -120,7 +119,7 @@ class Collector:
         try:
             if is_new and folder.exists():
                 aside = folder.with_name(f"{folder.name}{ASIDE}")
-                shutil.rmtree(aside, ignore_errors=True)
+                remove_own(aside)
                 os.replace(folder, aside)
             if is_new:
                 folder.mkdir(parents=True)

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pydantic import Field, TypeAdapter
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ulysses_cli.plan.files.regular_files import open_own
+from ulysses_cli.plan.files.regular_files import open_own, remove_own
 from ulysses_cli.plan.files.weight_files import read_metadata
 from ulysses_cli.run_folder.archive import (
     WRITING,
@@ -90,7 +89,7 @@ def open_folder(context: CheckpointContext, run_dir: Path, step: int) -> Path:
     problem = ""
     if context.owns_disk:
         try:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_own(folder)
             folder.mkdir(parents=True)
         except OSError as error:
             problem = f"{error.strerror or error} ({folder})"
@@ -140,7 +139,7 @@ def save_checkpoint(context: CheckpointContext, run_dir: Path, step: int, state:
     problem = next(filter(None, context.gather(problem)), "")
     if problem:
         if context.owns_disk:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_own(folder)
         raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
     return folder.with_name(f"step-{step}")
 

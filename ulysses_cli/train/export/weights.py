@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.plan.models.chat_template import find_end_marker
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.run_folder.archive import REPLACED, WRITING, CheckpointError, sync
@@ -230,13 +230,13 @@ def export_model(
 def _temporary_folder(to: Path) -> Iterator[Path]:
     """An empty folder next to `to`, renamed to it at the end. On an error the unfinished folder is removed."""
     folder = to.with_name(f"{to.name}{WRITING}")
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_own(folder)
     folder.mkdir(parents=True)
     try:
         yield folder
         put_folder(folder, to)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_own(folder)
 
 
 def _write_generation_config(config: Any, tokenizer: Any, to: Path) -> None:
@@ -266,9 +266,9 @@ def put_folder(folder: Path, to: Path) -> None:
         sync(file)
     sync(folder)
     replaced = to.with_name(f"{to.name}{REPLACED}")
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_own(replaced)
     if to.exists():
         to.rename(replaced)
     folder.rename(to)
     sync(to.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_own(replaced)

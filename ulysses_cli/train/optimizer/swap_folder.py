@@ -14,6 +14,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.units import format_bytes
 
@@ -35,7 +36,7 @@ def open_folder(folder: Path, run_dir: Path, disk_bytes: int, locked_bytes: int)
     if int(os.environ.get("LOCAL_RANK", "0")):
         return ""
     try:
-        remove_folder(folder)
+        remove_own(folder)
         folder.mkdir(mode=0o700)
         (folder / RUN_FILE).write_text(f"{run_dir.resolve()}\n", encoding="utf-8")
         problem = _find_direct_problem(folder / "probe") or _find_shortage(folder, disk_bytes)
@@ -43,24 +44,20 @@ def open_folder(folder: Path, run_dir: Path, disk_bytes: int, locked_bytes: int)
         problem = f"memory.nvme_path: {folder}: {error.strerror or error}"
     problem = problem or _find_lock_problem(locked_bytes)
     if problem:
-        remove_folder(folder)
+        remove_own(folder)
     return problem
-
-
-def remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_rank_files(folder: Path | None) -> None:
     """Removes this rank's files, and the folder with the last rank's. None: there is no folder."""
-    if folder is None:
+    if folder is None or folder.is_symlink():
         return
     for kind in folder.glob("zero_stage_3/*"):
-        shutil.rmtree(kind / f"rank{os.environ.get('RANK', '0')}", ignore_errors=True)
+        remove_own(kind / f"rank{os.environ.get('RANK', '0')}")
     with suppress(OSError):  # other ranks' files are still there
         for kind in folder.glob("zero_stage_3/*"):
             kind.rmdir()
-        remove_folder(folder)
+        remove_own(folder)
 
 
 def _find_direct_problem(probe: Path) -> str:
