@@ -948,6 +948,12 @@ def end_export(folder: Path) -> str:
     return result or ulysses(folder, "export", "run", "--to", "model").judge("equal the trained model's", codes=(0,))
 
 
+@attack("signals", "kill -9 at every file that an export opens or renames, and at every request of a push")
+def end_at_each(folder: Path) -> str:
+    names = "tests/one_process/test_export.py", "tests/unit/test_push.py"
+    return run_test(*names, "-k", "can_be_killed_at_any_moment")
+
+
 @attack("signals", "kill -9 in a merge, then the same merge")
 def end_merge(folder: Path) -> str:
     result = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +155,65 @@ def test_an_export_follows_no_link(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "model" / "weights").read_text() == "1"
     assert [file.read_text() for file in victim.iterdir()] == ["mine"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "victim"]
+
+
+def export_until(event: int, checkpoint: Path, to: Path, config: Any, step: int) -> bool:
+    """Exports in a process that is killed when it opens, makes, renames or removes something for the `event`-th time.
+    Returns whether it was killed."""
+    pid = os.fork()
+    if pid:
+        return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    left = event
+
+    def count(name: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if name in ("open", "os.mkdir", "os.rename", "shutil.rmtree", "os.rmdir") and str(to) in str(arguments[0]):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    try:
+        export_small(checkpoint, to, config, step)
+    finally:
+        os._exit(0)
+
+
+def export_small(checkpoint: Path, to: Path, config: Any, step: int) -> None:
+    export.export_model(
+        checkpoint, to, config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None, dtype=torch.float32,
+        card="a card", step=step,
+    )  # fmt: skip
+
+
+def read_whole(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("has_older", [False, pytest.param(True, marks=pytest.mark.check)])
+def test_an_export_can_be_killed_at_any_moment(tmp_path: Path, has_older: bool) -> None:
+    """A folder of the model's name is whole, the older or the new one, and the next export works."""
+    config = make_config("qwen3")
+    model = AutoModelForCausalLM.from_config(config)
+    checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
+    to, wholes = tmp_path / "model", []
+    for step in (1, 2):
+        export_small(checkpoint, tmp_path / f"whole-{step}", config, step)
+        wholes.append(read_whole(tmp_path / f"whole-{step}"))
+    for event in range(100):
+        shutil.rmtree(to, ignore_errors=True)
+        if has_older:
+            export_small(checkpoint, to, config, 1)
+        was_killed = export_until(event, checkpoint, to, config, 2)
+        if to.exists():
+            assert read_whole(to) in wholes[0 if has_older else 1 :]
+        export_small(checkpoint, to, config, 2)
+        assert read_whole(to) == wholes[1]
+        assert not (tmp_path / "model.writing").exists()
+        assert not (tmp_path / "model.replaced").exists()
+        if not was_killed:
+            break
+    assert 10 < event < 99
 
 
 def test_an_export_that_fails_leaves_and_deletes_no_file(tmp_path: Path) -> None:

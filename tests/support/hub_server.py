@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,6 +39,7 @@ class Hub:
     licences: dict[str, str] = field(default_factory=dict)
     committing: threading.Lock = field(default_factory=threading.Lock)
     data_sets: dict[str, dict[str, bytes]] = field(default_factory=dict)  # files by name
+    watch: Callable[[str], None] = lambda moment: None  # gets `asked` and `decided` of each request
 
     def find_fault(self, path: str) -> int | None:
         for fault in self.faults:
@@ -57,6 +58,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, content: Any = None, status: int = 200, code: str = "") -> None:
         """`code`: of an error, by which clients know it."""
         body = json.dumps(content if content is not None else {}).encode()
+        self.hub.watch("decided")
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -90,6 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = urlsplit(self.path).path
         self.hub.requests.append(f"{self.command} {path}")
+        self.hub.watch("asked")
         if (status := self.hub.find_fault(path)) is not None:
             self.answer({"error": "the stand-in fails as it was told"}, status)
         elif not path.startswith("/storage/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":

@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from support.tiers import sample
 from ulysses_cli.commands.children import training
 from ulysses_cli.launch.launcher import Outcome
 from ulysses_cli.plan.exit_codes import DONE
-from ulysses_cli.publishing import OF_A_MODEL
+from ulysses_cli.publishing import OF_A_MODEL, HubModels
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_summary import summarize_run
@@ -166,6 +168,51 @@ def test_a_second_call_sends_only_what_is_missing(hub: Hub, run_dir: Path) -> No
     assert run("push", str(run_dir)).returncode == 0
     assert not any("/storage/" in request for request in hub.requests)
     assert run("push", str(run_dir)).returncode == 0  # nothing has changed
+
+
+def push_until(number: int, hub: Hub, folder: Path) -> bool:
+    """Publishes in a process that is killed at the `number`-th moment: a request has come, or has had its effect.
+    Returns whether it was killed."""
+    left, pid = number, 0
+
+    def watch(moment: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0 and pid:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)  # the answer must not overtake the signal
+
+    started, start = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(started, 1)
+        try:
+            HubModels(print).publish(folder, "me/mine", CARD, is_private=True, message="a model")
+        finally:
+            os._exit(0)
+    hub.watch = watch
+    os.write(start, b"x")
+    was_killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    hub.watch = lambda moment: None
+    os.close(started)
+    os.close(start)
+    return was_killed
+
+
+def test_a_push_can_be_killed_at_any_moment(hub: Hub, run_dir: Path) -> None:
+    """The repository holds nothing or everything, and the next call completes it."""
+    names = {"README.md", "config.json", "model.safetensors"}
+    for number in range(60):
+        hub.repos.clear()
+        hub.objects.clear()
+        was_killed = push_until(number, hub, run_dir / "model")
+        assert set(hub.repos.get("me/mine", ())) in (set(), names)
+        HubModels(print).publish(run_dir / "model", "me/mine", CARD, is_private=True, message="a model")
+        assert set(hub.repos["me/mine"]) == names
+        assert hub.repos["me/mine"]["model.safetensors"] == b"weights" * 1000
+        if not was_killed:
+            break
+    assert 6 < number < 59
 
 
 def test_a_wrong_token_is_told_at_once_and_never_shown(
