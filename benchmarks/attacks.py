@@ -29,6 +29,7 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 from paths import RESULTS, ROOT
 from support.checkpoints import make_checkpoint, make_state, write_contents
+from support.networks import open_networks
 from support.run_directory import write_run
 from support.small_run import make_settings
 
@@ -764,6 +765,7 @@ def fill_disk(folder: Path) -> str:
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <stdlib.h>
 #include <sys/time.h>
 #include <time.h>
 
@@ -797,6 +799,7 @@ time_t time(time_t *seconds) {
     return now.tv_sec;
 }
 """  # the time of day jumps each second by hours to ten years, forwards and back; files keep the true time
+CONSTANT_CLOCK = CLOCK.replace("3600 * hours[now.tv_sec % 6]", 'atol(getenv("CLOCK_SECONDS"))')
 SHORT = {"train": {"max_steps": 4}, "run": {"device": "cpu", "save_steps": 2}}
 
 
@@ -811,6 +814,24 @@ def jump(folder: Path) -> str:
     more = ("train", recipe, "--resume", "auto", "train.max_steps=6")
     result = result or ulysses(folder, *more, **clock).judge("resumed from .*step-4", "step=6/6", codes=(0,))
     return result or ulysses(folder, "export", "run", "--to", "model", **clock).judge("step-6", codes=(0,))
+
+
+@attack("clocks", "two machines whose clocks are 90 s, and a day, apart")
+def differ(folder: Path) -> str:
+    (folder / "clock.c").write_text(CONSTANT_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"], cwd=folder, check=True)
+    recipe = write_recipe(folder, **SHORT, parallel={"sp_size": 2})
+    for seconds in (90, -86_400):
+        with open_networks(2) as names:
+            processes = []
+            for number, network in enumerate(names):
+                clock = {"LD_PRELOAD": str(folder / "clock.so"), "CLOCK_SECONDS": str(seconds * number)}
+                words = ("train", recipe, "--overwrite", "--nnodes=2", "--master-addr=10.231.7.1")
+                processes.append(start(folder, str(number), *words, f"--node-rank={number}", network=network, **clock))
+            results = [judge(process, folder / str(number)) for number, process in enumerate(processes)]
+        if result := next(filter(None, results), ""):
+            return f"{seconds} s: {result}"
+    return ""
 
 
 for name, test in (
@@ -893,11 +914,12 @@ def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> 
         time.sleep(0.01)
 
 
-def start(folder: Path, name: str, *words: str, **environ: str) -> subprocess.Popen[bytes]:
-    """Starts a command whose output goes to the file `name`."""
+def start(folder: Path, name: str, *words: str, network: str = "", **environ: str) -> subprocess.Popen[bytes]:
+    """Starts a command whose output goes to the file `name`, perhaps on a machine of open_networks."""
+    place = ["ip", "netns", "exec", network] if network else []
     with open(folder / name, "wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=output, stderr=output,
+            [*place, sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=output, stderr=output,
             stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         )  # fmt: skip
 

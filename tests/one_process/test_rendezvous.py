@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
     _BackendRendezvousStateHolder,
+    _RendezvousContext,
+    _should_keep_alive,
 )
 
 from ulysses_cli.run_folder.seal import KEY, Seal
@@ -34,7 +36,9 @@ from ulysses_cli.train.processes import rendezvous, waiting
 from ulysses_cli.train.processes.ending import ASK_SECONDS, END_SECONDS, MeetingError, SharedEnd
 from ulysses_cli.train.processes.rank_store import listen
 from ulysses_cli.train.processes.rendezvous import (
+    Attendance,
     SealedBackend,
+    SealedHandler,
     SealedStore,
     make_handler,
     open_store,
@@ -125,6 +129,58 @@ def test_an_agent_is_silent_by_this_machines_clock_alone() -> None:
     assert heartbeats.find_longest({"a": "12:08", "b": None}) == 8.0
     now[0] += 4.0
     assert heartbeats.find_longest({"a": "12:08", "b": "11:12"}) == 4.0
+
+
+def test_a_machine_whose_clock_differs_is_not_taken_for_dead() -> None:
+    """torch compares times of day of two clocks; 15 s of difference made ranks of one run start as two runs."""
+    settings = RendezvousSettings("x", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
+    seconds, backend = [0.0], SealedBackend(dist.HashStore(), OURS, "x")
+    own, other = (SealedHandler._node_desc_generator.generate(name) for name in ("here", "there"))
+
+    def hold(node: Any) -> Attendance:
+        holder = Attendance(backend, settings, node, Heartbeats(lambda: seconds[0]))
+        holder._cache_duration = 0
+        holder.sync()
+        return holder
+
+    def beat(holder: Attendance, node: Any, clock: float) -> None:
+        """As torch writes it, by a clock that differs by so many seconds."""
+        holder.sync()
+        holder.state.participants.setdefault(node, len(holder.state.participants))
+        holder.state.last_heartbeats[node] = datetime.now(UTC) + timedelta(seconds=clock + seconds[0])
+        holder.mark_dirty()
+        holder.sync()
+
+    for clock in (-90.0, 86_400.0):
+        here, there = hold(own), hold(other)
+        for _ in range(8):
+            beat(here, own, 0.0)
+            beat(there, other, clock)
+            here.sync()
+            assert set(here.state.participants) == {own, other}
+            assert set(there.state.participants) == {own, other}
+            seconds[0] += 5.0
+    for _ in range(4):  # the other one gives no heartbeat any more
+        beat(here, own, 0.0)
+        seconds[0] += 5.0
+    assert set(here.state.participants) == {own}
+
+
+def test_a_clock_that_is_set_back_silences_no_machine() -> None:
+    settings = RendezvousSettings("x", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
+    seconds, own = [0.0], SealedHandler._node_desc_generator.generate("here")
+    backend = SealedBackend(dist.HashStore(), OURS, "x")
+    holder = Attendance(backend, settings, own, Heartbeats(lambda: seconds[0]))
+    holder._cache_duration = 0
+    holder.sync()
+    holder.state.last_heartbeats[own] = datetime.now(UTC) + timedelta(hours=1)
+    holder.mark_dirty()
+    holder.sync()
+    context = _RendezvousContext(own, holder.state, settings)
+    assert not _should_keep_alive(context)
+    seconds[0] += 6.0
+    holder.sync()
+    assert _should_keep_alive(_RendezvousContext(own, holder.state, settings))
 
 
 def test_a_forged_end_of_a_run_is_told_apart() -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,13 +28,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
+    RendezvousSettings,
     RendezvousTimeout,
+    _BackendRendezvousStateHolder,
 )
 
 from ulysses_cli.run_folder.seal import KEY, ForgedError, Seal, find_seal
 from ulysses_cli.train.processes.ending import MeetingError, SharedEnd, asking_the_store
 from ulysses_cli.train.processes.rank_store import listen, open_file_store
-from ulysses_cli.train.processes.waiting import Signs, StoreCalls, name_missing, report_waiting
+from ulysses_cli.train.processes.waiting import Heartbeats, Signs, StoreCalls, name_missing, report_waiting
 
 Say = Callable[[str], object]
 NAME = "ulysses"
@@ -44,6 +46,7 @@ ANSWER_SECONDS = 60.0  # for a running master to answer
 CHECK_SECONDS = 0.2
 SILENT_SECONDS = 30.0  # agents give a sign every two seconds
 LOST_SECONDS = 40.0  # a call to the store takes milliseconds
+HEARTBEAT = timedelta(seconds=5)
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
 KEY_HINT = (
     f"the key is {KEY}, or run.output_dir/key where that is not set: give every machine the same, or one shared disk"
@@ -91,6 +94,28 @@ class SealedBackend(RendezvousBackend):
     def _call(self, name: str, *args: str) -> bytes:
         with asking_the_store(), CALLS.timed():
             return bytes(getattr(self.store, name)(*args))
+
+
+class Attendance(_BackendRendezvousStateHolder):
+    """Holds the rendezvous's state. torch takes a machine for dead whose last heartbeat, a time of day by its own
+    clock, is 15 s before the time of day here. Clocks of machines differ, and are set: here the seconds count since
+    this machine has seen a new heartbeat."""
+
+    def __init__(
+        self, backend: RendezvousBackend, settings: RendezvousSettings, own: Any, heartbeats: Heartbeats | None = None
+    ) -> None:
+        super().__init__(backend, settings)
+        self.own, self.heartbeats = own, heartbeats or Heartbeats()
+
+    def _sanitize(self) -> None:
+        beats, now = self._state.last_heartbeats, datetime.now(UTC)
+        silences = self.heartbeats.list_silences(beats)
+        seen = {node: now - timedelta(seconds=silences[node]) for node in beats}
+        self._state.last_heartbeats = seen
+        super()._sanitize()
+        kept = {node: beats[node] for node in self._state.last_heartbeats}
+        # what others are told of them stays as they wrote it; torch also asks when this machine's next one is due
+        self._state.last_heartbeats = kept | ({self.own: seen[self.own]} if self.own in kept else {})
 
 
 class SealedStore:
@@ -236,16 +261,12 @@ def make_handler(
     else:
         store = open_store(params.endpoint, seal, None if node_rank else params.local_addr, join_seconds, say)
     backend = SealedBackend(store, seal, params.run_id, report)
-    handler = SealedHandler.from_backend(
-        params.run_id,
-        store,
-        backend,
-        params.min_nodes,
-        params.max_nodes,
-        params.local_addr,
-        RendezvousTimeout(join=timedelta(seconds=join_seconds)),
+    timeout = RendezvousTimeout(join=timedelta(seconds=join_seconds))
+    settings = RendezvousSettings(
+        params.run_id, params.min_nodes, params.max_nodes, timeout, HEARTBEAT, keep_alive_max_attempt=3
     )
-    assert isinstance(handler, SealedHandler)
+    own = SealedHandler._node_desc_generator.generate(params.local_addr)
+    handler = SealedHandler(own, settings, backend.name, store, Attendance(backend, settings, own))
     handler.backend, handler.endpoint, handler.node_rank = backend, params.endpoint, node_rank
     handler.store, handler.say, handler.join_seconds = store, say, join_seconds
     handler.lost_seconds = float(params.get("lost_seconds", "inf"))
