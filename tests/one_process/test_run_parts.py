@@ -258,6 +258,7 @@ NUMBERS_OF_SCHEDULES: dict[str, list[dict[str, float]]] = {
     peak=st.sampled_from([0.01, 3e-4]),
 )
 def test_the_schedule_is_transformers_own(choice: Any, warmup: int, num_steps: int, peak: float) -> None:
+    """But for the first step of a warm-up, which changes nothing there: it stands halfway to the second here."""
     name, numbers = choice
     warmup = 0 if name == "constant" else warmup
     train = Train(learning_rate=peak, lr_scheduler_type=name, lr_scheduler_kwargs=numbers, warmup_steps=warmup)
@@ -268,7 +269,9 @@ def test_the_schedule_is_transformers_own(choice: Any, warmup: int, num_steps: i
     with warnings.catch_warnings():  # both the stable steps and all steps are told
         warnings.simplefilter("ignore")
         theirs = get_scheduler(name, optimizer, warmup, num_steps, options).lr_lambdas[0]
-    for step in range(num_steps + 1):
+    if warmup:
+        assert ours(0) == pytest.approx(peak * (theirs(0) + theirs(1)) / 2, rel=1e-12) and ours(0) > 0
+    for step in range(bool(warmup), num_steps + 1):
         assert ours(step) == pytest.approx(peak * theirs(step), rel=1e-12, abs=1e-300), step
 
 
@@ -282,7 +285,13 @@ def test_a_rank_starts_without_what_it_does_not_need() -> None:
 
 def test_a_warm_up_as_a_share_of_all_steps() -> None:
     ours = make_schedule(Train(learning_rate=1.0, warmup_ratio=0.25, lr_scheduler_type="constant_with_warmup"), 16)
-    assert [ours(step) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [ours(step) for step in range(6)] == [0.125, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_a_warm_up_of_one_step_changes_weights() -> None:
+    """What `warmup_ratio: 0.03` of a recipe by `init` makes of a short run."""
+    ours = make_schedule(Train(learning_rate=1e-3, warmup_ratio=0.03), 2)
+    assert [ours(0), ours(1)] == [pytest.approx(5e-4), pytest.approx(1e-3)]
 
 
 def test_the_card_holds_the_recipe_without_what_names_the_machine() -> None:

@@ -1,7 +1,8 @@
 """The learning rate of each step, as a share of the highest. Pure functions of the step: there is no state to save.
 
-The schedules are those of transformers by its names, with its numbers. They stand here because transformers' own import
-PEFT, bitsandbytes and a compiler, which adds more than a second to the start of every rank.
+The schedules are those of transformers by its names, with its numbers, but for the first step of a warm-up. They stand
+here because transformers' own import PEFT, bitsandbytes and a compiler, which adds more than a second to the start of
+every rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+FIRST = 0.5  # where in a warm-up its first step stands; transformers' stands at 0, and changes no weight
 Share = Callable[[int], float]  # from a step (0, 1, ...) to a share of the highest rate
 
 
@@ -21,7 +23,7 @@ def make_share(name: str, num_steps: int, warmup: int, numbers: Mapping[str, flo
 
     def share(step: int) -> float:
         if step < warmup:
-            return step / warmup * (1.0 - lowest) + lowest
+            return max(step, FIRST) / warmup * (1.0 - lowest) + lowest
         return after(step)
 
     return share

@@ -171,7 +171,7 @@ class Train(Section):
     num_train_epochs: float | None = setting(
         None, "passes over the data; 1 when max_steps is left out", unit="epochs", aliases=("num_epochs",), gt=0, le=1e6
     )
-    learning_rate: float = setting(1e-5, "peak learning rate", unit="per step", ge=0, le=10)
+    learning_rate: float = setting(1e-5, "peak learning rate", unit="per step", gt=0, le=10)
     lr_scheduler_type: SchedulerName = setting(
         "cosine", "course of the learning rate, by transformers' name", aliases=("lr_scheduler",)
     )
@@ -179,7 +179,7 @@ class Train(Section):
         {}, "extra numbers for the schedule, such as min_lr_rate", unit="keys", max_length=16
     )
     warmup_steps: int = setting(0, "steps of rising learning rate", unit="steps", ge=0, le=MAX_TOKENS)
-    warmup_ratio: float = setting(0.0, "the same as a share of all steps", unit="share", ge=0, le=1)
+    warmup_ratio: float = setting(0.0, "the same as a share of all steps", unit="share", ge=0, lt=1)
     weight_decay: float = setting(0.0, "decoupled decay, not on norms and biases", unit="per step", ge=0, le=10)
     max_grad_norm: float = setting(1.0, "gradient norm is clipped to this; 0 = not clipped", unit="norm", ge=0, le=1e9)
     optim: Literal["adamw", "adamw_8bit"] = setting(
