@@ -133,6 +133,19 @@ def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> Non
     assert "base_config/config.json" in hub.repos["team/tuned"]
 
 
+def test_a_card_proposes_no_length_that_nothing_was_trained_at(hub: Hub, run_dir: Path) -> None:
+    facts = json.loads((run_dir / "run.json").read_text())
+    facts["recipe"]["data"]["max_length"] = 256
+    (run_dir / "run.json").write_text(json.dumps(facts))
+    assert run("push", str(run_dir)).returncode == 0
+    body = hub.repos["me/mine"]["README.md"].decode()
+    assert "vllm serve me/mine --max-model-len 256\n" in body
+    assert "longer than 256 tokens. The model has 131,072 positions" in body
+    (run_dir / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": "many"}))
+    assert run("push", str(run_dir)).returncode == 0
+    assert "--max-model-len 256\n" in hub.repos["me/mine"]["README.md"].decode()
+
+
 def test_what_vllm_does_not_serve_is_to_be_merged(run_dir: Path) -> None:
     model = run_dir / "model"
     (model / "base_config").mkdir()

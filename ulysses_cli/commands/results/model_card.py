@@ -111,7 +111,9 @@ def _write_layout(run: RecordedRun) -> list[str]:
 
 def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_adapters: bool) -> list[str]:
     config = _read_json(folder / ("base_config/config.json" if holds_adapters else "config.json"))
-    length = int(config.get("max_position_embeddings") or recipe.get("data", {}).get("max_length") or 0)
+    lengths = (recipe.get("data", {}).get("max_length"), config.get("max_position_embeddings"))
+    trained, positions = (value if isinstance(value, int) else 0 for value in lengths)
+    length = min(filter(None, (trained, positions)), default=0)
     limit = f" --max-model-len {length}" if length else ""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     is_stretched = recipe.get("model", {}).get("rope_scaling") is not None
@@ -135,6 +137,9 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
     if is_stretched and isinstance(rope, dict):
         kind = rope.get("rope_type", rope.get("type"))
         lines += [f"Positions are stretched by {kind}, factor {rope.get('factor')}: {written}.", ""]
+    if 0 < trained < positions:
+        lines += [f"No row of the training was longer than {trained:,} tokens. The model has {positions:,} positions; "
+                  "measure it at longer texts before you serve them.", ""]  # fmt: skip
     return lines
 
 
