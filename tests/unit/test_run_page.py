@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def test_the_page_shows_every_section_and_no_secret(tmp_path: Path) -> None:
         assert text in page
     assert "sp_size: 8" in page
     assert "layout sp size" in page
+    assert re.findall(r"<th[^>]*>\s*</th>", page) == []
     for secret in (SECRET, "correct horse", "123456", "deadbeefcafe"):
         assert secret not in page
     assert page.count(MASK) >= 4

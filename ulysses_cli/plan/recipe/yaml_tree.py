@@ -24,6 +24,7 @@ YAML_HINTS = {
     "mapping values are not allowed": "quote a value that holds a colon, or fix the indentation",
     "end of stream": "close the quote or bracket",
     "expected the node content": "close the bracket, or write what is missing here",
+    "found another document": "a recipe is one document: remove the line --- and what is below it, or save it apart",
     "cannot start any token": "quote a value that begins with @, % or a backquote",
 }
 NULLS = ("", "~", "null", "Null", "NULL")
@@ -46,7 +47,7 @@ def compose(text: str, file: str) -> yaml.Node | None:
         node: yaml.Node | None = yaml.compose(text, Loader=Loader)
         return node
     except yaml.MarkedYAMLError as error:
-        reason = error.problem or error.context or "cannot be parsed"
+        reason = (error.problem or error.context or "cannot be parsed").removeprefix("but ")
         begins_earlier = "expected ':'" in reason or "end of stream" in reason
         mark = (error.context_mark if begins_earlier else None) or error.problem_mark or error.context_mark
         where = Where(file, mark.line + 1, mark.column + 1) if mark else Where(file, 1, 1)

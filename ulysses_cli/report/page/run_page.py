@@ -105,7 +105,7 @@ def _show_learning(run: RecordedRun) -> list[Block]:
     if list_values(run.metrics, "loss") or evals.xs:
         blocks.append(_plot("Loss", series, "nats per supervised token"))
     blocks += _show_positions(run.evals)
-    blocks += _plot_key("Learning rate", run, "learning_rate", "")
+    blocks += _plot_key("Learning rate", run, "learning_rate", "learning rate")
     norms = [value for value in list_values(run.metrics, "grad_norm") if value > 0]
     is_spiky = bool(norms) and max(norms) > SPIKY * statistics.median(norms)
     note = "logarithmic" if is_spiky else ""
