@@ -1,6 +1,7 @@
 """Tests that long documents in pieces give the same tokens as whole, for every kind of tokenizer, or stay whole."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from ulysses_cli.data.tokenizing import encoder as encoder_module
 from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.data.tokenizing.pieces import find_cut_rule
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 
 ALPHABET = "abzZéÄßñ '.,:!?\n\t\r  12(){}_-/你好せ한сПΣ\u0301\u00a0\u3000😀<|>"
 PIECES = [
@@ -63,6 +65,30 @@ def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
 
     check()
     assert num_cut > 5
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("with_bounds", [False, True])
+def test_the_library_gets_few_pieces_at_a_time(with_bounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it returns takes about 150 bytes per token: 64 pieces of a row of bytes took 2.4 GB."""
+    encoder, sizes = Encoder(make_bytes_tokenizer()), list[int]()
+    text = "a row of many words " * 100
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            def call(texts: list[str], **more: Any) -> Any:
+                sizes.append(sum(map(len, texts)))
+                return getattr(real, name)(texts, **more)
+
+            return call
+
+    real = encoder.backend
+    encoder.backend = encoder.continuation = Counted()
+    ids, bounds = encoder.encode_long(text, with_bounds=with_bounds)
+    assert bytes(ids.tolist()) == text.encode()
+    assert bounds.itemsize == 4
+    assert sum(sizes) == len(text) > 8 * max(sizes)
+    assert max(sizes) <= 8 * 2 * 12
 
 
 @pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))

@@ -22,8 +22,8 @@ from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, Templa
 from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tokens
 from ulysses_cli.readers.problems import BadRow, NoTemplate
 
-PIECES_AT_ONCE = 64  # what the library returns of a piece takes about a hundred bytes per token
-Bounds = NDArray[np.int64]  # [tokens, 2]: first character and one past the last
+PIECES_AT_ONCE = 8  # what the library returns of a piece takes about 150 bytes per token
+Bounds = NDArray[np.signedinteger[Any]]  # [tokens, 2]: first character and one past the last
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,20 @@ class Encoder:
     def encode_long(self, text: str, *, with_bounds: bool = False) -> tuple[Ids, Bounds]:
         """Encodes one text without special tokens, in pieces where the cut rule allows that."""
         cuts = self._find_cuts(text) if len(text) > 2 * PIECE_CHARS else []
-        places = [0, *cuts, len(text)]
-        parts = [text[first:last] for first, last in pairwise(places)]
+        spans = list(pairwise([0, *cuts, len(text)]))
         encode = "encode_batch" if with_bounds else "encode_batch_fast"
-        ids, bounds = list[Ids](), [np.empty((0, 2), np.int64)]
-        for first in range(0, len(parts), PIECES_AT_ONCE):
-            last = first + PIECES_AT_ONCE
-            encodings = getattr(self.continuation, encode)(parts[max(1, first) : last], add_special_tokens=False)
-            if first == 0:
-                encodings = [*getattr(self.backend, encode)(parts[:1], add_special_tokens=False), *encodings]
+        place_type = np.dtype(np.int32 if len(text) <= np.iinfo(np.int32).max else np.int64)
+        ids, bounds = list[Ids](), list[Bounds]([np.empty((0, 2), place_type)])
+        for first in range(0, len(spans), PIECES_AT_ONCE):
+            here = spans[first : first + PIECES_AT_ONCE]
+            parts, num_first = [text[start:stop] for start, stop in here], int(first == 0)
+            encodings = getattr(self.backend, encode)(parts[:num_first], add_special_tokens=False)
+            encodings += getattr(self.continuation, encode)(parts[num_first:], add_special_tokens=False)
             ids += [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
             if with_bounds:
                 bounds += [
-                    np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + place
-                    for encoding, place in zip(encodings, places[first:last], strict=False)
+                    np.asarray(encoding.offsets, place_type).reshape(-1, 2) + place_type.type(start)
+                    for encoding, (start, _) in zip(encodings, here, strict=True)
                 ]
         return np.concatenate(ids), np.concatenate(bounds)
 
