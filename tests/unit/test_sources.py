@@ -275,6 +275,11 @@ BAD_LINES = [
     (b'{"text": "a\r\n', "malformed JSON: Unterminated string starting at character 10 of the line"),
     (b'{"text": "a\\q"}', "malformed JSON: Invalid \\escape at character 12 of the line"),
     (b"[" * 100_000, "malformed JSON: "),
+    (b'{"text": "first", "text": "second"}', "malformed JSON: the key 'text' stands twice in one object"),
+    (
+        b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+        "malformed JSON: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
+    ),
 ]
 
 
@@ -368,6 +373,16 @@ def read_all_and_find_kind(source: Source) -> None:
         ("a.json", b'[{"text": "a', r"a.json:1:11: malformed JSON: Unterminated string\n"),
         ("a.json", b'{"a":\n"\xff"}', r"a.json:2:1: byte 2 of the line, 0xff, is not UTF-8"),
         ("a.csv", b"text,text\na,b\n", r"a.csv:1:1: the header names column `text` more than once"),
+        (
+            "a.csv",
+            b"text;label\na;1\n",
+            r"a.csv:1:1: the header is one column, 'text;label': its fields",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text": "b", "text": "c"}]',
+            r"a.json:2:1: malformed JSON: the key 'text' stands",
+        ),
         ("a.csv", b"\n\xff,text\na,b\n", r"a.csv:2:1: byte 1 of the header, 0xff, is not UTF-8"),
         ("a.csv", b'text\na\n"b\nc\nd\n', r"a.csv:3:1: a quote that opens in this row is not closed"),
         ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', r"a.json:2:1: malformed JSON: Extra data after the list"),
@@ -388,6 +403,19 @@ def test_files_that_cannot_be_read(name: str, content: bytes, message: str, tmp_
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_all_and_find_kind(open_one(tmp_path, tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "message"),
+    [
+        ("two\nlines".encode("utf-16-le"), 1, "byte 2 of the line is NUL"),  # valid UTF-8, letter for letter
+        (b"a crash\nleft" + b"\0" * 4096, 2, "byte 5 of the line is NUL"),
+    ],
+)
+def test_a_text_holds_no_nul(content: bytes, number: int, message: str) -> None:
+    ((line, bad),) = walk_rows(Block("f.txt", "text", content, len(content)))
+    assert (line, isinstance(bad, BadRow)) == (number, True)
+    assert str(bad).startswith(message)
 
 
 def test_mappings_of_a_table_equal_those_of_json_lines(tmp_path: Path) -> None:

@@ -70,16 +70,27 @@ def clean_message(error: json.JSONDecodeError) -> str:
     return error.msg.removesuffix(" at").rstrip(": ")
 
 
+def keep_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a key that stands twice all values but the last would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(
+            f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in one object"
+        )
+    return row
+
+
 def parse_line(line: bytes) -> dict[str, Any] | BadRow:
     """Parses one line of JSONL."""
     try:
-        row = json.loads(decode_line(line).rstrip("\r\n"))
+        row = json.loads(decode_line(line).rstrip("\r\n"), object_pairs_hook=keep_each)
     except BadRow as bad:
         return bad
     except json.JSONDecodeError as error:
         return BadRow(f"malformed JSON: {clean_message(error)} at character {error.pos + 1:,} of the line")
     except (ValueError, RecursionError) as error:
-        return BadRow(f"malformed JSON: {error}")
+        return BadRow(f"malformed JSON: {str(error).partition(';')[0]}")
     return row if isinstance(row, dict) else BadRow("a JSON value that is not an object; each line holds one row")
 
 
@@ -88,7 +99,13 @@ def count_blank(block: Block) -> int:
 
 
 def _decode_text(content: bytes) -> NumberedRow:
-    """A file as one document, without a byte order mark."""
+    """A file as one document, without a byte order mark. A NUL is in no text: UTF-16 without a mark is full of them,
+    and so is what a crash leaves of a file."""
+    if (at := content.find(0)) >= 0:
+        start = content.rfind(b"\n", 0, at) + 1
+        return content.count(b"\n", 0, at) + 1, BadRow(
+            f"byte {at - start + 1:,} of the line is NUL, which no text holds"
+        )
     try:
         return 0, {"text": content.decode("utf-8-sig")}
     except UnicodeDecodeError:

@@ -19,7 +19,7 @@ from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.files.regular_files import describe_special
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, Where
-from ulysses_cli.readers.blocks import BLOCK_BYTES, Block, NumberedRow, clean_message
+from ulysses_cli.readers.blocks import BLOCK_BYTES, Block, NumberedRow, clean_message, keep_each
 from ulysses_cli.readers.compressed_files import PACKED, open_file
 from ulysses_cli.readers.decoding import describe_damage
 from ulysses_cli.readers.problems import BadRow, DataError, explain_bad_rows
@@ -29,6 +29,7 @@ LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
 ROWS = (*LINES, *TABLES, ".json", ".csv", ".tsv")
 TEXTS = (".txt", ".md")
 BOM = b"\xef\xbb\xbf"
+OTHER_SIGNS = ";\t|"  # that part fields, in files of other programs
 MAX_ROW_BYTES = 64 << 20  # of one row: sixteen million tokens of English
 
 
@@ -193,7 +194,7 @@ def _is_object(line: bytes) -> bool:
 
 def _parse_json(text: str, file: str) -> Iterator[NumberedRow]:
     """The elements of a list, each with its line, or the single row that the text holds."""
-    decoder, at, line, counted = json.JSONDecoder(), 0, 1, 0
+    decoder, at, line, counted = json.JSONDecoder(object_pairs_hook=keep_each), 0, 1, 0
 
     def skip(at: int, letters: str) -> int:
         while at < len(text) and text[at] in letters:
@@ -219,7 +220,7 @@ def _parse_json(text: str, file: str) -> Iterator[NumberedRow]:
     except json.JSONDecodeError as error:
         raise _refuse(clean_message(error).removesuffix(" starting"), Where(file, error.lineno, error.colno)) from None
     except (ValueError, RecursionError) as error:
-        raise _refuse(str(error), Where(file, line, 1)) from None
+        raise _refuse(str(error).partition(";")[0], Where(file, line, 1)) from None
 
 
 def _refuse(reason: str, where: Where) -> DataError:
@@ -243,6 +244,12 @@ def _read_csv(rows: Any, file: str) -> Iterator[tuple[int, dict[str, Any] | BadR
         raise DataError([Problem("", message, "fix the header", Where(file, rows.line_num, 1))])
     if damage := describe_damage("".join(names), "header"):
         raise DataError(explain_bad_rows([(file, rows.line_num, damage)], 1, "name another file"))
+    if len(names) == 1 and (other := next((sign for sign in OTHER_SIGNS if sign in names[0]), "")):
+        shown = "tabs" if other == "\t" else f"`{other}`"
+        message = f"the header is one column, {names[0]!r}: its fields seem to be parted by {shown}"
+        raise DataError(
+            [Problem("", message, "save it with commas, or with tabs as .tsv", Where(file, rows.line_num, 1))]
+        )
     units = [f"column `{name}`" for name in names]
     while True:
         line = rows.line_num + 1
