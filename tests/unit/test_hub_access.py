@@ -1,5 +1,6 @@
 """Tests data sets and tokenizers of a hub that cannot be reached: one attempt, one problem, no line of a library."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from ulysses_cli.data import hub_access
 from ulysses_cli.data.sources.hub_sets import load_hub_set
-from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Model
@@ -47,6 +48,14 @@ def test_a_tokenizer_that_cannot_be_downloaded(obstacle: str, capfd: pytest.Capt
     assert problem.message.startswith(f"the tokenizer of owner/model is not on this machine, and {obstacle}")
     assert "run `hf download owner/model --local-dir DIR` elsewhere" in problem.hint
     assert capfd.readouterr().err == ""
+
+
+def test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    make_bytes_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": "tiny"}))
+    (tmp_path / "tokenizer_config.json").unlink()  # which names the class, so that the config is not read
+    with pytest.raises(RecipeError, match=r"config.json cannot be used: .*rms_norm_eps"):
+        load_tokenizer(Model(name_or_path=str(tmp_path)))
 
 
 def test_a_broken_tokenizer_on_this_machine_is_not_blamed_on_the_hub(obstacle: str, tmp_path: Path) -> None:

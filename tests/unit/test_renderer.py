@@ -147,6 +147,13 @@ def test_a_template_that_ends_for_the_first_rendering_only(monkeypatch: pytest.M
         encode_block(make_encoder(odd), "chat", Block("d.jsonl", "lines", [CHAT], 1, 1))
 
 
+def test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats() -> None:
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}\n{{ m.content }"
+    with pytest.raises(DataError, match=r"f:1:1: the chat template is not valid Jinja: line 2: unexpected '}'"):
+        encode_block(Encoder(tokenizer, EncoderSettings()), "chat", Block("f", "lines", [CHAT, CHAT], 0))
+
+
 def test_refusals_and_texts_reach_the_caller() -> None:
     tokenizer = make_bytes_tokenizer()
     messages = [{"role": "user", "content": "é\ud800" * 3}, {"role": "assistant", "content": "a"}]

@@ -213,6 +213,8 @@ def _answer(
     except MemoryError:
         failure = TOO_LARGE
     except Exception as error:  # noqa: BLE001 - a template may raise any exception
+        if type(error).__name__ == "TemplateSyntaxError":  # jinja2's: it says the same of every chat
+            failure = f"is not valid Jinja: line {getattr(error, 'lineno', 1)}: {cut_message(error)}"
         answer["error"] = cut_message(error)
     try:
         encoded = json.dumps({"failure": failure} if failure else answer, ensure_ascii=False)

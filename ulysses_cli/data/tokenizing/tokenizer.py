@@ -152,6 +152,9 @@ def _explain(error: Exception, key: str, name: str, folder: Path) -> Problem:
         for file in files:
             if file.suffix == ".json" and (damage := _find_damage(file)):
                 return Problem(key, f"{file} is not valid JSON: {damage}", "copy the tokenizer's files again")
+        if damage := _find_config_damage(folder):  # the library reads it to choose the tokenizer's class
+            message = f"{folder / 'config.json'} cannot be used: {damage}"
+            return Problem(key, message, "mend that value, or copy the model's folder again")
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     hint = "name a folder with tokenizer.json, or set HF_TOKEN for a private model"
     return Problem(key, f"the tokenizer of {name} cannot be loaded: {reason.rstrip(':')}", hint)
@@ -162,6 +165,18 @@ def _find_damage(file: Path) -> str:
         json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         return str(error)
+    return ""
+
+
+def _find_config_damage(folder: Path) -> str:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        return ""
+    try:
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds
+        return " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:200] or type(error).__name__
     return ""
 
 
