@@ -31,6 +31,9 @@ CARD = (
     "---\nlibrary_name: transformers\nbase_model: owner/base\n---\n\n# mine\n\nA model.\n\n## Recipe\n\nAll defaults.\n"
 )
 
+HEADER = json.dumps({"norm": {"dtype": "F32", "shape": [1750], "data_offsets": [0, 7000]}}).encode()
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + b"weights" * 1000
+
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
@@ -51,7 +54,7 @@ def run_dir(tmp_path: Path) -> Path:
     model.mkdir()
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 131072, "rope_parameters": rope}))
-    (model / "model.safetensors").write_bytes(b"weights" * 1000)
+    (model / "model.safetensors").write_bytes(WEIGHTS)
     (model / "README.md").write_text(CARD)
     return folder
 
@@ -62,7 +65,7 @@ def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Pat
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip() == f"{hub.address}/me/mine"
     files = hub.repos["me/mine"]
-    assert files["model.safetensors"] == b"weights" * 1000
+    assert files["model.safetensors"] == WEIGHTS
     assert "me/mine" in hub.private
     head, _, body = files["README.md"].decode().removeprefix("---\n").partition("\n---\n")
     keys = yaml.safe_load(head)
@@ -144,6 +147,27 @@ def test_a_card_proposes_no_length_that_nothing_was_trained_at(hub: Hub, run_dir
     (run_dir / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": "many"}))
     assert run("push", str(run_dir)).returncode == 0
     assert "--max-model-len 256\n" in hub.repos["me/mine"]["README.md"].decode()
+
+
+def test_weights_that_are_not_whole_are_published_by_nobody(hub: Hub, run_dir: Path) -> None:
+    file = run_dir / "model" / "model.safetensors"
+    file.write_bytes(WEIGHTS[:-1])
+    for words in ((), ("--dry-run",)):
+        shown = run("push", str(run_dir), *words)
+        assert (shown.returncode, shown.stdout) == (2, "")
+        assert "model.safetensors is damaged: it has 70" in shown.stderr
+        assert "nothing was uploaded" in shown.stderr
+    assert hub.repos == {}
+
+
+def test_odd_metrics_leave_a_card_without_a_trace(run_dir: Path) -> None:
+    lines = [{"step": 1, "tokens": "many", "supervised_tokens": None, "loss": "low", "step_seconds": -3}, {"step": 2}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run_dir / "eval.jsonl").unlink()
+    shown = run("push", str(run_dir), "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "trained on 0 tokens" in shown.stdout
+    assert load_run(run_dir).spent_seconds == 0
 
 
 def test_what_vllm_does_not_serve_is_to_be_merged(run_dir: Path) -> None:
@@ -358,7 +382,8 @@ def test_what_an_export_writes_is_published(run_dir: Path) -> None:
     ]
     for name in names:
         (model / name).parent.mkdir(exist_ok=True)
-        (model / name).write_text("{}")
+        (model / name).write_bytes(WEIGHTS if name.endswith(".safetensors") else b"{}")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm": names[0]}}))
     (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling_mine.M"}}))
     shown = run("push", str(run_dir), "--dry-run", "--format", "json")
     assert shown.returncode == 0, shown.stderr

@@ -66,7 +66,7 @@ def load_run(folder: Path) -> RecordedRun:
         samples, quality = (_load_lines(folder / f"{name}.jsonl", notes) for name in ("samples", "quality"))
     except OSError as error:
         raise RecipeError([Problem("", f"{error.filename} cannot be read: {error.strerror}")]) from None
-    spent = [line["step_seconds"] for line in lines if is_number(line.get("step_seconds"))]
+    spent = [line["step_seconds"] for line in lines if is_number(line.get("step_seconds")) and line["step_seconds"] > 0]
     metrics = _drop_redone(lines)
     if len(metrics) < len(lines):
         redone = format_count(len(lines) - len(metrics), "step")

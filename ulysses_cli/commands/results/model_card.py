@@ -11,6 +11,7 @@ from typing import Any
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, list_public_datasets, make_public
 from ulysses_cli.report.run_files import RecordedRun
+from ulysses_cli.report.run_summary import list_values
 
 LOADED_BY_TRANSFORMERS = """\
 ```python
@@ -65,8 +66,7 @@ def read_recipe(card: str, run: RecordedRun) -> tuple[dict[str, Any], str]:
 
 
 def _write_data(run: RecordedRun, datasets: Sequence[str]) -> list[str]:
-    tokens = sum(line.get("tokens") or 0 for line in run.metrics)
-    targets = sum(line.get("supervised_tokens") or 0 for line in run.metrics)
+    tokens, targets = (int(sum(list_values(run.metrics, key))) for key in ("tokens", "supervised_tokens"))
     steps = run.metrics[-1]["step"] if run.metrics else 0
     lines = ["## Data", "", f"- sources: {', '.join(datasets) or 'not recorded'}"]
     lines += [f"- trained on {tokens:,} tokens, {targets:,} of them targets, in {format_count(steps, 'step')}"]
@@ -77,7 +77,8 @@ def _write_data(run: RecordedRun, datasets: Sequence[str]) -> list[str]:
 def _write_losses(run: RecordedRun) -> list[str]:
     if not run.evals:
         loss = run.metrics[-1].get("loss") if run.metrics else None
-        return ["## Loss", "", f"Training loss at the end: {loss:.4f}. Nothing was held out.", ""] if loss else []
+        is_known = isinstance(loss, int | float)
+        return ["## Loss", "", f"Training loss at the end: {loss:.4f}. Nothing was held out.", ""] if is_known else []
     first, last = run.evals[0], run.evals[-1]
     before = f" Before step 1: {_format(first.get('loss'))}." if first["step"] == 0 < last["step"] else ""
     lines = ["## Loss on held-out documents", "", f"After step {last['step']}: {_format(last.get('loss'))}, "

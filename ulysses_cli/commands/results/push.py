@@ -100,6 +100,7 @@ def _format_upload(upload: Mapping[str, Any]) -> str:
 
 
 def _load_model_run(run_dir: Path) -> tuple[RecordedRun, Path]:
+    from ulysses_cli.plan.files.weight_files import find_damaged_weights
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.publishing import list_files
     from ulysses_cli.report.run_files import load_run
@@ -109,6 +110,9 @@ def _load_model_run(run_dir: Path) -> tuple[RecordedRun, Path]:
         hint = f"finish the run, or `ulysses export {run_dir} --to {folder}` for its newest checkpoint"
         raise RecipeError([Problem("", f"{run_dir} holds no model", hint)])
     list_files(folder)  # before anything in it is read
+    if damage := find_damaged_weights(folder):
+        hint = f"move {folder} away and write it again: ulysses export {run_dir} --to {folder}"
+        raise RecipeError([Problem("", f"{damage}; nothing was uploaded", hint)])
     return run, folder
 
 
@@ -117,7 +121,7 @@ def read_card(folder: Path, name: str) -> str:
     from ulysses_cli.publishing import CARD
 
     file = folder / CARD
-    return file.read_text(encoding="utf-8") if file.is_file() else f"---\n---\n\n# {name}\n"
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else f"---\n---\n\n# {name}\n"
 
 
 def choose_name(run: RecordedRun, run_dir: Path, repo: str | None) -> str:

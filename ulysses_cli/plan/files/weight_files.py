@@ -66,6 +66,22 @@ def find_weight_problem(folder: Path) -> str:
     return ""
 
 
+def find_damaged_weights(folder: Path) -> str:
+    """Which file of weights or adapters in a folder is missing or not whole, by its header; '' if none is."""
+    try:
+        named = list_weight_files(folder)
+    except ValueError as error:
+        return str(error)
+    for file in sorted({*named, *folder.glob("*.safetensors")}):
+        try:
+            read_header(file)
+        except OSError as error:
+            return f"{file} cannot be read: {error.strerror}"
+        except ValueError as error:
+            return f"{file} is damaged: {error}"
+    return ""
+
+
 def list_weight_files(folder: Path) -> list[Path]:
     """The files that the index names; without an index, all in the folder. ValueError: the index cannot be read."""
     index = folder / INDEX
