@@ -347,6 +347,46 @@ def grow_tokenizer(folder: Path) -> str:
     return run_test(*(f"tests/unit/test_bounds.py::{test}" for test in tests))
 
 
+@attack("data", "texts full of NULs, and keys that stand twice in a row")
+def write_nuls(folder: Path) -> str:
+    (folder / "d.txt").write_bytes("UTF-16 without a mark\n".encode("utf-16-le"))
+    (folder / "d.jsonl").write_text('{"text": "first", "text": "second"}\n')
+    for name, message in (
+        ("d.txt", r"d\.txt:1:1: byte 2 of the line is NUL"),
+        ("d.jsonl", "the key 'text' stands twice"),
+    ):
+        if result := prepare(folder, datasets=[{"path": str(folder / name)}]).judge(message):
+            return f"{name}: {result}"
+    return ""
+
+
+@attack("models", "a chat template that is no Jinja, and a config that transformers refuses")
+def blame_others(folder: Path) -> str:
+    return run_test(
+        "tests/unit/test_renderer.py::test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats",
+        "tests/unit/test_hub_access.py::test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer",
+    )
+
+
+@attack("recipes", "shell variables in the folders that a run makes")
+def name_variable(folder: Path) -> str:
+    write_recipe(folder)
+    ended = ulysses(folder, "prepare", "r.yaml", "run.output_dir=${HOME}/x", "data.store_dir=$SCRATCH/y")
+    return ended.judge(r"\$\{HOME\} is not replaced", r"\$SCRATCH is not replaced")
+
+
+@attack("publishing", "weights that are not whole, and metrics that are no numbers")
+def publish_damage(folder: Path) -> str:
+    run = write_run(folder / "run", 3)
+    (run / "metrics.jsonl").write_text('{"step": 1, "tokens": "many", "loss": "low", "step_seconds": -3}\n')
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    if result := ulysses(folder, "push", "run", "--dry-run").judge("trained on 0 tokens", codes=(0,)):
+        return result
+    (run / "model" / "model.safetensors").write_bytes(b"")
+    return ulysses(folder, "push", "run", "--dry-run").judge("model.safetensors is damaged: .*nothing was uploaded")
+
+
 @attack("pages", "a FIFO among a run's evaluations")
 def hold_report(folder: Path) -> str:
     write_run(folder / "run")

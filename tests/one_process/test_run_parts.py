@@ -270,7 +270,8 @@ def test_the_schedule_is_transformers_own(choice: Any, warmup: int, num_steps: i
         warnings.simplefilter("ignore")
         theirs = get_scheduler(name, optimizer, warmup, num_steps, options).lr_lambdas[0]
     if warmup:
-        assert ours(0) == pytest.approx(peak * (theirs(0) + theirs(1)) / 2, rel=1e-12) and ours(0) > 0
+        assert ours(0) == pytest.approx(peak * (theirs(0) + theirs(1)) / 2, rel=1e-12)
+        assert ours(0) > 0
     for step in range(bool(warmup), num_steps + 1):
         assert ours(step) == pytest.approx(peak * theirs(step), rel=1e-12, abs=1e-300), step
 

@@ -961,6 +961,18 @@ def test_check_folders(tmp_path: Path) -> None:
     assert check("model.tokenizer=owner/tokenizer") == []
 
 
+def test_check_variables() -> None:
+    hint = "hint: write the path itself, or give it on the command line, where a shell does: {}=..."
+    for key, text, variable in (
+        ("run.output_dir", "${HOME}/x", "${HOME}"),
+        ("data.store_dir", "$SCRATCH/store", "$SCRATCH"),
+        ("run.checkpoint_uri", "s3://$BUCKET/mine", "$BUCKET"),
+    ):
+        expected = f"command line: {key}: {variable} is not replaced in a recipe\n\n{hint.format(key)}"
+        assert only(f"{key}={text}") == expected
+    assert check("run.output_dir=runs/cost-5$") == []
+
+
 def test_suggested_sizes_pass_the_rules() -> None:
     assert "sp_size" not in only("parallel.sp_size=1", num_processes=8, kv_lora_rank=512).partition("hint")[2]
     assert "dp_replicate" not in only("parallel.zero_stage=2", num_processes=8).partition("hint")[2]

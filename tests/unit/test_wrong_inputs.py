@@ -20,6 +20,7 @@ FILES = {
     "broken.yaml": "model: [\n",
     "tab.yaml": "model:\n\tname: x\n",
     "words.yaml": "just words\n",
+    "two.yaml": "model: {}\n---\nmodel: {}\n",
     "twice.yaml": "model: {}\nmodel: {}\n",
     "short.yaml": "model: Qwen/Qwen3-8B\ndata:\n  datasets:\n  - a.jsonl\n  max_length: 64K tokens\n",
     "colon.yaml": "model:\n  name_or_path x\ndata: {datasets: d/a.jsonl, max_length: 64}\n",
@@ -49,6 +50,7 @@ RECIPES = (
     ("short.yaml", "short.yaml:1:8: model: 'Qwen/Qwen3-8B' is not a section\n\nhint: write model: {name_or_path: "),
     ("short.yaml", NUMBER),
     ("colon.yaml", "model: 'name_or_path x' is not a section\n\nhint: write name_or_path: x, with a colon"),
+    ("two.yaml", "two.yaml:2:1: not valid YAML: found another document\n\nhint: a recipe is one document: remove"),
     ("missing.yml", "missing.yml: cannot be read: No such file or directory"),
 )  # fmt: skip
 SETTINGS = (
@@ -117,6 +119,9 @@ SETTINGS = (
     ("load_in_4bit=true", "write lora.quantize_base: nf4"),
     ("run.output_dir=t.yaml/x", "run.output_dir: t.yaml/x: t.yaml is a file, not a folder\n\nhint: name a folder"),
     ("train.optim=Adam_W", "hint: did you mean `adamw`?"),
+    ("train.learning_rate=0", "train.learning_rate: 0 is not a number above 0 to 10"),
+    ("train.warmup_ratio=1", "train.warmup_ratio: 1 is not a number from 0 to below 1"),
+    ("run.output_dir=${HOME}/x", "run.output_dir: ${HOME} is not replaced in a recipe"),
     ("train.max_steps=1", "no step at the full learning rate: max_steps is 1\n\nhint: use 0\n"),
     ("model.config=null model.name_or_path=t.yaml", "model.name_or_path: t.yaml is a file, not a folder"),
 )
@@ -150,6 +155,7 @@ COMMANDS = (
     ("estimate-memory --model a/b --max-length 8Ki,9Ki", "config.json of a/b is not on this machine"),
     ("plan QWEN 64Ki --gpus 8xh100", "hint: write KIND:MOST, such as h100-80gb:8; did you mean h100?"),
     ("plan QWEN 64Ki --gpus h100:8 --write folder --force", "--write: folder is a folder"),
+    ("plan QWEN 64Ki --gpus h100:8,h100-80gb:4", "--gpus: h100-80gb is named twice\n\nhint: name each kind once"),
     ("plan QWEN 64Ki --deadline tomorrow", "tomorrow is not a time\n\nhint: write hours or days"),
     ("plan QWEN 64Ki --budget free", "Invalid value for '--budget'"),
     (

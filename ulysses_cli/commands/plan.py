@@ -270,6 +270,9 @@ def read_offers(text: str | None, table: Hardware) -> list[Offer]:
             hint = f"write KIND:MOST, such as {gpu.key}:8"
             message = f"{count or 'nothing'} is not a number of GPUs from 1 to {MAX_GPUS:,}"
             raise RecipeError([Problem("--gpus", message, hint)])
+        if any(offer.gpu.key == gpu.key for offer in offers):
+            hint = f"name each kind once, with the most that you can get, such as {gpu.key}:8"
+            raise RecipeError([Problem("--gpus", f"{gpu.key} is named twice", hint)])
         offers.append(Offer(gpu, int(count) if colon else MAX_MACHINES * gpu.gpus_per_node))
     return offers
 

@@ -27,6 +27,7 @@ DATA_SUFFIXES = (
 MAX_NEARBY = 5
 CHECKPOINT_MANIFEST = "manifest.json"  # written last
 FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$", re.ASCII)
+VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)", re.ASCII)
 CHAT_TYPES = ("chat", "conversations")
 HINT_AFTER_END = (
     "`ulysses train` with --resume auto continues it and names settings that must stay, with --overwrite replaces it; "
@@ -272,6 +273,18 @@ def check_folders(recipe: Recipe) -> Problems:
             yield Problem("lora.adapter_name_or_path", f"{adapters} holds no adapter_config.json", hint)
 
 
+def check_variables(recipe: Recipe) -> Problems:
+    """No folder or address that a run makes holds a shell's variable: it would be made under that very name."""
+    for key, text in (
+        ("data.store_dir", recipe.data.store_dir),
+        ("run.output_dir", recipe.run.output_dir),
+        ("run.checkpoint_uri", recipe.run.checkpoint_uri),
+    ):
+        if text is not None and (variable := VARIABLE.search(text)):
+            hint = f"write the path itself, or give it on the command line, where a shell does: {key}=..."
+            yield Problem(key, f"{variable[0]} is not replaced in a recipe", hint)
+
+
 def check_token_loss(recipe: Recipe) -> Problems:
     """The function of train.token_loss has a file or a module, and a name. It is imported when a run starts."""
     reference = recipe.train.token_loss
@@ -294,4 +307,5 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_resume,
     check_checkpoint_uri,
     check_folders,
+    check_variables,
 )
