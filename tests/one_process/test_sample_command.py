@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.real_model import READY, needs_real_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from ulysses_cli.cli import app
+from ulysses_cli.commands import sample
 from ulysses_cli.commands.sample import describe_empty
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.train.export import sampling
 
 EMPTY = "empty: the model ends at once, since an end is its most likely token there"
 HINT = "hint: the model has a chat template: with --chat a prompt is what a user says"
@@ -19,6 +26,22 @@ def test_an_empty_answer_is_explained() -> None:
     assert describe_empty(1, 1, has_template=True) == f"the answer is {EMPTY}\n{HINT}"
     assert describe_empty(1, 2, has_template=False) == f"1 of 2 answers is {EMPTY}"
     assert describe_empty(2, 3, has_template=False) == f"2 of 3 answers are {EMPTY}"
+
+
+def test_an_answer_beyond_the_models_positions_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = AutoConfig.for_model("qwen3", **sizes, num_key_value_heads=1, head_dim=8, vocab_size=260)
+    config.max_position_embeddings = 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_bytes_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(sample, "_ask", sampling.answer)
+    for num_new, is_beyond in ((4, False), (32, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "list_stop_tokens", lambda *_: set())
+            result = CliRunner().invoke(app, ["sample", str(tmp_path), "abcd", f"--max-new-tokens={num_new}"])
+        assert result.exit_code == 0, result.output
+        note = f"note: an answer has 36 tokens with its prompt, more than the 16 positions that {tmp_path} was made for"
+        assert (note in " ".join(result.stderr.split())) is is_beyond
 
 
 @pytest.mark.check

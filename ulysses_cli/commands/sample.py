@@ -90,6 +90,9 @@ def sample(
     if num_empty := sum(not each["num_tokens"] for each in result["answers"]):
         has_hint = result["has_template"] and not chat
         printing.print_message(describe_empty(num_empty, len(prompts), has_template=has_hint))
+    if result["num_positions"] and result["longest"] > result["num_positions"]:
+        beyond = f"{result['longest']:,} tokens with its prompt, more than the {result['num_positions']:,} positions"
+        printing.print_message(f"note: an answer has {beyond} that {model} was made for")
     if output is Format.json:
         printing.print_json(result["answers"])
         return

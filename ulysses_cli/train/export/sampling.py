@@ -41,7 +41,7 @@ def load_model(name: str, options: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answers, and whether the model has a chat template."""
+    """Returns the answers, whether the model has a chat template, its positions, and how many the longest text took."""
     trust = {"trust_remote_code": bool(request["trust_remote_code"])}
     tokenizer: Any = AutoTokenizer.from_pretrained(request["model"], **trust)
     if request["as_chat"] and tokenizer.chat_template is None:
@@ -49,7 +49,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     device = "auto" if torch.cuda.is_available() and request["device"] != "cpu" else "cpu"
     dtype = getattr(torch, request["dtype"]) if request["dtype"] else "auto"
     model = load_model(request["model"], {"dtype": dtype, "device_map": device, **trust}).eval()
-    stop_tokens, answers = list_stop_tokens(tokenizer, model), []
+    stop_tokens, answers, longest = list_stop_tokens(tokenizer, model), [], 0
     for prompt in encode_prompts(tokenizer, request["prompts"], as_chat=request["as_chat"]):
         ids = torch.tensor([prompt.tokens], device=next(model.parameters()).device)
         out = model.generate(
@@ -61,9 +61,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             eos_token_id=sorted(stop_tokens) or None,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         )
+        longest = max(longest, out.size(1))
         tokens = [token for token in out[0, ids.size(1) :].tolist() if token not in stop_tokens]
         answers.append({"prompt": prompt.text, "text": tokenizer.decode(tokens), "num_tokens": len(tokens)})
-    return {"answers": answers, "has_template": tokenizer.chat_template is not None}
+    positions = getattr(model.config, "max_position_embeddings", None)
+    facts = {"has_template": tokenizer.chat_template is not None, "longest": longest, "num_positions": positions}
+    return {"answers": answers, **facts}
 
 
 def main() -> int:
