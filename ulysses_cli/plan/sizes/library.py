@@ -1,0 +1,365 @@
+"""The names that code finds in torch: functions, methods of tensors, modules. A name that is not here has no sizes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import inf, pi
+from typing import Any
+
+from ulysses_cli.plan.sizes import autograd, dtypes, nn, operators, views
+from ulysses_cli.plan.sizes.autograd import grad_mode
+from ulysses_cli.plan.sizes.dtypes import BOOL, FLOAT32, INT32, INT64, Device, DType
+from ulysses_cli.plan.sizes.tensor import HOST, State, Tensor, UnknownOperator, make, make_like
+
+
+class Unknown:
+    """A name of which nothing is known. Files may decorate with it, inherit from it and annotate with it; a model that
+    calls it while it runs is refused."""
+
+    running = False
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if Unknown.running:
+            raise UnknownOperator(self.__name__)
+        is_decorated = len(args) == 1 and not named and callable(args[0]) and not isinstance(args[0], Unknown)
+        return args[0] if is_decorated else self
+
+    def __getattr__(self, name: str) -> Unknown:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unknown(f"{self.__name__}.{name}")
+
+    def __getitem__(self, _: Any) -> Unknown:
+        return self
+
+    __or__ = __ror__ = __getitem__
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return ()
+
+    def __enter__(self) -> Unknown:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Namespace(types.ModuleType):
+    """A module of the stand-in."""
+
+    def __init__(self, name: str, **names: Any) -> None:
+        super().__init__(name)
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unknown(f"{self.__name__}.{name}")
+
+
+# --- new tensors ------------------------------------------------------------------------------------------------------
+
+
+def _is_host(device: Any) -> bool:
+    return (State.device if device is None else Device(device)) == HOST
+
+
+def create(*sizes: Any, dtype: DType | None = None, device: Any = None, requires_grad: bool = False, **_: Any) -> Tensor:
+    """empty, zeros, ones, rand, randn"""
+    t = make(views.read_sizes(sizes), dtype or State.dtype or FLOAT32, on_host=_is_host(device))
+    return t.requires_grad_() if requires_grad else t
+
+
+def full(size: Any, value: Any, *, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
+    found = dtype or (State.dtype if isinstance(value, float) else None) or dtypes.DEFAULTS[dtypes.find_category(value)]
+    return make((size,) if isinstance(size, int) else tuple(size), found, on_host=_is_host(device))
+
+
+def arange(*bounds: Any, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
+    start, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    is_float = any(isinstance(b, float) for b in (start, end, step))
+    count = max(0, -int(-(end - start) // step))
+    return make((count,), dtype or ((State.dtype or FLOAT32) if is_float else INT64), on_host=_is_host(device))
+
+
+def linspace(start: Any, end: Any, steps: int, *, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
+    return make((steps,), dtype or FLOAT32, on_host=_is_host(device))
+
+
+def tensor(data: Any, *, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
+    if isinstance(data, Tensor):
+        return data.detach()
+    shape, first = [], data
+    while isinstance(first, list | tuple):
+        shape.append(len(first))
+        if not first:
+            break
+        first = first[0]
+    first = 0.0 if isinstance(first, list | tuple | Tensor) else first
+    found = dtype or (State.dtype if isinstance(first, float) else None) or dtypes.DEFAULTS[dtypes.find_category(first)]
+    return make(shape, found, on_host=_is_host(device))
+
+
+def create_like(t: Tensor, *, dtype: DType | None = None, device: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
+    if device is not None and (Device(device) == HOST) != t.storage.on_host:
+        return make(t.shape, dtype or t.dtype, on_host=Device(device) == HOST)
+    return make(t.shape, dtype or t.dtype, on_host=t.storage.on_host) if memory_format == "contiguous" else make_like(t, dtype)
+
+
+def create_of(t: Tensor, *sizes: Any, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
+    """Tensor.new_empty and its kin"""
+    on_host = t.storage.on_host if device is None else Device(device) == HOST
+    return make(views.read_sizes(sizes), dtype or t.dtype, on_host=on_host)
+
+
+def new_full(t: Tensor, size: Any, value: Any, **named: Any) -> Tensor:
+    return create_of(t, tuple(size), **named)
+
+
+def histc(t: Tensor, bins: int = 100, **_: Any) -> Tensor:
+    return make((bins,), t.dtype, on_host=t.storage.on_host)
+
+
+def read_value(t: Tensor) -> Any:
+    """Tensor.item: the numbers of tensors without values are 1, their truth values False."""
+    return False if t.dtype is BOOL else 1.0 if t.dtype.is_floating_point else 1
+
+
+def refuse(name: str) -> Callable[..., Any]:
+    def run(*_: Any, **__: Any) -> Any:
+        raise UnknownOperator(f"{name}, whose result depends on data")
+
+    return run
+
+
+def checked_view(t: Tensor, *sizes: Any, **named: Any) -> Tensor:
+    return views.view_as(t, *sizes)
+
+
+def as_type(dtype: DType) -> Callable[..., Tensor]:
+    return lambda t, *_, **__: operators.to(t, dtype)
+
+
+def change_type(t: Tensor, dtype: Any = None, **_: Any) -> Tensor:
+    return operators.to(t, dtype if isinstance(dtype, DType) else getattr(dtype, "dtype", FLOAT32))
+
+
+class NoGrad:
+    """A context and a decorator."""
+
+    enabled = False
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self._function is not None:
+            with grad_mode(self.enabled):
+                return self._function(*args, **named)
+        function = args[0]
+
+        @wraps(function)
+        def run(*args: Any, **named: Any) -> Any:
+            with grad_mode(self.enabled):
+                return function(*args, **named)
+
+        return run
+
+    def __enter__(self) -> None:
+        self._before, State.grad = State.grad, self.enabled
+
+    def __exit__(self, *_: object) -> None:
+        State.grad = self._before
+
+
+class EnableGrad(NoGrad):
+    enabled = True
+
+
+class Nothing:
+    """A context that changes nothing, as autocast does where it is off."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __call__(self, function: Any) -> Any:
+        return function
+
+
+class FloatInfo:
+    def __init__(self, dtype: DType) -> None:
+        self.max, self.eps, self.tiny = 3e38, 1e-3, 1e-38
+        self.min = -self.max
+
+
+class Size(tuple[int, ...]):
+    def numel(self) -> int:
+        return views.prod(self)
+
+
+def run_backward(t: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
+    autograd.backward([t], [make(t.shape, t.dtype, on_host=t.storage.on_host) if gradient is None else gradient])
+
+
+def compute_grads(outputs: Any, inputs: Any, grad_outputs: Any = None, **_: Any) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad"""
+    roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [None] * len(roots))
+    grads = [make(t.shape, t.dtype) if grad is None else grad for t, grad in zip(roots, given, strict=True)]
+    del given, grad_outputs
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return tuple(autograd.backward(roots, grads, wanted))
+
+
+compare = operators.without_gradient(BOOL)
+rounded = operators.without_gradient()
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    # one tensor
+    "sigmoid": operators.sigmoid, "tanh": operators.tanh, "exp": operators.exp, "rsqrt": operators.rsqrt,
+    "sqrt": operators.sqrt, "relu": operators.relu, "log": operators.log, "abs": operators.absolute,
+    "sin": operators.sine, "cos": operators.cosine, "expm1": operators.expm1, "log1p": operators.log1p,
+    "neg": operators.scale, "pow": operators.power, "clamp": operators.clamp, "clip": operators.clamp,
+    "clamp_min": operators.clamp, "clamp_max": operators.clamp, "floor": rounded, "ceil": rounded, "round": rounded,
+    "logical_not": compare, "bitwise_not": rounded, "isnan": compare, "isinf": compare, "isfinite": compare,
+    # two
+    "mul": operators.multiply, "multiply": operators.multiply, "div": operators.divide, "divide": operators.divide,
+    "true_divide": operators.divide, "add": operators.add, "sub": operators.subtract, "maximum": operators.maximum,
+    "minimum": operators.maximum, "where": operators.where, "masked_fill": operators.masked_fill, "greater": compare,
+    "gt": compare, "lt": compare, "ge": compare, "le": compare, "eq": compare, "ne": compare, "logical_and": compare,
+    "logical_or": compare, "floor_divide": rounded, "remainder": rounded, "bitwise_and": rounded,
+    "bitwise_or": rounded,
+    # sums
+    "sum": operators.sum_over, "mean": operators.mean, "max": operators.largest, "min": operators.largest,
+    "amax": operators.reduce_without_gradient(), "amin": operators.reduce_without_gradient(),
+    "all": operators.reduce_without_gradient(BOOL), "any": operators.reduce_without_gradient(BOOL),
+    "argmax": operators.reduce_without_gradient(INT64), "argmin": operators.reduce_without_gradient(INT64),
+    "square": operators.square, "norm": operators.norm, "cumsum": operators.cumsum, "softmax": operators.softmax,
+    "log_softmax": operators.softmax, "logsumexp": operators.logsumexp, "histc": histc,
+    # indices
+    "topk": operators.topk, "sort": operators.sort, "gather": operators.gather, "one_hot": operators.one_hot,
+    "nonzero": refuse("nonzero"), "unique": refuse("unique"), "masked_select": refuse("masked_select"),
+    "bincount": refuse("bincount"),
+    # views and copies
+    "reshape": views.reshape, "flatten": views.flatten, "unflatten": views.unflatten, "transpose": views.transpose,
+    "swapaxes": views.transpose, "permute": views.permute, "movedim": views.movedim, "unsqueeze": views.unsqueeze,
+    "squeeze": views.squeeze, "split": views.split, "chunk": views.chunk, "unbind": views.unbind,
+    "narrow": views.narrow, "clone": views.clone, "cat": operators.concatenate, "concat": operators.concatenate,
+    "concatenate": operators.concatenate, "stack": operators.stack, "repeat_interleave": operators.repeat_interleave,
+    "roll": operators.roll, "tril": operators.triangle, "triu": operators.triangle, "flip": operators.roll,
+    "broadcast_tensors": views.broadcast_tensors, "t": views.swap_last,
+    # products
+    "matmul": operators.matmul, "mm": operators.mm, "bmm": operators.mm, "einsum": operators.einsum,
+    "_grouped_mm": operators.grouped_mm, "polar": operators.polar, "view_as_complex": operators.view_as_complex,
+    "view_as_real": operators.view_as_real,
+}  # fmt: skip
+METHODS: dict[str, Callable[..., Any]] = {
+    **{name: FUNCTIONS[name] for name in FUNCTIONS if name not in ("concat", "cat", "stack", "einsum", "where")},
+    "to": operators.to, "type": change_type, "type_as": lambda t, other: operators.to(t, other.dtype),
+    "float": as_type(FLOAT32), "double": as_type(dtypes.FLOAT64), "half": as_type(dtypes.FLOAT16),
+    "bfloat16": as_type(dtypes.BFLOAT16), "int": as_type(INT32), "long": as_type(INT64), "bool": as_type(BOOL),
+    "cpu": lambda t: operators.to(t, device="cpu"), "cuda": lambda t, *_, **__: operators.to(t, device="meta"),
+    "view": checked_view, "view_as": lambda t, other: views.reshape(t, other.shape), "expand": views.expand,
+    "expand_as": lambda t, other: views.expand(t, other.shape), "unfold": views.unfold, "repeat": operators.repeat,
+    "contiguous": views.contiguous, "new_empty": create_of, "new_zeros": create_of, "new_ones": create_of,
+    "new_full": new_full, "item": read_value, "tolist": refuse("tolist"), "numpy": refuse("numpy"),
+    "backward": run_backward,
+    "where": lambda t, condition, other: operators.where(condition, t, other),
+    "__getitem__": operators.index, "__setitem__": operators.assign,
+    "__add__": operators.add, "__radd__": operators.add, "__sub__": operators.subtract,
+    "__rsub__": lambda t, other: operators.subtract(other, t), "__mul__": operators.multiply,
+    "__rmul__": operators.multiply, "__truediv__": operators.divide,
+    "__rtruediv__": lambda t, other: operators.divide(other, t), "__neg__": operators.scale,
+    "__pow__": operators.power, "__rpow__": lambda t, other: operators.power(other, t),
+    "__matmul__": operators.matmul, "__floordiv__": rounded, "__mod__": rounded, "__invert__": rounded,
+    "__and__": rounded, "__or__": rounded, "__xor__": rounded, "__gt__": compare, "__lt__": compare,
+    "__ge__": compare, "__le__": compare, "__eq__": compare, "__ne__": compare, "__abs__": operators.absolute,
+    "copy_": operators.copy_into,
+}  # fmt: skip
+IN_PLACE = {
+    "add": operators.add, "sub": operators.subtract, "mul": operators.multiply, "div": operators.divide,
+    "clamp": operators.clamp, "masked_fill": operators.masked_fill, "exp": operators.exp, "log": operators.log,
+    "pow": operators.power,
+}  # fmt: skip
+OVERWRITES = (
+    "zero_", "fill_", "normal_", "uniform_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_",
+    "log_normal_", "random_", "trunc_normal_", "__ior__", "__iand__",
+)  # fmt: skip
+
+
+def _add_methods() -> None:
+    for name, method in METHODS.items():
+        setattr(Tensor, name, method)
+    for name, operator in IN_PLACE.items():
+        setattr(Tensor, f"{name}_", operators.in_place(operator))
+    for name, short in (("__iadd__", "add"), ("__isub__", "sub"), ("__imul__", "mul"), ("__itruediv__", "div")):
+        setattr(Tensor, name, operators.in_place(IN_PLACE[short]))
+    for name in OVERWRITES:
+        setattr(Tensor, name, operators.overwrite)
+    Tensor.mT = Tensor.T = property(views.swap_last)  # type: ignore[attr-defined]
+
+
+_add_methods()
+
+
+def make_torch() -> dict[str, Namespace]:
+    """The modules of the stand-in by their names."""
+    functional = Namespace(
+        "torch.nn.functional", linear=lambda t, weight, bias=None: nn.Linear.compute(t, weight, bias),
+        silu=operators.silu, gelu=operators.gelu, relu=operators.relu, sigmoid=operators.sigmoid,
+        softplus=operators.softplus, softmax=operators.softmax, log_softmax=operators.softmax,
+        dropout=operators.dropout, embedding=operators.embedding, pad=operators.pad, one_hot=operators.one_hot,
+        layer_norm=operators.layer_norm, tanh=operators.tanh, conv1d=operators.conv(1), conv2d=operators.conv(2),
+        glu=lambda t, dim=-1: operators.multiply(*views.chunk(t, 2, dim)),
+    )  # fmt: skip
+    layers = {name: value for name, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)}
+    modules = Namespace(
+        "torch.nn", **layers, functional=functional, Parameter=nn.Parameter, Buffer=nn.Buffer, init=Unknown("torch.nn.init")
+    )
+    gradients = Namespace(
+        "torch.autograd", Function=autograd.Function, grad=compute_grads,
+        backward=lambda t, grad=None, **_: run_backward(t, grad),
+        function=Namespace("torch.autograd.function", once_differentiable=lambda f: f, Function=autograd.Function),
+        graph=Namespace("torch.autograd.graph", saved_tensors_hooks=autograd.SavedHooks),
+    )  # fmt: skip
+    linalg = Namespace("torch.linalg", vector_norm=operators.norm, solve_triangular=operators.solve_triangular)
+    compiler = Namespace(
+        "torch.compiler", is_compiling=lambda: False, disable=lambda f=None, **_: f if f is not None else (lambda g: g),
+        is_exporting=lambda: False,
+    )  # fmt: skip
+    torch = Namespace(
+        "torch", **FUNCTIONS, **dtypes.BY_NAME, **{name: dtypes.ALIASES[name] for name in dtypes.ALIASES},
+        Tensor=Tensor, dtype=DType, device=Device, Size=Size, inf=inf, pi=pi,
+        **dict.fromkeys(
+            ("LongTensor", "FloatTensor", "IntTensor", "BoolTensor", "HalfTensor", "BFloat16Tensor"), Tensor
+        ),
+        empty=create, zeros=create, ones=create, rand=create, randn=create, full=full, arange=arange,
+        linspace=linspace, tensor=tensor, as_tensor=tensor,
+        eye=lambda n, m=None, **named: create(n, m or n, **named),
+        empty_like=create_like, zeros_like=create_like, ones_like=create_like, rand_like=create_like,
+        randn_like=create_like, full_like=lambda t, _, **named: create_like(t, **named),
+        no_grad=NoGrad, enable_grad=EnableGrad, inference_mode=NoGrad, is_grad_enabled=lambda: State.grad,
+        autocast=Nothing, is_autocast_enabled=lambda *_: False, finfo=FloatInfo,
+        promote_types=dtypes.join, result_type=operators.find_dtype, is_tensor=lambda t: isinstance(t, Tensor),
+        is_floating_point=lambda t: t.dtype.is_floating_point, contiguous_format=views.contiguous_format,
+        preserve_format=views.preserve_format, nn=modules, autograd=gradients, compiler=compiler, linalg=linalg,
+        get_default_dtype=lambda: State.dtype or FLOAT32, are_deterministic_algorithms_enabled=lambda: False,
+        __version__="2.13.0",
+    )  # fmt: skip
+    found = [torch, modules, functional, gradients, gradients.function, gradients.graph, linalg, compiler]
+    return {each.__name__: each for each in found}
+
+
+Shapes = Sequence[int]

@@ -1,0 +1,273 @@
+"""Runs Python files of transformers under a stand-in for torch. Such a file reaches no file, network or process: it
+imports the stand-in, other such files, and modules of Python's library that compute."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from ulysses_cli.plan.sizes import nn
+from ulysses_cli.plan.sizes.library import Namespace, Nothing, Unknown, make_torch
+from ulysses_cli.plan.sizes.tensor import UnknownOperator
+
+COMPUTING = frozenset(
+    {
+        "__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools",
+        "inspect", "itertools", "math", "numbers", "operator", "re", "string", "types", "typing", "typing_extensions",
+        "warnings",
+    }
+)  # fmt: skip
+BLOCKED = ("open", "eval", "exec", "compile", "input", "breakpoint", "exit", "quit")
+# Files of transformers that run beside those of models.
+RUNNING = frozenset(
+    {
+        "activations", "configuration_utils", "integrations.heterogeneity.configuration_utils", "integrations.moe",
+        "modeling_layers", "modeling_rope_utils",
+    }
+)  # fmt: skip
+MOVED = {"integrations.heterogeneity": "integrations.heterogeneity.configuration_utils"}
+ATTENTION = "sizes"  # the name of attention's implementation
+
+
+class Output:
+    """What a model returns: any of transformers' model outputs. A part that is not there is None."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: int) -> Any:
+        return [part for part in vars(self).values() if part is not None][index]
+
+
+class Interface(dict[str, Any]):
+    """transformers.utils.generic.GeneralInterface"""
+
+    _global_mapping: Mapping[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__(self._global_mapping)
+
+
+class Quiet:
+    """A logger that says nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class PreTrainedModel(nn.Module):
+    config_class: Any = None
+    _tied_weights_keys: Any = None
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def post_init(self) -> None: ...
+
+    @classmethod
+    def _from_config(cls, config: Any, **_: Any) -> Any:
+        return cls(config)
+
+    @property
+    def dtype(self) -> Any:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> Any:
+        return next(self.parameters()).device
+
+    def get_decoder(self) -> Any:
+        return self.model if "model" in self._modules else self
+
+    def get_input_embeddings(self) -> Any:
+        return next(module for module in self.modules() if isinstance(module, nn.Embedding))
+
+    def get_output_embeddings(self) -> Any:
+        return self._modules.get("lm_head")
+
+    def tie_weights(self) -> None:
+        keys = self._tied_weights_keys
+        if not getattr(self.config, "tie_word_embeddings", False) or not isinstance(keys, Mapping):
+            return
+        for own, other in keys.items():
+            path, _, name = own.rpartition(".")
+            source, _, source_name = other.rpartition(".")
+            setattr(self.get_submodule(path), name, getattr(self.get_submodule(source), source_name))
+
+
+def pass_through(*args: Any, **_: Any) -> Any:
+    """A decorator, or what makes one from options."""
+    return args[0] if len(args) == 1 and callable(args[0]) else lambda decorated: decorated
+
+
+def make_decorator(*_: Any, **__: Any) -> Any:
+    return lambda decorated: decorated
+
+
+def give_default(*_: Any, **__: Any) -> Callable[..., Any]:
+    """transformers.utils.type_validators: a field whose values are checked."""
+    return lambda default=None, default_factory=None, **_: (
+        default if default_factory is None else field(default_factory=default_factory)
+    )
+
+
+class Sources:
+    """One set of executed files. `attend`: attention as transformers' layers call it."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        self.torch = make_torch()
+        self.torch["torch"].utils = Namespace("torch.utils")
+        self.modules: dict[str, ModuleType] = {}
+        self.root = find_package()
+        self.builtins = {name: value for name, value in vars(builtins).items() if name not in BLOCKED}
+        self.builtins["__import__"] = self._import
+        functions = Namespace("attention", get_interface=lambda name, default: attend)
+        no_mask = lambda *_, **__: None  # noqa: E731 - documents decide which tokens see which
+        self.names: dict[str, Any] = {
+            "ALL_ATTENTION_FUNCTIONS": functions, "PreTrainedModel": PreTrainedModel, "GeneralInterface": Interface,
+            "Cache": type("Cache", (), {}), "DynamicCache": type("DynamicCache", (), {}),
+            "GenerationMixin": type("GenerationMixin", (), {}), "TransformersKwargs": dict,
+            "FlashAttentionKwargs": dict, "slice_logits_to_keep": lambda hidden, *_: hidden, "interval": give_default,
+            "create_causal_mask": no_mask, "create_sliding_window_causal_mask": no_mask,
+            "create_recurrent_attention_mask": no_mask, "create_chunked_causal_mask": no_mask,
+            "create_masks_for_generate": lambda *_, **__: {}, "maybe_autocast": Nothing,
+            "is_torch_available": lambda: True, "is_torchdynamo_compiling": lambda *_, **__: False,
+            "is_torchdynamo_exporting": lambda *_: False, "is_torch_greater_or_equal": lambda *_, **__: True,
+            "is_torch_less_or_equal": lambda *_, **__: False, "torch_compilable_check": lambda *_, **__: None,
+            "is_flash_attention_requested": lambda *_, **__: False, "is_tracing": lambda *_: False,
+            "logging": Namespace("logging", get_logger=lambda _: Quiet()), "is_timm_config_dict": lambda _: False,
+            "copy_func": lambda f: f, "KVSharingDict": type("KVSharingDict", (dict,), {}), "PushToHubMixin": type("PushToHubMixin", (), {"push_to_hub": lambda self: None}),
+        }  # fmt: skip
+        for name in ("auto_docstring", "can_return_tuple", "capture_outputs", "merge_with_config_defaults", "strict"):
+            self.names[name] = pass_through
+        for name in (
+            "use_kernel_forward_from_hub", "use_kernelized_func", "force_accelerate_hooks", "dataclass_transform",
+            "use_kernel_func_from_hub_with_fallback",
+        ):  # fmt: skip
+            self.names[name] = make_decorator
+
+    def load(self, name: str) -> ModuleType:
+        """The module of that name below transformers."""
+        name = MOVED.get(name, name)
+        if name in self.modules:
+            return self.modules[name]
+        path = self.root / (name.replace(".", "/") + ".py")
+        module = ModuleType(f"sizes_of.transformers.{name}")
+        vars(module).update({"__builtins__": self.builtins, "__file__": str(path)})
+        self.modules[name] = module
+        sys.modules[module.__name__] = module  # dataclasses look there
+        exec(_compile(path), vars(module))
+        if name == "integrations.moe":
+            module._grouped_mm = self.torch["torch"]._grouped_mm  # type: ignore[attr-defined]
+        return module
+
+    def _import(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
+        if name.partition(".")[0] == "torch":
+            found = self.torch.get(name) or Namespace(name)
+            return found if fromlist else self.torch["torch"]
+        if level or name.partition(".")[0] == "transformers":
+            if level:
+                own = (globals or {})["__name__"].removeprefix("sizes_of.transformers.").split(".")
+                name = ".".join(filter(None, [*own[: len(own) - level], name]))
+            else:
+                name = name.partition(".")[2]
+            return self._find_names(name, fromlist or ())
+        if name.partition(".")[0] in COMPUTING:
+            return importlib.__import__(name, globals, locals, fromlist, level)
+        return Namespace(name, **{each: self.names[each] for each in fromlist or () if each in self.names})
+
+    def _find_names(self, name: str, wanted: Any) -> Any:
+        """The names that a file imports from a module of transformers."""
+        module: Any = None
+        runs = name in RUNNING or name in MOVED
+        if runs or (name.startswith("models.") and name.rpartition(".")[2].startswith(("modeling_", "configuration_"))):
+            module = self.load(name) if (self.root / (MOVED.get(name, name).replace(".", "/") + ".py")).is_file() else None
+        found = {}
+        for each in wanted:
+            if module is not None and hasattr(module, each):
+                found[each] = getattr(module, each)
+            elif each in self.names:
+                found[each] = self.names[each]
+            elif name == "integrations" and each == "use_experts_implementation":
+                found[each] = self.load("integrations.moe").use_experts_implementation
+            elif name == "configuration_utils" and each in ("PreTrainedConfig", "PretrainedConfig"):
+                found[each] = self.load(name).PreTrainedConfig
+            elif name in ("modeling_outputs", "utils", "utils.generic") and "Output" in each:
+                found[each] = Output
+            else:
+                found[each] = Unknown(f"transformers.{name}.{each}")
+        return Namespace(f"transformers.{name}", **found)
+
+
+@cache
+def find_package() -> Path:
+    """transformers' folder, without importing it."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("transformers is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@cache
+def _compile(path: Path) -> CodeType:
+    return compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True)
+
+
+@cache
+def _read_table(file: str, name: str) -> dict[str, str]:
+    """One of transformers' tables of names by model type."""
+    text = (find_package() / "models" / "auto" / file).read_text(encoding="utf-8")
+    start = text.index(f"\n{name} = ")
+    return dict(re.findall(r"\(\s*\"([\w-]+)\",\s*\"(\w+)\"", text[start : text.index("\n)", start)]))
+
+
+def find_folder(model_type: str) -> str:
+    """The folder of a model type's files, which parts of a multimodal model share."""
+    folder = _read_table("auto_mappings.py", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model_type)
+    return folder or model_type.replace("-", "_")
+
+
+def make_config(sources: Sources, values: Mapping[str, Any]) -> Any:
+    """transformers' own configuration of config.json's content."""
+    model_type = str(values["model_type"])
+    name = _read_table("auto_mappings.py", "CONFIG_MAPPING_NAMES").get(model_type)
+    if name is None:
+        raise UnknownOperator(f"a model of type {model_type}, which transformers does not have")
+    folder = find_folder(model_type)
+    config_class = getattr(sources.load(f"models.{folder}.configuration_{folder}"), name)
+    config = config_class(**{name: value for name, value in values.items() if name != "model_type"})
+    config._attn_implementation = ATTENTION
+    config._experts_implementation = "grouped_mm"
+    return config
+
+
+def make_model(sources: Sources, config: Any) -> Any:
+    """The causal model of a configuration, with weights of sizes alone."""
+    table = _read_table("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    name = table.get(config.model_type)
+    if name is None:
+        raise UnknownOperator(f"a causal model of type {config.model_type}, which transformers does not have")
+    for model_type in (config.model_type, *(each for each, other in table.items() if other == name)):
+        folder = find_folder(model_type)
+        if (find_package() / "models" / folder / f"modeling_{folder}.py").is_file():
+            model = getattr(sources.load(f"models.{folder}.modeling_{folder}"), name)(config)
+            model.tie_weights()
+            return model
+    raise UnknownOperator(f"{name}, whose file transformers does not have")
