@@ -50,6 +50,7 @@ ORDER: dict[str, list[str]] = {
     "plan": [
         *(
             "exit_codes",
+            "sizes",
             "problem",
             "layout",
             "nouns",

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from sys import getrefcount
 from typing import Any, ClassVar
 
-from ulysses_cli.plan.sizes.tensor import State, Tensor, is_contiguous, keep_order, make, make_like
+from ulysses_cli.plan.sizes.tensor import Running, Tensor, is_contiguous, keep_order, make, make_like
 
 Grads = Sequence[Tensor | None]
 Backward = Callable[["Node", list[Any]], Sequence[Any]]
@@ -18,11 +18,11 @@ LEAF = 1 << 60  # a leaf's gradient is added as soon as it is there
 
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
-    before, State.grad = State.grad, enabled
+    before, Running.grad = Running.grad, enabled
     try:
         yield
     finally:
-        State.grad = before
+        Running.grad = before
 
 
 class SavedHooks:
@@ -32,10 +32,10 @@ class SavedHooks:
         self.pack, self.unpack = pack, unpack
 
     def __enter__(self) -> None:
-        State.hooks.append(self)
+        Running.hooks.append(self)
 
     def __exit__(self, *_: object) -> None:
-        State.hooks.pop()
+        Running.hooks.pop()
 
 
 class Node:
@@ -46,8 +46,8 @@ class Node:
 
     def __init__(self, run: Backward, inputs: Sequence[Tensor | None], sequence: int | None = None) -> None:
         if sequence is None:
-            State.sequence += 1
-            sequence = State.sequence
+            Running.sequence += 1
+            sequence = Running.sequence
         self.sequence, self.run = sequence, run
         self.saved: tuple[Any, ...] = ()
         self.results: tuple[tuple[Any, ...], ...] = ()
@@ -92,7 +92,7 @@ class Accumulation:
             # what nobody else holds becomes the gradient itself
             is_alone = getrefcount(grad) <= 3 and (is_contiguous(grad) or grad.steps == leaf.steps)
             leaf.grad = grad.detach() if is_alone else make(grad.shape, grad.dtype, leaf.steps)
-        elif not State.acts_as_gpu:
+        elif not Running.acts_as_gpu:
             leaf.grad = make_like(leaf.grad)
         del grad
         for hook in leaf._hooks or ():
@@ -103,8 +103,8 @@ class Accumulation:
 def _pack(t: Tensor | None) -> Any:
     if t is None:
         return None
-    if State.hooks:
-        hooks = State.hooks[-1]
+    if Running.hooks:
+        hooks = Running.hooks[-1]
         return hooks.unpack, hooks.pack(t)
     return t if t.node is None else t.detach()  # a leaf is saved itself: its data may be replaced
 
@@ -115,7 +115,7 @@ def _unpack(saved: Any) -> Any:
 
 def begin(run: Backward, *inputs: Tensor | None) -> Node | None:
     """A node where any input needs a gradient."""
-    if State.grad:
+    if Running.grad:
         for t in inputs:
             if t is not None and t._requires_grad:
                 return Node(run, inputs)
@@ -277,11 +277,11 @@ def backward(
                     if edge is None:
                         outs[index] = None
                     elif outs[index] is not None:
-                        outs[index] = _fit(outs[index], edge)
+                        _fit(outs, index, edge)
                 for hook in node.hooks or ():
                     hook(outs, received)
-            node.saved = ()
             del received
+            node.saved = ()
             for index, edge in enumerate(node.edges):
                 if edge is None:
                     continue
@@ -310,18 +310,19 @@ def _add(buffer: list[Any], at: int, out: Tensor) -> Tensor:
     """The sum of two gradients: a GPU adds to the first where nobody else holds it."""
     first = buffer[at]
     buffer[at] = None
-    if State.acts_as_gpu and getrefcount(first) <= 2 and getrefcount(first.storage) <= 2:
+    if Running.acts_as_gpu and getrefcount(first) <= 2 and getrefcount(first.storage) <= 2:
         found: Tensor = first
         return found
     return make(out.shape, first.dtype, keep_order([first, out], out.shape), on_host=out.storage.on_host)
 
 
-def _fit(grad: Tensor, edge: tuple[Node, int]) -> Tensor:
-    """As the engine makes a gradient fit: summed over what was broadcast, of the result's type."""
+def _fit(outs: list[Any], index: int, edge: tuple[Node, int]) -> None:
+    """As the engine makes a gradient fit: summed over what was broadcast, then of the result's type."""
     shape, dtype, _ = edge[0].results[edge[1]]
-    if grad.shape != shape:
-        grad = sum_to(grad, shape)
-    return grad if grad.dtype is dtype else make_like(grad, dtype)
+    if outs[index].shape != shape:
+        outs[index] = sum_to(outs[index], shape)
+    if outs[index].dtype is not dtype:
+        outs[index] = make_like(outs[index], dtype)
 
 
 def sum_to(t: Tensor, shape: tuple[int, ...]) -> Tensor:

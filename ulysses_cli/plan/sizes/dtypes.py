@@ -89,16 +89,16 @@ def find_result(typed: Iterable[tuple[DType, int]], numbers: Iterable[Any] = ())
     return result
 
 
-class Device:
+class TensorDevice:
     """A place of tensors. Only whether it is the host makes a difference."""
 
-    def __init__(self, type: Any, index: int | None = None) -> None:
-        name = type.type if isinstance(type, Device) else str(type)
-        self.type, _, number = name.partition(":")
+    def __init__(self, place: Any, index: int | None = None) -> None:
+        self.type: str
+        self.type, _, number = (place.type if isinstance(place, TensorDevice) else str(place)).partition(":")
         self.index = int(number) if number else index
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device) and (self.type, self.index) == (other.type, other.index)
+        return isinstance(other, TensorDevice) and (self.type, self.index) == (other.type, other.index)
 
     def __hash__(self) -> int:
         return hash((self.type, self.index))
@@ -110,4 +110,4 @@ class Device:
         return f"device(type='{self.type}')"
 
 
-DEVICE, HOST = Device("meta"), Device("cpu")
+DEVICE, HOST = TensorDevice("meta"), TensorDevice("cpu")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from functools import wraps
-from math import inf, pi
+from math import inf, pi, prod
 from typing import Any
 
-from ulysses_cli.plan.sizes import autograd, dtypes, nn, operators, views
+from ulysses_cli.plan.sizes import autograd, dtypes, elementwise, nn, products, reductions, selection, views
 from ulysses_cli.plan.sizes.autograd import grad_mode
-from ulysses_cli.plan.sizes.dtypes import BOOL, FLOAT32, INT32, INT64, Device, DType
-from ulysses_cli.plan.sizes.tensor import HOST, State, Tensor, UnknownOperator, make, make_like
+from ulysses_cli.plan.sizes.dtypes import BOOL, FLOAT32, HOST, INT32, INT64, DType, TensorDevice
+from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make, make_like
 
 
 class Unknown:
@@ -71,17 +71,21 @@ class Namespace(types.ModuleType):
 
 
 def _is_host(device: Any) -> bool:
-    return (State.device if device is None else Device(device)) == HOST
+    return (Running.device if device is None else TensorDevice(device)) == HOST
 
 
-def create(*sizes: Any, dtype: DType | None = None, device: Any = None, requires_grad: bool = False, **_: Any) -> Tensor:
+def create(
+    *sizes: Any, dtype: DType | None = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> Tensor:
     """empty, zeros, ones, rand, randn"""
-    t = make(views.read_sizes(sizes), dtype or State.dtype or FLOAT32, on_host=_is_host(device))
+    t = make(views.read_sizes(sizes), dtype or Running.dtype or FLOAT32, on_host=_is_host(device))
     return t.requires_grad_() if requires_grad else t
 
 
 def full(size: Any, value: Any, *, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
-    found = dtype or (State.dtype if isinstance(value, float) else None) or dtypes.DEFAULTS[dtypes.find_category(value)]
+    found = (
+        dtype or (Running.dtype if isinstance(value, float) else None) or dtypes.DEFAULTS[dtypes.find_category(value)]
+    )
     return make((size,) if isinstance(size, int) else tuple(size), found, on_host=_is_host(device))
 
 
@@ -89,7 +93,7 @@ def arange(*bounds: Any, dtype: DType | None = None, device: Any = None, **_: An
     start, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     is_float = any(isinstance(b, float) for b in (start, end, step))
     count = max(0, -int(-(end - start) // step))
-    return make((count,), dtype or ((State.dtype or FLOAT32) if is_float else INT64), on_host=_is_host(device))
+    return make((count,), dtype or ((Running.dtype or FLOAT32) if is_float else INT64), on_host=_is_host(device))
 
 
 def linspace(start: Any, end: Any, steps: int, *, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
@@ -106,19 +110,27 @@ def tensor(data: Any, *, dtype: DType | None = None, device: Any = None, **_: An
             break
         first = first[0]
     first = 0.0 if isinstance(first, list | tuple | Tensor) else first
-    found = dtype or (State.dtype if isinstance(first, float) else None) or dtypes.DEFAULTS[dtypes.find_category(first)]
+    found = (
+        dtype or (Running.dtype if isinstance(first, float) else None) or dtypes.DEFAULTS[dtypes.find_category(first)]
+    )
     return make(shape, found, on_host=_is_host(device))
 
 
-def create_like(t: Tensor, *, dtype: DType | None = None, device: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
-    if device is not None and (Device(device) == HOST) != t.storage.on_host:
-        return make(t.shape, dtype or t.dtype, on_host=Device(device) == HOST)
-    return make(t.shape, dtype or t.dtype, on_host=t.storage.on_host) if memory_format == "contiguous" else make_like(t, dtype)
+def create_like(
+    t: Tensor, *, dtype: DType | None = None, device: Any = None, memory_format: Any = None, **_: Any
+) -> Tensor:
+    if device is not None and (TensorDevice(device) == HOST) != t.storage.on_host:
+        return make(t.shape, dtype or t.dtype, on_host=TensorDevice(device) == HOST)
+    return (
+        make(t.shape, dtype or t.dtype, on_host=t.storage.on_host)
+        if memory_format == "contiguous"
+        else make_like(t, dtype)
+    )
 
 
 def create_of(t: Tensor, *sizes: Any, dtype: DType | None = None, device: Any = None, **_: Any) -> Tensor:
     """Tensor.new_empty and its kin"""
-    on_host = t.storage.on_host if device is None else Device(device) == HOST
+    on_host = t.storage.on_host if device is None else TensorDevice(device) == HOST
     return make(views.read_sizes(sizes), dtype or t.dtype, on_host=on_host)
 
 
@@ -147,11 +159,11 @@ def checked_view(t: Tensor, *sizes: Any, **named: Any) -> Tensor:
 
 
 def as_type(dtype: DType) -> Callable[..., Tensor]:
-    return lambda t, *_, **__: operators.to(t, dtype)
+    return lambda t, *_, **__: elementwise.to(t, dtype)
 
 
 def change_type(t: Tensor, dtype: Any = None, **_: Any) -> Tensor:
-    return operators.to(t, dtype if isinstance(dtype, DType) else getattr(dtype, "dtype", FLOAT32))
+    return elementwise.to(t, dtype if isinstance(dtype, DType) else getattr(dtype, "dtype", FLOAT32))
 
 
 class NoGrad:
@@ -176,10 +188,10 @@ class NoGrad:
         return run
 
     def __enter__(self) -> None:
-        self._before, State.grad = State.grad, self.enabled
+        self._before, Running.grad = Running.grad, self.enabled
 
     def __exit__(self, *_: object) -> None:
-        State.grad = self._before
+        Running.grad = self._before
 
 
 class EnableGrad(NoGrad):
@@ -207,7 +219,7 @@ class FloatInfo:
 
 class Size(tuple[int, ...]):
     def numel(self) -> int:
-        return views.prod(self)
+        return prod(self)
 
 
 def run_backward(t: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
@@ -224,74 +236,77 @@ def compute_grads(outputs: Any, inputs: Any, grad_outputs: Any = None, **_: Any)
     return tuple(autograd.backward(roots, grads, wanted))
 
 
-compare = operators.without_gradient(BOOL)
-rounded = operators.without_gradient()
+compare = elementwise.without_gradient(BOOL)
+rounded = elementwise.without_gradient()
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     # one tensor
-    "sigmoid": operators.sigmoid, "tanh": operators.tanh, "exp": operators.exp, "rsqrt": operators.rsqrt,
-    "sqrt": operators.sqrt, "relu": operators.relu, "log": operators.log, "abs": operators.absolute,
-    "sin": operators.sine, "cos": operators.cosine, "expm1": operators.expm1, "log1p": operators.log1p,
-    "neg": operators.scale, "pow": operators.power, "clamp": operators.clamp, "clip": operators.clamp,
-    "clamp_min": operators.clamp, "clamp_max": operators.clamp, "floor": rounded, "ceil": rounded, "round": rounded,
+    "sigmoid": elementwise.sigmoid, "tanh": elementwise.tanh, "exp": elementwise.exp, "rsqrt": elementwise.rsqrt,
+    "sqrt": elementwise.sqrt, "relu": elementwise.relu, "log": elementwise.log, "abs": elementwise.absolute,
+    "sin": elementwise.sine, "cos": elementwise.cosine, "expm1": elementwise.expm1, "log1p": elementwise.log1p,
+    "neg": elementwise.scale, "pow": elementwise.power, "clamp": elementwise.clamp, "clip": elementwise.clamp,
+    "clamp_min": elementwise.clamp, "clamp_max": elementwise.clamp, "floor": rounded, "ceil": rounded, "round": rounded,
     "logical_not": compare, "bitwise_not": rounded, "isnan": compare, "isinf": compare, "isfinite": compare,
     # two
-    "mul": operators.multiply, "multiply": operators.multiply, "div": operators.divide, "divide": operators.divide,
-    "true_divide": operators.divide, "add": operators.add, "sub": operators.subtract, "maximum": operators.maximum,
-    "minimum": operators.maximum, "where": operators.where, "masked_fill": operators.masked_fill, "greater": compare,
+    "mul": elementwise.multiply, "multiply": elementwise.multiply, "div": elementwise.divide,
+    "divide": elementwise.divide,
+    "true_divide": elementwise.divide, "add": elementwise.add, "sub": elementwise.subtract,
+    "maximum": elementwise.maximum,
+    "minimum": elementwise.maximum, "where": elementwise.where,
+    "masked_fill": elementwise.masked_fill, "greater": compare,
     "gt": compare, "lt": compare, "ge": compare, "le": compare, "eq": compare, "ne": compare, "logical_and": compare,
     "logical_or": compare, "floor_divide": rounded, "remainder": rounded, "bitwise_and": rounded,
     "bitwise_or": rounded,
     # sums
-    "sum": operators.sum_over, "mean": operators.mean, "max": operators.largest, "min": operators.largest,
-    "amax": operators.reduce_without_gradient(), "amin": operators.reduce_without_gradient(),
-    "all": operators.reduce_without_gradient(BOOL), "any": operators.reduce_without_gradient(BOOL),
-    "argmax": operators.reduce_without_gradient(INT64), "argmin": operators.reduce_without_gradient(INT64),
-    "square": operators.square, "norm": operators.norm, "cumsum": operators.cumsum, "softmax": operators.softmax,
-    "log_softmax": operators.softmax, "logsumexp": operators.logsumexp, "histc": histc,
+    "sum": reductions.sum_over, "mean": reductions.mean, "max": selection.largest, "min": selection.largest,
+    "amax": reductions.reduce_without_gradient(), "amin": reductions.reduce_without_gradient(),
+    "all": reductions.reduce_without_gradient(BOOL), "any": reductions.reduce_without_gradient(BOOL),
+    "argmax": reductions.reduce_without_gradient(INT64), "argmin": reductions.reduce_without_gradient(INT64),
+    "square": elementwise.square, "norm": reductions.norm, "cumsum": reductions.cumsum, "softmax": reductions.softmax,
+    "log_softmax": reductions.softmax, "logsumexp": reductions.logsumexp, "histc": histc,
     # indices
-    "topk": operators.topk, "sort": operators.sort, "gather": operators.gather, "one_hot": operators.one_hot,
+    "topk": selection.topk, "sort": selection.sort, "gather": selection.gather, "one_hot": selection.one_hot,
     "nonzero": refuse("nonzero"), "unique": refuse("unique"), "masked_select": refuse("masked_select"),
     "bincount": refuse("bincount"),
     # views and copies
     "reshape": views.reshape, "flatten": views.flatten, "unflatten": views.unflatten, "transpose": views.transpose,
     "swapaxes": views.transpose, "permute": views.permute, "movedim": views.movedim, "unsqueeze": views.unsqueeze,
     "squeeze": views.squeeze, "split": views.split, "chunk": views.chunk, "unbind": views.unbind,
-    "narrow": views.narrow, "clone": views.clone, "cat": operators.concatenate, "concat": operators.concatenate,
-    "concatenate": operators.concatenate, "stack": operators.stack, "repeat_interleave": operators.repeat_interleave,
-    "roll": operators.roll, "tril": operators.triangle, "triu": operators.triangle, "flip": operators.roll,
+    "narrow": views.narrow, "clone": views.clone, "cat": selection.concatenate, "concat": selection.concatenate,
+    "concatenate": selection.concatenate, "stack": selection.stack, "repeat_interleave": selection.repeat_interleave,
+    "roll": selection.roll, "tril": selection.triangle, "triu": selection.triangle, "flip": selection.roll,
     "broadcast_tensors": views.broadcast_tensors, "t": views.swap_last,
     # products
-    "matmul": operators.matmul, "mm": operators.mm, "bmm": operators.mm, "einsum": operators.einsum,
-    "_grouped_mm": operators.grouped_mm, "polar": operators.polar, "view_as_complex": operators.view_as_complex,
-    "view_as_real": operators.view_as_real,
+    "matmul": products.matmul, "mm": products.mm, "bmm": products.mm, "einsum": products.einsum,
+    "_grouped_mm": products.grouped_mm, "polar": elementwise.polar, "view_as_complex": elementwise.view_as_complex,
+    "view_as_real": elementwise.view_as_real,
 }  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
     **{name: FUNCTIONS[name] for name in FUNCTIONS if name not in ("concat", "cat", "stack", "einsum", "where")},
-    "to": operators.to, "type": change_type, "type_as": lambda t, other: operators.to(t, other.dtype),
+    "to": elementwise.to, "type": change_type, "type_as": lambda t, other: elementwise.to(t, other.dtype),
     "float": as_type(FLOAT32), "double": as_type(dtypes.FLOAT64), "half": as_type(dtypes.FLOAT16),
     "bfloat16": as_type(dtypes.BFLOAT16), "int": as_type(INT32), "long": as_type(INT64), "bool": as_type(BOOL),
-    "cpu": lambda t: operators.to(t, device="cpu"), "cuda": lambda t, *_, **__: operators.to(t, device="meta"),
+    "cpu": lambda t: elementwise.to(t, device="cpu"), "cuda": lambda t, *_, **__: elementwise.to(t, device="meta"),
     "view": checked_view, "view_as": lambda t, other: views.reshape(t, other.shape), "expand": views.expand,
-    "expand_as": lambda t, other: views.expand(t, other.shape), "unfold": views.unfold, "repeat": operators.repeat,
+    "expand_as": lambda t, other: views.expand(t, other.shape), "unfold": views.unfold, "repeat": selection.repeat,
     "contiguous": views.contiguous, "new_empty": create_of, "new_zeros": create_of, "new_ones": create_of,
     "new_full": new_full, "item": read_value, "tolist": refuse("tolist"), "numpy": refuse("numpy"),
     "backward": run_backward,
-    "where": lambda t, condition, other: operators.where(condition, t, other),
-    "__getitem__": operators.index, "__setitem__": operators.assign,
-    "__add__": operators.add, "__radd__": operators.add, "__sub__": operators.subtract,
-    "__rsub__": lambda t, other: operators.subtract(other, t), "__mul__": operators.multiply,
-    "__rmul__": operators.multiply, "__truediv__": operators.divide,
-    "__rtruediv__": lambda t, other: operators.divide(other, t), "__neg__": operators.scale,
-    "__pow__": operators.power, "__rpow__": lambda t, other: operators.power(other, t),
-    "__matmul__": operators.matmul, "__floordiv__": rounded, "__mod__": rounded, "__invert__": rounded,
+    "where": lambda t, condition, other: elementwise.where(condition, t, other),
+    "__getitem__": selection.index, "__setitem__": selection.assign,
+    "__add__": elementwise.add, "__radd__": elementwise.add, "__sub__": elementwise.subtract,
+    "__rsub__": lambda t, other: elementwise.subtract(other, t), "__mul__": elementwise.multiply,
+    "__rmul__": elementwise.multiply, "__truediv__": elementwise.divide,
+    "__rtruediv__": lambda t, other: elementwise.divide(other, t), "__neg__": elementwise.scale,
+    "__pow__": elementwise.power, "__rpow__": lambda t, other: elementwise.power(other, t),
+    "__matmul__": products.matmul, "__floordiv__": rounded, "__mod__": rounded, "__invert__": rounded,
     "__and__": rounded, "__or__": rounded, "__xor__": rounded, "__gt__": compare, "__lt__": compare,
-    "__ge__": compare, "__le__": compare, "__eq__": compare, "__ne__": compare, "__abs__": operators.absolute,
-    "copy_": operators.copy_into,
+    "__ge__": compare, "__le__": compare, "__eq__": compare, "__ne__": compare, "__abs__": elementwise.absolute,
+    "copy_": elementwise.copy_into,
 }  # fmt: skip
 IN_PLACE = {
-    "add": operators.add, "sub": operators.subtract, "mul": operators.multiply, "div": operators.divide,
-    "clamp": operators.clamp, "masked_fill": operators.masked_fill, "exp": operators.exp, "log": operators.log,
-    "pow": operators.power,
+    "add": elementwise.add, "sub": elementwise.subtract, "mul": elementwise.multiply, "div": elementwise.divide,
+    "clamp": elementwise.clamp, "masked_fill": elementwise.masked_fill, "exp": elementwise.exp, "log": elementwise.log,
+    "pow": elementwise.power,
 }  # fmt: skip
 OVERWRITES = (
     "zero_", "fill_", "normal_", "uniform_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_",
@@ -303,11 +318,11 @@ def _add_methods() -> None:
     for name, method in METHODS.items():
         setattr(Tensor, name, method)
     for name, operator in IN_PLACE.items():
-        setattr(Tensor, f"{name}_", operators.in_place(operator))
+        setattr(Tensor, f"{name}_", elementwise.in_place(operator))
     for name, short in (("__iadd__", "add"), ("__isub__", "sub"), ("__imul__", "mul"), ("__itruediv__", "div")):
-        setattr(Tensor, name, operators.in_place(IN_PLACE[short]))
+        setattr(Tensor, name, elementwise.in_place(IN_PLACE[short]))
     for name in OVERWRITES:
-        setattr(Tensor, name, operators.overwrite)
+        setattr(Tensor, name, elementwise.overwrite)
     Tensor.mT = Tensor.T = property(views.swap_last)  # type: ignore[attr-defined]
 
 
@@ -318,15 +333,23 @@ def make_torch() -> dict[str, Namespace]:
     """The modules of the stand-in by their names."""
     functional = Namespace(
         "torch.nn.functional", linear=lambda t, weight, bias=None: nn.Linear.compute(t, weight, bias),
-        silu=operators.silu, gelu=operators.gelu, relu=operators.relu, sigmoid=operators.sigmoid,
-        softplus=operators.softplus, softmax=operators.softmax, log_softmax=operators.softmax,
-        dropout=operators.dropout, embedding=operators.embedding, pad=operators.pad, one_hot=operators.one_hot,
-        layer_norm=operators.layer_norm, tanh=operators.tanh, conv1d=operators.conv(1), conv2d=operators.conv(2),
-        glu=lambda t, dim=-1: operators.multiply(*views.chunk(t, 2, dim)),
+        silu=elementwise.silu, gelu=elementwise.gelu, relu=elementwise.relu, sigmoid=elementwise.sigmoid,
+        softplus=elementwise.softplus, softmax=reductions.softmax, log_softmax=reductions.softmax,
+        dropout=reductions.dropout, embedding=selection.embedding, pad=selection.pad, one_hot=selection.one_hot,
+        layer_norm=reductions.layer_norm, tanh=elementwise.tanh, conv1d=products.conv(1), conv2d=products.conv(2),
+        glu=lambda t, dim=-1: elementwise.multiply(*views.chunk(t, 2, dim)),
     )  # fmt: skip
-    layers = {name: value for name, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)}
+    layers = {
+        name: value for name, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.SizedModule)
+    }
     modules = Namespace(
-        "torch.nn", **layers, functional=functional, Parameter=nn.Parameter, Buffer=nn.Buffer, init=Unknown("torch.nn.init")
+        "torch.nn",
+        **layers,
+        functional=functional,
+        Module=nn.SizedModule,
+        Parameter=nn.Parameter,
+        Buffer=nn.Buffer,
+        init=Unknown("torch.nn.init"),
     )
     gradients = Namespace(
         "torch.autograd", Function=autograd.Function, grad=compute_grads,
@@ -334,14 +357,14 @@ def make_torch() -> dict[str, Namespace]:
         function=Namespace("torch.autograd.function", once_differentiable=lambda f: f, Function=autograd.Function),
         graph=Namespace("torch.autograd.graph", saved_tensors_hooks=autograd.SavedHooks),
     )  # fmt: skip
-    linalg = Namespace("torch.linalg", vector_norm=operators.norm, solve_triangular=operators.solve_triangular)
+    linalg = Namespace("torch.linalg", vector_norm=reductions.norm, solve_triangular=products.solve_triangular)
     compiler = Namespace(
         "torch.compiler", is_compiling=lambda: False, disable=lambda f=None, **_: f if f is not None else (lambda g: g),
         is_exporting=lambda: False,
     )  # fmt: skip
     torch = Namespace(
         "torch", **FUNCTIONS, **dtypes.BY_NAME, **{name: dtypes.ALIASES[name] for name in dtypes.ALIASES},
-        Tensor=Tensor, dtype=DType, device=Device, Size=Size, inf=inf, pi=pi,
+        Tensor=Tensor, dtype=DType, device=TensorDevice, Size=Size, inf=inf, pi=pi,
         **dict.fromkeys(
             ("LongTensor", "FloatTensor", "IntTensor", "BoolTensor", "HalfTensor", "BFloat16Tensor"), Tensor
         ),
@@ -350,12 +373,12 @@ def make_torch() -> dict[str, Namespace]:
         eye=lambda n, m=None, **named: create(n, m or n, **named),
         empty_like=create_like, zeros_like=create_like, ones_like=create_like, rand_like=create_like,
         randn_like=create_like, full_like=lambda t, _, **named: create_like(t, **named),
-        no_grad=NoGrad, enable_grad=EnableGrad, inference_mode=NoGrad, is_grad_enabled=lambda: State.grad,
+        no_grad=NoGrad, enable_grad=EnableGrad, inference_mode=NoGrad, is_grad_enabled=lambda: Running.grad,
         autocast=Nothing, is_autocast_enabled=lambda *_: False, finfo=FloatInfo,
-        promote_types=dtypes.join, result_type=operators.find_dtype, is_tensor=lambda t: isinstance(t, Tensor),
+        promote_types=dtypes.join, result_type=elementwise.find_dtype, is_tensor=lambda t: isinstance(t, Tensor),
         is_floating_point=lambda t: t.dtype.is_floating_point, contiguous_format=views.contiguous_format,
         preserve_format=views.preserve_format, nn=modules, autograd=gradients, compiler=compiler, linalg=linalg,
-        get_default_dtype=lambda: State.dtype or FLOAT32, are_deterministic_algorithms_enabled=lambda: False,
+        get_default_dtype=lambda: Running.dtype or FLOAT32, are_deterministic_algorithms_enabled=lambda: False,
         __version__="2.13.0",
     )  # fmt: skip
     found = [torch, modules, functional, gradients, gradients.function, gradients.graph, linalg, compiler]

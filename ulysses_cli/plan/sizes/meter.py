@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Place:
-    """Device or host memory."""
+    """TensorDevice or host memory."""
 
     now: int = 0
     peak: int = 0  # of the present phase
     peaks: dict[str, int] = field(default_factory=dict)
 
 
-class Meter:
+class ByteMeter:
     """`events`: where it is a list, bytes are noted there in order as they come (above 0) and go (below 0), with the
     phase and the storage's tag."""
 

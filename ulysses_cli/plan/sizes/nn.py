@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-from ulysses_cli.plan.sizes import operators, views
-from ulysses_cli.plan.sizes.dtypes import FLOAT32, DType
-from ulysses_cli.plan.sizes.tensor import HOST, State, Tensor, make
+from ulysses_cli.plan.sizes import elementwise, products, reductions, selection, views
+from ulysses_cli.plan.sizes.dtypes import FLOAT32, HOST, DType
+from ulysses_cli.plan.sizes.tensor import Running, Tensor, make
 
 
 class Parameter(Tensor):
@@ -27,7 +27,7 @@ class Buffer(Tensor):
     __hash__ = Tensor.__hash__
 
 
-class Module:
+class SizedModule:
     training = True
     # What calls a module in place of its forward, where an engine has hooks around each.
     call: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None] = None
@@ -45,7 +45,7 @@ class Module:
             own["_parameters"][name] = value
         elif isinstance(value, Buffer):
             own["_buffers"][name] = value
-        elif isinstance(value, Module):
+        elif isinstance(value, SizedModule):
             own.pop(name, None)
             own["_modules"][name] = value
         elif name in own.get("_parameters", ()):
@@ -76,9 +76,9 @@ class Module:
             changed = hook(self, args, named) if takes_named else hook(self, args)
             if changed is not None:
                 args, named = changed if takes_named else (changed, named)
-        if Module.call is None:
+        if SizedModule.call is None:
             return self.forward(*args, **named)
-        return Module.call(self, args, named)
+        return SizedModule.call(self, args, named)
 
     def forward(self, *args: Any, **named: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
@@ -89,7 +89,7 @@ class Module:
     def register_parameter(self, name: str, value: Parameter | None) -> None:
         self._parameters[name] = value
 
-    def add_module(self, name: str, module: Module | None) -> None:
+    def add_module(self, name: str, module: SizedModule | None) -> None:
         self._modules[name] = module
 
     register_module = add_module
@@ -97,20 +97,20 @@ class Module:
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False, **_: Any) -> None:
         self._pre_hooks.append((hook, with_kwargs))
 
-    def children(self) -> Iterator[Module]:
+    def children(self) -> Iterator[SizedModule]:
         return (module for _, module in self.named_children())
 
-    def named_children(self) -> Iterator[tuple[str, Module]]:
+    def named_children(self) -> Iterator[tuple[str, SizedModule]]:
         seen: set[int] = set()
         for name, module in self._modules.items():
             if module is not None and id(module) not in seen:
                 seen.add(id(module))
                 yield name, module
 
-    def modules(self) -> Iterator[Module]:
+    def modules(self) -> Iterator[SizedModule]:
         return (module for _, module in self.named_modules())
 
-    def named_modules(self, memo: set[int] | None = None, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    def named_modules(self, memo: set[int] | None = None, prefix: str = "") -> Iterator[tuple[str, SizedModule]]:
         memo = set() if memo is None else memo
         if id(self) in memo:
             return
@@ -140,46 +140,46 @@ class Module:
     def buffers(self) -> Iterator[Tensor]:
         return (buffer for _, buffer in self.named_buffers())
 
-    def get_submodule(self, path: str) -> Module:
+    def get_submodule(self, path: str) -> SizedModule:
         module: Any = self
         for name in filter(None, path.split(".")):
             module = getattr(module, name)
-        found: Module = module
+        found: SizedModule = module
         return found
 
-    def train(self, mode: bool = True) -> Module:
+    def train(self, mode: bool = True) -> SizedModule:
         for module in self.modules():
             module.__dict__["training"] = mode
         return self
 
-    def eval(self) -> Module:
+    def eval(self) -> SizedModule:
         return self.train(False)
 
-    def requires_grad_(self, value: bool = True) -> Module:
+    def requires_grad_(self, value: bool = True) -> SizedModule:
         for parameter in self.parameters():
             parameter.requires_grad = value
         return self
 
-    def to(self, *_: Any, **__: Any) -> Module:
+    def to(self, *_: Any, **__: Any) -> SizedModule:
         return self
 
-    def apply(self, function: Callable[[Module], Any]) -> Module:
+    def apply(self, function: Callable[[SizedModule], Any]) -> SizedModule:
         for module in self.modules():
             function(module)
         return self
 
 
-class ModuleList(Module):
-    def __init__(self, modules: Iterable[Module] = ()) -> None:
+class ModuleList(SizedModule):
+    def __init__(self, modules: Iterable[SizedModule] = ()) -> None:
         super().__init__()
         for module in modules:
             self.append(module)
 
-    def append(self, module: Module) -> ModuleList:
+    def append(self, module: SizedModule) -> ModuleList:
         self._modules[str(len(self._modules))] = module
         return self
 
-    def extend(self, modules: Iterable[Module]) -> ModuleList:
+    def extend(self, modules: Iterable[SizedModule]) -> ModuleList:
         for module in modules:
             self.append(module)
         return self
@@ -196,7 +196,7 @@ class ModuleList(Module):
 
 
 class Sequential(ModuleList):
-    def __init__(self, *modules: Module) -> None:
+    def __init__(self, *modules: SizedModule) -> None:
         super().__init__(modules)
 
     def forward(self, t: Any) -> Any:
@@ -205,15 +205,15 @@ class Sequential(ModuleList):
         return t
 
 
-class ModuleDict(Module):
-    def __init__(self, modules: dict[str, Module] | None = None) -> None:
+class ModuleDict(SizedModule):
+    def __init__(self, modules: dict[str, SizedModule] | None = None) -> None:
         super().__init__()
         self._modules.update(modules or {})
 
     def __getitem__(self, key: str) -> Any:
         return self._modules[key]
 
-    def __setitem__(self, key: str, module: Module) -> None:
+    def __setitem__(self, key: str, module: SizedModule) -> None:
         self._modules[key] = module
 
     def __contains__(self, key: str) -> bool:
@@ -229,7 +229,7 @@ class ModuleDict(Module):
         return self._modules.items()
 
 
-class ParameterList(Module):
+class ParameterList(SizedModule):
     def __init__(self, items: Iterable[Tensor] = ()) -> None:
         super().__init__()
         for number, each in enumerate(items):
@@ -240,13 +240,15 @@ class ParameterList(Module):
 
 
 def _make_weight(*shape: int, dtype: DType | None = None) -> Parameter:
-    return Parameter(make(shape, dtype or State.dtype or FLOAT32, on_host=State.device == HOST))
+    return Parameter(make(shape, dtype or Running.dtype or FLOAT32, on_host=Running.device == HOST))
 
 
-class Linear(Module):
-    compute: ClassVar[Callable[..., Tensor]] = staticmethod(operators.linear)
+class Linear(SizedModule):
+    compute: ClassVar[Callable[..., Tensor]] = staticmethod(products.linear)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = _make_weight(out_features, in_features, dtype=dtype)
@@ -256,28 +258,30 @@ class Linear(Module):
         return Linear.compute(t, self.weight, self.bias)
 
 
-class Embedding(Module):
+class Embedding(SizedModule):
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **_: Any) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.weight = _make_weight(num_embeddings, embedding_dim)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return operators.embedding(ids, self.weight)
+        return selection.embedding(ids, self.weight)
 
 
-class LayerNorm(Module):
-    def __init__(self, shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, **_: Any) -> None:
+class LayerNorm(SizedModule):
+    def __init__(
+        self, shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, **_: Any
+    ) -> None:
         super().__init__()
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._parameters["weight"] = _make_weight(*self.normalized_shape) if elementwise_affine else None
         self._parameters["bias"] = _make_weight(*self.normalized_shape) if elementwise_affine and bias else None
 
     def forward(self, t: Tensor) -> Tensor:
-        return operators.layer_norm(t, self.normalized_shape, self.weight, self.bias)
+        return reductions.layer_norm(t, self.normalized_shape, self.weight, self.bias)
 
 
-class Conv1d(Module):
+class Conv1d(SizedModule):
     """Also of more dimensions: sizes follow the same rule in each."""
 
     num_dims: ClassVar[int] = 1
@@ -296,7 +300,7 @@ class Conv1d(Module):
         return tuple(value) if isinstance(value, tuple | list) else (value,) * self.num_dims
 
     def forward(self, t: Tensor) -> Tensor:
-        return operators.convolve(t, self.weight, self.bias, self.padding, self.stride)
+        return products.convolve(t, self.weight, self.bias, self.padding, self.stride)
 
 
 class Conv2d(Conv1d):
@@ -307,32 +311,34 @@ class Conv3d(Conv1d):
     num_dims = 3
 
 
-class Dropout(Module):
+class Dropout(SizedModule):
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         self.p = p
 
     def forward(self, t: Tensor) -> Tensor:
-        return operators.dropout(t, self.p, self.training)
+        return reductions.dropout(t, self.p, self.training)
 
 
-class Identity(Module):
+class Identity(SizedModule):
     def forward(self, t: Any, *_: Any, **__: Any) -> Any:
         return t
 
 
-def activation(compute: Callable[..., Tensor]) -> type[Module]:
-    class Activation(Module):
+def activation(compute: Callable[..., Tensor]) -> type[SizedModule]:
+    class Activation(SizedModule):
         def forward(self, t: Tensor) -> Tensor:
             return compute(t)
 
     return Activation
 
 
-SiLU, GELU, ReLU = (activation(compute) for compute in (operators.silu, operators.gelu, operators.relu))
-Sigmoid, Tanh, Softplus = (activation(compute) for compute in (operators.sigmoid, operators.tanh, operators.softplus))
+SiLU, GELU, ReLU = (activation(compute) for compute in (elementwise.silu, elementwise.gelu, elementwise.relu))
+Sigmoid, Tanh, Softplus = (
+    activation(compute) for compute in (elementwise.sigmoid, elementwise.tanh, elementwise.softplus)
+)
 
 
-class Flatten(Module):
+class Flatten(SizedModule):
     def forward(self, t: Tensor) -> Tensor:
         return views.flatten(t, 1)

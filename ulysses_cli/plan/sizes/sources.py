@@ -41,8 +41,12 @@ ATTENTION = "sizes"  # the name of attention's implementation
 class Output:
     """What a model returns: any of transformers' model outputs. A part that is not there is None."""
 
-    def __init__(self, **parts: Any) -> None:
-        vars(self).update(parts)
+    def __new__(cls, *_: Any, **parts: Any) -> Output:
+        made = super().__new__(Output)
+        vars(made).update(parts)  # a class of a model's own has fields of its own too
+        return made
+
+    def __init__(self, **_: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -62,6 +66,13 @@ class Interface(dict[str, Any]):
         super().__init__(self._global_mapping)
 
 
+class SharedKeys(dict[Any, Any]):
+    """transformers.cache_utils.KVSharingDict: keys and values that later layers use again."""
+
+    def __init__(self, past: Any = None) -> None:
+        super().__init__(past or {})
+
+
 class Quiet:
     """A logger that says nothing."""
 
@@ -69,7 +80,7 @@ class Quiet:
         return lambda *_, **__: None
 
 
-class PreTrainedModel(nn.Module):
+class PreTrainedModel(nn.SizedModule):
     config_class: Any = None
     _tied_weights_keys: Any = None
 
@@ -101,13 +112,22 @@ class PreTrainedModel(nn.Module):
         return self._modules.get("lm_head")
 
     def tie_weights(self) -> None:
-        keys = self._tied_weights_keys
-        if not getattr(self.config, "tie_word_embeddings", False) or not isinstance(keys, Mapping):
-            return
-        for own, other in keys.items():
-            path, _, name = own.rpartition(".")
-            source, _, source_name = other.rpartition(".")
-            setattr(self.get_submodule(path), name, getattr(self.get_submodule(source), source_name))
+        """Weights that transformers ties, here and in models inside: by name, or by a pattern for several."""
+        for model in self.modules():
+            if isinstance(model, PreTrainedModel) and getattr(model.config, "tie_word_embeddings", False):
+                _tie(model, model._tied_weights_keys or {})
+
+
+def _tie(model: PreTrainedModel, keys: Mapping[str, str]) -> None:
+    names = [
+        f"{path}.{name}" if path else name for path, module in model.named_modules() for name in module._parameters
+    ]
+    for own, other in keys.items():
+        for name in names:
+            if match := re.match(own, name):
+                path, _, last = name.rpartition(".")
+                source, _, source_last = (other + name[match.end() :]).rpartition(".")
+                model.get_submodule(path)._parameters[last] = getattr(model.get_submodule(source), source_last)
 
 
 def pass_through(*args: Any, **_: Any) -> Any:
@@ -126,12 +146,11 @@ def give_default(*_: Any, **__: Any) -> Callable[..., Any]:
     )
 
 
-class Sources:
+class ModelSources:
     """One set of executed files. `attend`: attention as transformers' layers call it."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         self.torch = make_torch()
-        self.torch["torch"].utils = Namespace("torch.utils")
         self.modules: dict[str, ModuleType] = {}
         self.root = find_package()
         self.builtins = {name: value for name, value in vars(builtins).items() if name not in BLOCKED}
@@ -151,7 +170,9 @@ class Sources:
             "is_torch_less_or_equal": lambda *_, **__: False, "torch_compilable_check": lambda *_, **__: None,
             "is_flash_attention_requested": lambda *_, **__: False, "is_tracing": lambda *_: False,
             "logging": Namespace("logging", get_logger=lambda _: Quiet()), "is_timm_config_dict": lambda _: False,
-            "copy_func": lambda f: f, "KVSharingDict": type("KVSharingDict", (dict,), {}), "PushToHubMixin": type("PushToHubMixin", (), {"push_to_hub": lambda self: None}),
+            "copy_func": lambda f: f,
+            "KVSharingDict": SharedKeys,
+            "PushToHubMixin": type("PushToHubMixin", (), {"push_to_hub": lambda self: None}),
         }  # fmt: skip
         for name in ("auto_docstring", "can_return_tuple", "capture_outputs", "merge_with_config_defaults", "strict"):
             self.names[name] = pass_through
@@ -176,9 +197,7 @@ class Sources:
             module._grouped_mm = self.torch["torch"]._grouped_mm  # type: ignore[attr-defined]
         return module
 
-    def _import(
-        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
-    ) -> Any:
+    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         if name.partition(".")[0] == "torch":
             found = self.torch.get(name) or Namespace(name)
             return found if fromlist else self.torch["torch"]
@@ -198,7 +217,9 @@ class Sources:
         module: Any = None
         runs = name in RUNNING or name in MOVED
         if runs or (name.startswith("models.") and name.rpartition(".")[2].startswith(("modeling_", "configuration_"))):
-            module = self.load(name) if (self.root / (MOVED.get(name, name).replace(".", "/") + ".py")).is_file() else None
+            module = (
+                self.load(name) if (self.root / (MOVED.get(name, name).replace(".", "/") + ".py")).is_file() else None
+            )
         found = {}
         for each in wanted:
             if module is not None and hasattr(module, each):
@@ -244,7 +265,7 @@ def find_folder(model_type: str) -> str:
     return folder or model_type.replace("-", "_")
 
 
-def make_config(sources: Sources, values: Mapping[str, Any]) -> Any:
+def make_config(sources: ModelSources, values: Mapping[str, Any]) -> Any:
     """transformers' own configuration of config.json's content."""
     model_type = str(values["model_type"])
     name = _read_table("auto_mappings.py", "CONFIG_MAPPING_NAMES").get(model_type)
@@ -258,7 +279,7 @@ def make_config(sources: Sources, values: Mapping[str, Any]) -> Any:
     return config
 
 
-def make_model(sources: Sources, config: Any) -> Any:
+def make_model(sources: ModelSources, config: Any) -> Any:
     """The causal model of a configuration, with weights of sizes alone."""
     table = _read_table("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     name = table.get(config.model_type)

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ulysses_cli.plan.sizes.dtypes import DEVICE, HOST, Device, DType
-from ulysses_cli.plan.sizes.meter import Meter
-
-if TYPE_CHECKING:
-    from ulysses_cli.plan.sizes.autograd import Node
+from ulysses_cli.plan.sizes.dtypes import DEVICE, HOST, DType, TensorDevice
+from ulysses_cli.plan.sizes.meter import ByteMeter
 
 Shape = tuple[int, ...]
 
@@ -20,15 +17,15 @@ class UnknownOperator(Exception):
     """Code asks for something of which no sizes are known. Its text names it."""
 
 
-class State:
+class Running:
     """Of the run in progress. `acts_as_gpu`: sums are made in place and products add, where tensors without data make
     new ones."""
 
-    meter: ClassVar[Meter] = Meter()
+    meter: ClassVar[ByteMeter] = ByteMeter()
     grad: ClassVar[bool] = True
     sequence: ClassVar[int] = 0
     hooks: ClassVar[list[Any]] = []
-    device: ClassVar[Device] = HOST  # of what is made without a device
+    device: ClassVar[TensorDevice] = HOST  # of what is made without a device
     dtype: ClassVar[DType | None] = None  # of what is made without a type
     acts_as_gpu: ClassVar[bool] = False
 
@@ -37,7 +34,7 @@ class Storage:
     __slots__ = ("__weakref__", "meter", "num_bytes", "on_host", "tag")
 
     def __init__(self, num_bytes: int, *, on_host: bool = False) -> None:
-        self.meter, self.num_bytes, self.on_host = State.meter, num_bytes, on_host
+        self.meter, self.num_bytes, self.on_host = Running.meter, num_bytes, on_host
         self.tag = self.meter.tag
         self.meter.add(num_bytes, self.tag, on_host=on_host)
 
@@ -49,17 +46,18 @@ class Tensor:
     """`steps`: how many elements lie between neighbours of each dimension; None where the tensor is contiguous."""
 
     __slots__ = (
-        "__weakref__", "_accumulate", "_hooks", "_requires_grad", "dtype", "grad", "index", "node", "shape", "steps",
-        "storage",
+        "__weakref__", "_accumulate", "_hooks", "_requires_grad", "base", "dtype", "grad", "index", "node", "shape",
+        "steps", "storage",
     )  # fmt: skip
 
     def __init__(self, shape: Shape, dtype: DType, storage: Storage, steps: Shape | None = None) -> None:
         self.shape, self.dtype, self.storage, self.steps = shape, dtype, storage, steps
-        self.node: Node | None = None
+        self.node: Any = None  # of the graph: what made this tensor
         self.grad: Tensor | None = None
-        self._accumulate: Node | None = None
+        self._accumulate: Any = None
         self._hooks: list[Any] | None = None
         self._requires_grad, self.index = False, 0
+        self.base: Tensor | None = None  # whose elements a view shows
 
     # --- what it is
 
@@ -72,12 +70,12 @@ class Tensor:
         self._requires_grad = value
 
     @property
-    def device(self) -> Device:
+    def device(self) -> TensorDevice:
         return HOST if self.storage.on_host else DEVICE
 
     @property
     def is_cuda(self) -> bool:
-        return State.acts_as_gpu and not self.storage.on_host
+        return Running.acts_as_gpu and not self.storage.on_host
 
     @property
     def ndim(self) -> int:
@@ -88,7 +86,7 @@ class Tensor:
         return self.node is None
 
     @property
-    def grad_fn(self) -> Node | None:
+    def grad_fn(self) -> Any:
         return self.node
 
     @property
@@ -170,7 +168,9 @@ def make_like(t: Tensor, dtype: DType | None = None) -> Tensor:
 
 
 def view(t: Tensor, shape: Shape, steps: Shape | None) -> Tensor:
-    return Tensor(shape, t.dtype, t.storage, steps)
+    out = Tensor(shape, t.dtype, t.storage, steps)
+    out.base = (t if t.base is None else t.base) if Running.grad else None
+    return out
 
 
 def list_steps(shape: Sequence[int]) -> Shape:
@@ -199,8 +199,8 @@ def is_contiguous(t: Tensor) -> bool:
 
 
 def keep_order(tensors: Sequence[Tensor], shape: Shape) -> Shape | None:
-    """The steps of a new tensor of this shape that an elementwise operator of these tensors makes: its dimensions are in
-    their order (ATen/TensorIterator.cpp: reorder_dimensions)."""
+    """The steps of a new tensor of this shape that an elementwise operator of these tensors makes: its dimensions are
+    in their order (ATen/TensorIterator.cpp: reorder_dimensions)."""
     whole = [t for t in tensors if t.shape == shape]
     if all(t.steps is None for t in tensors) and len(whole) == len(tensors):
         return None
@@ -241,7 +241,7 @@ def keep_order(tensors: Sequence[Tensor], shape: Shape) -> Shape | None:
     return None if tuple(found) == list_steps(shape) else tuple(found)
 
 
-def find_view_steps(t: Tensor, shape: Shape) -> Shape | None | bool:
+def find_view_steps(t: Tensor, shape: Shape) -> Shape | bool | None:
     """The steps of a view of this shape, or False where there is none (ATen/TensorUtils.cpp: computeStride)."""
     if is_contiguous(t):
         return None

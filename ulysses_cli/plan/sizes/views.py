@@ -134,7 +134,9 @@ def squeeze(t: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     if node is not None:
         node.data = t.shape
     steps = get_steps(t)
-    return finish(node, view(t, tuple(t.shape[d] for d in kept), None if t.steps is None else tuple(steps[d] for d in kept)))
+    return finish(
+        node, view(t, tuple(t.shape[d] for d in kept), None if t.steps is None else tuple(steps[d] for d in kept))
+    )
 
 
 def _expand_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
