@@ -407,6 +407,16 @@ def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
     assert find_first_failure(MachineLogs(tmp_path), 1)["rank"] == 1
 
 
+def test_a_model_without_checkpoints_is_not_continued(tmp_path: Path) -> None:
+    """The run would start anew, and the old model would pass for the new run's."""
+    results.check_continued_dir(tmp_path)
+    (tmp_path / "model").mkdir()
+    results.check_continued_dir(tmp_path)
+    (tmp_path / "model" / "config.json").touch()
+    with pytest.raises(RecipeError, match="no checkpoint to continue it from"):
+        results.check_continued_dir(tmp_path)
+
+
 def test_an_earlier_run_is_deleted_only_with_overwrite(tmp_path: Path) -> None:
     results.check_run_dir(tmp_path, [], overwrite=False)
     for name, own in (("checkpoints", "mine.pt"), ("model", "weights.bin")):

@@ -36,6 +36,17 @@ def check_run_dir(run_dir: Path, inputs: Sequence[str], *, overwrite: bool) -> N
             raise RecipeError([problem])
 
 
+def check_continued_dir(run_dir: Path) -> None:
+    """Refuses to continue a run whose model is there and whose checkpoints are gone: it would start anew, and the old
+    model would pass for the new run's."""
+    folder = run_dir / "model"
+    if folder.is_dir() and any(folder.iterdir()) and not list_checkpoints(run_dir):
+        raise refuse(
+            f"{folder} is the model of an earlier run, and {run_dir} holds no checkpoint to continue it from",
+            "choose another run.output_dir, or replace it: leave --resume out and add --overwrite",
+        )
+
+
 def set_results_aside(run_dir: Path) -> Path | None:
     """Moves the results of an earlier run into a folder, so that a new run that fails at its first step has destroyed
     nothing. Returns the folder, or None when there were no results."""

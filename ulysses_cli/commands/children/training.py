@@ -232,7 +232,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
     from ulysses_cli.launch.downloads import bring_checkpoint
     from ulysses_cli.launch.nodes import find_nodes
     from ulysses_cli.launch.notification import find_unset_webhook
-    from ulysses_cli.launch.results import check_run_dir
+    from ulysses_cli.launch.results import check_continued_dir, check_run_dir
     from ulysses_cli.launch.start_lock import lock_run
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing, run_end
@@ -251,6 +251,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
         check_run_dir(valid.run_dir, inputs, overwrite=options.overwrite)
     if recipe.run.resume_from_checkpoint == "auto" and not options.dry_run and nodes.rank == 0:
         bring_checkpoint(valid.loaded, valid.run_dir, printing.print_message)
+        check_continued_dir(valid.run_dir)
     obstacles = preflight.find_obstacles(
         valid.loaded,
         processes_here=nodes.processes_here,
