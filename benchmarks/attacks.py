@@ -16,6 +16,7 @@ import os
 import re
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,52 @@ def run_code(folder: Path) -> str:
 @attack("models", "weights that are a pickle")
 def load_pickle(folder: Path) -> str:
     return run_test("tests/one_process/test_pickles.py::test_a_pickle_that_would_run_code_is_refused")
+
+
+@attack("models", "pickles in a model's, an adapter's and a checkpoint's folder, by every command that loads them")
+def load_pickles(folder: Path) -> str:
+    """Each file's content makes `ran`. What a command reads of them is an error; what it does not need, no part."""
+    evil = b"cposix\nsystem\n(Vtouch " + os.fsencode(folder / "ran") + b"\ntR."
+    result = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
+    model, adapter = folder / "model", folder / "adapter"
+    shutil.copytree(folder / "run" / "model", model)
+    (model / "model.safetensors").unlink(missing_ok=True)
+    shutil.copytree(model, folder / "both")
+    shutil.copyfile(folder / "run" / "model" / "model.safetensors", folder / "both" / "model.safetensors")
+    adapter.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": str(folder / "both"),
+    }
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    names = ("pytorch_model.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "vocab.pkl")
+    for place in (model, folder / "both", adapter):
+        for name in (*names, "adapter_model.bin"):
+            (place / name).write_bytes(evil)
+    checkpoint = folder / "run" / "checkpoints" / "step-4"
+    forged = {file.name: file.read_bytes() for file in checkpoint.iterdir() if file.name != "manifest.json"}
+    forged |= {name: evil for name in forged if name.endswith(".safetensors")} | {"optimizer.pt": evil}
+    write_contents(checkpoint, forged)
+    recipe = write_recipe(folder, **SHORT, model={"config": None, "name_or_path": str(model), "tokenizer": "bytes"})
+    lora = {"model": {"config": None, "name_or_path": str(folder / "both"), "tokenizer": "bytes"}, "lora": {"r": 4}}
+    tries: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
+        ((1, 2), ("train", recipe, "run.output_dir=a")),
+        ((1, 2), ("sample", str(model), "a")),
+        ((1, 2), ("evaluate", str(model), "--suite", "niah", "--max-length", "512", "--samples", "1", "--device=cpu")),
+        ((1, 2), ("sample", str(adapter), "a")),
+        ((0,), ("sample", str(folder / "both"), "a")),
+        ((1, 2), ("export", str(checkpoint), "--to", "out")),
+    )
+    for codes, words in () if result else tries:
+        ended = ulysses(folder, *words)
+        if (folder / "ran").exists() or (result := ended.judge(codes=codes)):
+            return f"{words[:2]}: {result or 'the code ran'}"
+    (folder / "r.yaml").write_text(json.dumps({**json.loads((folder / recipe).read_text()), **lora}))
+    ended = ulysses(folder, "train", "r.yaml", "run.output_dir=b")
+    result = result or ended.judge("done model_dir", codes=(0,))
+    return "the code ran" if (folder / "ran").exists() else result
 
 
 @attack("models", "a FIFO and a device as config.json")
