@@ -1063,6 +1063,45 @@ def end_at_each(folder: Path) -> str:
     return run_test(*names, "-k", "can_be_killed_at_any_moment")
 
 
+@attack("signals", "SIGSTOP of a rank on the second of two machines, shorter and longer than run.step_timeout")
+def stop_rank(folder: Path) -> str:
+    run = {"device": "cpu", "save_steps": 3, "step_timeout": 30}
+    recipe = write_recipe(folder, train={"max_steps": 100_000}, run=run, parallel={"sp_size": 2})
+    metrics = folder / "run" / "metrics.jsonl"
+
+    def wait_for_steps(number: int) -> None:
+        before = count_lines(metrics)
+        wait_for(processes[0], lambda: count_lines(metrics) >= before + number)
+
+    with open_networks(2) as names:
+        words = ("train", recipe, "--nnodes=2", "--master-addr=10.231.7.1")
+        processes = [
+            start(folder, str(number), *words, f"--node-rank={number}", network=network)
+            for number, network in enumerate(names)
+        ]
+        wait_for_steps(3)
+        agents = {child for child in list_descendants(processes[1].pid) if names_agent(child)}
+        ranks = {child for child in list_descendants(processes[1].pid) if is_rank(child)} - agents
+        (rank,) = ranks.difference(*map(list_children, ranks))  # one of them writes the other's log
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(10)
+        os.kill(rank, signal.SIGCONT)
+        wait_for_steps(3)
+        has_gone_on = processes[0].poll() is None
+        os.kill(rank, signal.SIGSTOP)
+        pattern = r"run.step_timeout \(30 s\): rank 1 does not answer[^$]*the newest checkpoint is"
+        results = [judge(process, folder / str(at), pattern, codes=(1,)) for at, process in enumerate(processes)]
+    return next(filter(None, results), "") if has_gone_on else (folder / "0").read_text()[-300:]
+
+
+def names_agent(process: int) -> bool:
+    return b"ulysses_cli.train.agent" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def count_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
 @attack("signals", "kill -9 in a merge, then the same merge")
 def end_merge(folder: Path) -> str:
     result = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
