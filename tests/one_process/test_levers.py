@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -614,6 +615,7 @@ def test_two_forwards_before_their_backwards() -> None:
 
 def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     page, pool = mmap.PAGESIZE, HostPool(is_pinned=False)
+    monkeypatch.setattr(offload, "GROWS_WITHIN_SECONDS", 0.0)
     monkeypatch.setattr(offload, "count_free_bytes", lambda: LEFT_FREE_BYTES + 10 * page - pool.num_bytes)
     small, large = pool.take(10), pool.take(4 * page - 9)
     assert (small.numel(), large.numel()) == (page, 4 * page), "whole pages, which can be locked one by one"
@@ -627,6 +629,31 @@ def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch
     pool.give_back(small)
     assert pool.take(5 * page).numel() == 5 * page
     assert pool.num_bytes == 9 * page, "a buffer that is too small makes room"
+
+
+@pytest.mark.parametrize(("grows_by", "fits"), [(4, True), (0, False)])
+def test_memory_that_a_machine_shows_only_when_it_is_used(
+    grows_by: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that shows 2 pieces, and as many more with each look where its memory grows."""
+    piece, shown, pool = 16 * mmap.PAGESIZE, [2], HostPool(is_pinned=False)
+
+    def count_free_bytes() -> int:
+        shown[0] += grows_by
+        return LEFT_FREE_BYTES + shown[0] * piece - count_used()
+
+    def count_used() -> int:
+        status = Path("/proc/self/smaps_rollup").read_text()
+        return max(0, 1024 * int(status.split("Anonymous:")[1].split()[0]) - before)
+
+    monkeypatch.setattr(offload, "PIECE_BYTES", piece)
+    monkeypatch.setattr(offload, "GROWS_WITHIN_SECONDS", 0.05)
+    before = 0
+    before = count_used()
+    monkeypatch.setattr(offload, "count_free_bytes", count_free_bytes)
+    with nullcontext() if fits else pytest.raises(MemoryError, match="offload fewer layers"):
+        assert pool.take(20 * piece).numel() == 20 * piece
+    assert pool.num_bytes == (20 * piece if fits else 0)
 
 
 def test_host_buffers_are_private_and_ask_for_huge_pages() -> None:

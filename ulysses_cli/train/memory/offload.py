@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from ulysses_cli.train.telemetry.clock import part_of_step
 # The newest runs of layers whose copies may still be in progress: their tensors are still on the device.
 MAX_LEAVING = 2
 LEFT_FREE_BYTES = GIB  # for everything else on the machine
+PIECE_BYTES, GROWS_WITHIN_SECONDS = 64 << 20, 2.0  # of memory that a machine shows only when it is used
 
 
 class HostPool:
@@ -57,13 +59,13 @@ class HostPool:
                 return smallest
             if self._free:
                 self._release(self._free.pop())
-        if num_bytes + LEFT_FREE_BYTES > (free := count_free_bytes()):
+        pages, free = map_pages(num_bytes), count_free_bytes()
+        if num_bytes + LEFT_FREE_BYTES > free and not grow_into(pages):
             raise MemoryError(
                 f"what layers save needs {num_bytes / GIB:.2f} GiB of host memory on top of this rank's "
                 f"{self.num_bytes / GIB:.2f}, and {free / GIB:.2f} are free: offload fewer layers "
                 "(memory.activation_offloading)"
             )
-        pages = map_pages(num_bytes)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
         if self.is_pinned:  # torch's own allocator of pinned memory would round up to a power of two
             _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0), num_bytes)
@@ -100,6 +102,20 @@ def map_pages(num_bytes: int) -> mmap.mmap:
         with suppress(OSError):  # a kernel without it
             pages.madvise(advice)
     return pages
+
+
+def grow_into(pages: mmap.mmap) -> bool:
+    """Whether the machine has room for these pages. Some show little memory, and more as it is used (gVisor, or a guest
+    that gets memory from its host when it needs some): pages are used in pieces, each when there is room for it."""
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    for piece in buffer.split(PIECE_BYTES):
+        latest = time.monotonic() + GROWS_WITHIN_SECONDS
+        while piece.numel() + LEFT_FREE_BYTES > count_free_bytes():
+            if time.monotonic() >= latest:
+                return False
+            time.sleep(GROWS_WITHIN_SECONDS / 100)
+        piece.zero_()
+    return True
 
 
 def _unlock(locked: dict[int, mmap.mmap], addresses: Iterable[int]) -> None:
