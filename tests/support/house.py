@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ulysses_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_MODULES = 16
+MAX_MODULES = 20
 # never torch, not even inside a function
 LIGHT = ("plan", "readers", "evaluate", "run_folder", "host", "launch", "report", "commands")
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
@@ -64,7 +64,7 @@ ORDER: dict[str, list[str]] = {
             "schedule",
         ),
         *("units", "recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules"),
-        *("speed", "planner"),
+        *("host_time", "speed", "planner"),
     ],
     "readers": [
         "problems",

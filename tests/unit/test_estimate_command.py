@@ -15,7 +15,7 @@ from support.tiers import sample
 from ulysses_cli.commands.plan import read_offers
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.plan.step_parts import PARTS
+from ulysses_cli.plan.step_parts import HOST, PARTS
 
 RECIPE = str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml")
 KEYS = {
@@ -33,7 +33,7 @@ def test_the_json_of_an_estimate() -> None:
     assert [each["gpu"] for each in results] == ["h100-80gb", "h200"]
     for each in results:
         assert each.keys() >= KEYS
-        assert set(each["step_parts"]) == set(PARTS)
+        assert set(each["step_parts"]) == {*PARTS, HOST}
         assert sum(each["step_parts"].values()) == pytest.approx(each["step_seconds"])
         assert max(sum(lines.values()) for lines in each["phases"].values()) == each["gpu_peak_bytes"]
         assert each["margin_bytes"] == each["gpu_capacity_bytes"] - each["gpu_peak_bytes"]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -28,6 +28,36 @@ class Efficiency:
     network: float = 0.8
     host_memory_gb_s: float = 30.0
     disk_gb_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """What a processor takes to launch a step's work: milliseconds of the core on which benchmarks/host.py measured, by
+    names that hardware.yaml explains. `core_speed`: of the core in use, in that one's. Without costs, nothing waits."""
+
+    core_speed: float = 1.0
+    yardstick: float = 1.0
+    layer_zero1: float = 0.0
+    layer_zero2: float = 0.0
+    layer_zero3: float = 0.0
+    rank: float = 0.0
+    recomputation: float = 0.0
+    part_recomputation: float = 0.0
+    head_norms: float = 0.0
+    adapters: float = 0.0
+    exchange: float = 0.0
+    head_chunk: float = 0.0
+    tile: float = 0.0
+    loss_tile: float = 0.0
+    offloaded_layer: float = 0.0
+    offload_optimizer: float = 0.0
+
+    def get_layer(self, zero_stage: int, num_ranks: int) -> float:
+        """Without recomputation and levers. At stage 3, DeepSpeed cuts each weight and gradient into a part for each
+        rank, one by one."""
+        if zero_stage == 3:
+            return self.layer_zero3 + self.rank * num_ranks
+        return self.layer_zero2 if zero_stage == 2 else self.layer_zero1
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,7 @@ class Gpu:
     price_source: str
     price_date: str
     efficiency: Efficiency = Efficiency()
+    host: HostCosts = HostCosts()
 
     @property
     def is_amd(self) -> bool:
@@ -97,6 +128,8 @@ class Hardware:
         return replace(nearest, memory_bytes=memory_bytes, host_bytes_per_gpu=host_bytes), best > 0
 
 
+Numbers = TypeVar("Numbers", Efficiency, HostCosts)
+SECTIONS = ("gpus", "efficiency", "host")
 NUMBERS = {"tflops", "memory_gb_s", "link_gb_s", "host_gb_s", "network_gb_s"}
 REQUIRED = {*NUMBERS, "name", "memory_mib", "attention", "gpus_per_node", "host_gib_per_gpu"}
 OPTIONAL = {"aliases", "efficiency", "usd_per_hour", "source", "price_source", "price_date"}
@@ -106,17 +139,18 @@ def read_hardware(*tables: tuple[str, Any]) -> Hardware:
     """Merges (file, content) pairs, later ones over earlier ones. Raises RecipeError with every mistake at once."""
     problems: list[Problem] = []
     entries: dict[str, dict[str, Any]] = {}
-    efficiency = Efficiency()
+    efficiency, host = Efficiency(), HostCosts()
     origin: dict[str, str] = {}
     for file, content in tables:
         if not isinstance(content, Mapping):
             problems.append(Problem("", f"{file} holds no mapping", "write `gpus:` and below it a GPU's name"))
             continue
         problems += [
-            Problem(str(section), f"unknown section of {file}", "sections are gpus and efficiency")
-            for section in content.keys() - {"gpus", "efficiency"}
+            Problem(str(section), f"unknown section of {file}", f"sections are {', '.join(SECTIONS)}")
+            for section in content.keys() - set(SECTIONS)
         ]
-        efficiency = _read_efficiency(file, content.get("efficiency") or {}, efficiency, problems)
+        efficiency = _read_shares(file, content.get("efficiency") or {}, efficiency, problems)
+        host = _read_numbers(file, "host", content.get("host") or {}, host, problems)
         gpus = content.get("gpus") or {}
         if not isinstance(gpus, Mapping):
             problems.append(
@@ -129,7 +163,7 @@ def read_hardware(*tables: tuple[str, Any]) -> Hardware:
                 continue
             entries[str(key).lower()] = {**entries.get(str(key).lower(), {}), **entry}
             origin[str(key).lower()] = file
-    read = {key: _read_gpu(origin[key], key, entry, efficiency, problems) for key, entry in entries.items()}
+    read = {key: _read_gpu(origin[key], key, entry, efficiency, host, problems) for key, entry in entries.items()}
     if problems:
         raise RecipeError(problems)
     gpus = {key: gpu for key, gpu in read.items() if gpu is not None}
@@ -137,16 +171,29 @@ def read_hardware(*tables: tuple[str, Any]) -> Hardware:
     return Hardware(gpus, aliases)
 
 
-def _read_efficiency(file: str, written: Any, known: Efficiency, problems: list[Problem]) -> Efficiency:
-    names = {field.name for field in fields(Efficiency)}
+def _read_shares(file: str, written: Any, known: Efficiency, problems: list[Problem]) -> Efficiency:
+    hint = "; shares lie above 0 and at most 1"
+    return _read_numbers(file, "efficiency", written, known, problems, lambda key: key.endswith("_gb_s"), hint)
+
+
+def _read_numbers(
+    file: str,
+    section: str,
+    written: Any,
+    known: Numbers,
+    problems: list[Problem],
+    is_rate: Callable[[str], bool] = lambda _: True,
+    hint: str = "",
+) -> Numbers:
+    """The known numbers, replaced key by key. Those that are no rates are at most 1."""
+    names = {field.name for field in fields(known)}
     if not isinstance(written, Mapping):
-        problems.append(Problem("efficiency", f"{file}: is not a mapping", f"keys are {', '.join(sorted(names))}"))
+        problems.append(Problem(section, f"{file}: is not a mapping", f"keys are {', '.join(sorted(names))}"))
         return known
     for name, value in written.items():
-        limit = 10_000.0 if name.endswith("_gb_s") else 1.0
-        if name not in names or not _is_number(value, limit):
-            hint = f"keys are {', '.join(sorted(names))}; shares lie above 0 and at most 1"
-            problems.append(Problem(f"efficiency.{name}", f"{file}: {value!r} cannot be used", hint))
+        if name not in names or not _is_number(value, 10_000.0 if is_rate(name) else 1.0):
+            hints = f"keys are {', '.join(sorted(names))}{hint}"
+            problems.append(Problem(f"{section}.{name}", f"{file}: {value!r} cannot be used", hints))
         else:
             known = replace(known, **{name: float(value)})
     return known
@@ -161,7 +208,7 @@ def _is_pair(value: Any, most: float) -> bool:
 
 
 def _read_gpu(
-    file: str, key: str, entry: Mapping[str, Any], efficiency: Efficiency, problems: list[Problem]
+    file: str, key: str, entry: Mapping[str, Any], efficiency: Efficiency, host: HostCosts, problems: list[Problem]
 ) -> Gpu | None:
     before = len(problems)
 
@@ -189,7 +236,7 @@ def _read_gpu(
         complain("aliases", "is not a list of names")
     if len(problems) > before:
         return None
-    own = _read_efficiency(file, entry.get("efficiency") or {}, efficiency, problems)
+    own = _read_shares(file, entry.get("efficiency") or {}, efficiency, problems)
     low, high = (float(price[0]), float(price[1])) if price is not None else (None, None)
     forward, backward = entry["attention"]
     return Gpu(
@@ -207,6 +254,7 @@ def _read_gpu(
         price_source=str(entry.get("price_source") or ""),
         price_date=str(entry.get("price_date") or ""),
         efficiency=own,
+        host=host,
     )
 
 

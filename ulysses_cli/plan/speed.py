@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_vector_weights
 from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.host_time import compute_host_seconds
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger import latent
 from ulysses_cli.plan.ledger.attention import saves_slices
@@ -40,7 +41,7 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.parameter_counts import count_own_of_shared, count_shared_norms
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rows.ring_share import measure_ring
-from ulysses_cli.plan.step_parts import PARTS
+from ulysses_cli.plan.step_parts import HOST, PARTS
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 
 GIGA, TERA = 1e9, 1e12
@@ -53,7 +54,9 @@ MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap
 
 @dataclass(frozen=True)
 class Speed:
-    """One optimizer step. Parts add up to the step; seconds `hidden` by overlapping computation are not in them."""
+    """One optimizer step. Parts add up to the step; seconds `hidden` by overlapping computation are not in them. Of a
+    micro-step, the GPU computes for `device_seconds` and the processor launches for `host_seconds`; the part `host` is
+    what the GPU waits for."""
 
     parts: dict[str, float]
     hidden: dict[str, float]
@@ -62,6 +65,12 @@ class Speed:
     model_flops: float  # of all ranks: forward and twice as much backward, no recomputation
     peak_flops: float
     num_gpus: int
+    device_seconds: float
+    host_seconds: float
+
+    @property
+    def is_host_bound(self) -> bool:
+        return self.host_seconds > self.device_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,8 +82,9 @@ class Speed:
 
     @property
     def limit(self) -> str:
-        """The part that takes longest."""
-        return max(self.parts, key=lambda part: self.parts[part])
+        """The part that takes longest, or the host where the GPU waits for it: fewer seconds of any other part would
+        help little."""
+        return HOST if self.is_host_bound else max(self.parts, key=lambda part: self.parts[part])
 
 
 def count_row_pairs(row_tokens: int, document_tokens: int | None, window_tokens: int | None) -> float:
@@ -270,6 +280,8 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
         hidden[part] = min(MOST_HIDDEN * seconds, room)
         parts[part] = seconds - hidden[part]
         room -= hidden[part]
+    on_device, on_host = sum(parts.values()), compute_host_seconds(job, gpu.host)
+    parts[HOST] = max(0.0, on_host - on_device)
     parts = {part: steps * seconds for part, seconds in parts.items()}
     parts["optimizer"], exchanged = _compute_optimizer_seconds(job, gpu, memory)
     parts["offload"] += exchanged
@@ -285,6 +297,8 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
         model_flops=3 * forward * steps * job.world_size,
         peak_flops=peak * job.world_size,
         num_gpus=job.world_size,
+        device_seconds=on_device,
+        host_seconds=on_host,
     )
 
 

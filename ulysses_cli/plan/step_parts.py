@@ -15,4 +15,5 @@ PARTS = (
     "data",
     "other",
 )
+HOST = "host"  # what the GPU waits for: predicted alone, since a clock finds it inside the other parts
 COMMUNICATION = ("exchange", "gather_reduce")

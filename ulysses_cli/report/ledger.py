@@ -15,7 +15,7 @@ from ulysses_cli.plan.planner.rings import BetterRing
 from ulysses_cli.plan.units import format_range, format_usd
 from ulysses_cli.report.placement import format_inside
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import format_gib, format_seconds, format_step_seconds
+from ulysses_cli.report.quantities import format_gib, format_step_seconds
 
 VERDICTS = {"fits": "fits", "too_close": "too close to tell", "does_not_fit": "does not fit"}
 NUM_LARGEST = 4
@@ -64,7 +64,8 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "tokens_per_second": speed.tokens_per_second,
         "tokens_per_second_range": {"low": rates[0], "high": rates[1]},
         "accuracy": estimate.accuracy.reason,
-        "is_host_bound": estimate.accuracy.is_host_bound,
+        "is_host_bound": speed.is_host_bound,
+        "host_remedies": [asdict(each) for each in estimate.host_bound.remedies] if estimate.host_bound else [],
         "mfu": speed.mfu,
         "usd_per_million_tokens": None if cost is None else {"low": cost[0], "high": cost[1]},
         "price_date": estimate.gpu.price_date or None,
@@ -167,10 +168,9 @@ def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
         ("", f"predicted, not measured on this GPU: {accuracy.reason}"),
         ("", shares),
     ]
-    if accuracy.is_host_bound:
-        host, device = format_seconds(accuracy.host_seconds), format_seconds(accuracy.device_seconds)
-        about = f"a processor takes about {host} to launch the kernels of a micro-step, the GPU {device} to run them"
-        rows.append(("", f"limited by the host: {about}; the slow end of the ranges counts it"))
+    if estimate.host_bound is not None:
+        what, helps = estimate.host_bound.explain()
+        rows += [("", f"limited {what}"), ("", helps)]
     if cost is None:
         rows.append(("price", f"not known for {gpu.key}: add usd_per_hour to ~/.config/ulysses/hardware.yaml"))
     else:

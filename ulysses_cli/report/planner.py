@@ -11,10 +11,11 @@ from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall
+from ulysses_cli.plan.planner.host_bound import find_host_bound
 from ulysses_cli.plan.planner.search import Longest
 from ulysses_cli.plan.units import format_range, format_usd
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import format_gib, format_seconds, format_step_seconds
+from ulysses_cli.report.quantities import format_gib, format_step_seconds
 
 HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB", "limited by")
 
@@ -113,13 +114,11 @@ def list_accuracy(candidates: Sequence[Candidate]) -> list[str]:
         kinds.setdefault(candidate.accuracy.reason, []).append(f"{candidate.job.world_size} x {candidate.gpu.key}")
     lines = ["speed is predicted, not measured on these GPUs:"]
     lines += [f"  {', '.join(dict.fromkeys(named))}: {reason}" for reason, named in kinds.items()]
-    bound = [f"{each.job.world_size} x {each.gpu.key}" for each in candidates if each.accuracy.is_host_bound]
-    if bound:
-        longest = max(each.accuracy.host_seconds for each in candidates)
-        lines.append(
-            f"  {', '.join(dict.fromkeys(bound))}: limited by the host, which launches the kernels of a micro-step in "
-            f"about {format_seconds(longest)}; only the slow end of the range counts it"
-        )
+    bound = [each for each in candidates if each.speed.is_host_bound]
+    if bound and (found := find_host_bound(bound[0].job, bound[0].gpu)):
+        names = dict.fromkeys(f"{each.job.world_size} x {each.gpu.key}" for each in bound)
+        what, helps = found.explain()
+        lines += [f"limited by the host: {', '.join(names)}", f"  {next(iter(names))} {what}", f"  {helps}"]
     return lines
 
 

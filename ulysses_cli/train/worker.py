@@ -83,6 +83,8 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
     """Collective over all ranks."""
     record.set_phase("loading the model")
     connected.forecast.report_to(record)
+    for line in connected.forecast.explain_host(connected.plan):
+        record.report(line)
     point, recipe = connected.resume_point, connected.plan.recipe
     run = assemble_run(
         connected.plan, connected.groups, inputs.device, inputs.rows, connected.length,

@@ -112,7 +112,7 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        return "host" if self.accuracy.is_host_bound else self.speed.limit
+        return self.speed.limit
 
     @property
     def seconds(self) -> float:

@@ -14,6 +14,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.accuracy import Accuracy, judge_speed
 from ulysses_cli.plan.planner.draft import write_levers
 from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
+from ulysses_cli.plan.planner.host_bound import HostBound, find_host_bound
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     LeverChoice,
@@ -48,6 +49,7 @@ class Estimate:
     suggestion: str
     better_ring: BetterRing | None = None
     own_ring: str = ""  # what the job's ring gains, or why it is needed
+    host_bound: HostBound | None = None  # where the GPU waits for the processor
     inside: LayoutInside | None = None  # where rows leave their machine though they need not
 
     @property
@@ -99,6 +101,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         max_length_all_levers=max(own, find_longest(frugal, gpu)[0]),
         suggestion="" if fit.verdict == "fits" else suggest_levers(frugal, gpu),
         better_ring=find_better_ring(settled, gpu),
+        host_bound=find_host_bound(settled, gpu),
         own_ring=explain_own_ring(settled, gpu),
         inside=find_layout_inside(settled, gpu, job, open_names),
     )

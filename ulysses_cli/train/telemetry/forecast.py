@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.levers import get_key
+from ulysses_cli.plan.planner.host_bound import find_host_bound
 from ulysses_cli.plan.planner.lever_choice import LeverChoice
+from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.train.processes.core_speed import measure_core_milliseconds
 from ulysses_cli.train.telemetry.record import Record
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -51,6 +55,16 @@ class Forecast:
             record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")
         if not any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
             record.report("expandable segments are off: the allocator loses memory to fragments at long rows")
+
+    def explain_host(self, plan: RunPlan) -> list[str]:
+        """What to know where the GPU would wait for this machine's processor; [] where it does not, or is unknown."""
+        if self.gpu is None or not self.is_known_gpu:
+            return []
+        costs = self.gpu.host
+        costs = replace(costs, core_speed=costs.yardstick / measure_core_milliseconds())
+        job = make_job(plan.recipe, plan.shape, plan.levers, gpus_per_node=self.gpu.gpus_per_node)
+        bound = find_host_bound(job, replace(self.gpu, host=costs))
+        return [] if bound is None else [f"steps are limited {bound.explain()[0]}", bound.explain()[1]]
 
     def format_peak(self) -> str:
         fit = self.choice.fit

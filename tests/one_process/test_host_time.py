@@ -1,0 +1,72 @@
+"""Tests what ranks say of their processor, and that the parts of benchmarks/host.py run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+from support.training import make_recipe
+
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import LeverChoice
+from ulysses_cli.plan.resolved import settle
+from ulysses_cli.train.processes.core_speed import Yardstick, measure_core_milliseconds
+from ulysses_cli.train.telemetry import forecast
+from ulysses_cli.train.telemetry.forecast import Forecast
+
+H100 = load_hardware().get_gpu("h100-80gb")
+MEASURE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import host
+host.DEPTHS, host.NUM_WARMUP, host.WAY = (1, 2), 2, "blocks"
+print("\\n" + json.dumps(host.measure_place(2, int(sys.argv[2]), ["plain", sys.argv[3]], 2)))
+"""
+
+
+def make_plan() -> Any:
+    recipe = make_recipe()
+    shape = read_model_shape(recipe.model.config, "test")
+    return settle(recipe, shape, Levers())
+
+
+def test_ranks_count_with_their_own_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, seconds = make_plan(), []
+    for milliseconds in (H100.host.yardstick, 3 * H100.host.yardstick):
+        monkeypatch.setattr(forecast, "measure_core_milliseconds", lambda found=milliseconds: found)
+        what, helps = Forecast(LeverChoice(Levers(), {}, None), H100, True).explain_host(plan)
+        assert what.startswith("steps are limited by the host: a processor takes about ")
+        assert helps.startswith("what helps: ")
+        seconds.append(float(what.split("about ")[1].split(" ms")[0].replace(",", "")))
+    assert seconds[1] / seconds[0] == pytest.approx(3, rel=0.1)
+
+
+def test_nothing_is_said_where_the_gpu_is_unknown_or_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, choice = make_plan(), LeverChoice(Levers(), {}, None)
+    monkeypatch.setattr(forecast, "measure_core_milliseconds", lambda: 1e-6 * H100.host.yardstick)
+    assert Forecast(choice, None, False).explain_host(plan) == []
+    assert Forecast(choice, replace(H100, tflops=1e-3), True).explain_host(plan) == []
+    assert Forecast(choice, H100, False).explain_host(plan) == []
+
+
+def test_a_core_is_measured_in_milliseconds() -> None:
+    assert 0.05 < measure_core_milliseconds() < 50
+    yardstick = Yardstick()
+    yardstick.measure()
+    assert yardstick.module.weight.grad is None, "nothing is kept from call to call"
+
+
+@pytest.mark.check
+def test_the_hosts_time_is_measured() -> None:
+    case, words = "full", [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks"), "3", "full"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    for figures in cases.values():
+        assert 0 < figures["least_yardstick_ms"] <= figures["yardstick_ms"]
+        assert figures["operators_a_layer"] > 50
+    assert cases[case]["calls_a_layer"] > 1.05 * cases["plain"]["calls_a_layer"]

@@ -1,0 +1,157 @@
+"""Tests the seconds that a processor takes to launch a step's work, and what is said where the GPU waits for it."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+from support.commands import run
+from support.model_shapes import LLAMA, get_shape
+from support.paths import ROOT
+
+from ulysses_cli.hardware_table import SHIPPED, load_hardware
+from ulysses_cli.plan.hardware import HostCosts, read_hardware
+from ulysses_cli.plan.host_time import compute_host_seconds
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.adapters.modules import Adapters
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.planner.accuracy import HOST_FACTOR, judge_speed
+from ulysses_cli.plan.planner.host_bound import LEAST_GAIN, find_host_bound
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.plan.step_parts import HOST
+
+sys.path.append(str(ROOT / "benchmarks"))
+import host
+
+H100 = load_hardware().get_gpu("h100-80gb")
+NOTHING = replace(H100, host=HostCosts())
+SMALL = get_shape("Qwen/Qwen3-0.6B")
+SHORT = Job(SMALL, Layout(1, 2, 4), 4096, Levers(), accumulation=3)
+
+
+@pytest.mark.parametrize("row_tokens", [2**15, 2**17, 2**20])
+@pytest.mark.parametrize("sp_size", [1, 8])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("levers", [Levers(False), Levers(), Levers("full", 2, 30, True, True), Levers(tiled_mlp=True)])
+def test_long_rows_are_predicted_as_without_a_host(row_tokens: int, sp_size: int, stage: int, levers: Levers) -> None:
+    job = Job(LLAMA, Layout(1, 8 // sp_size, sp_size), row_tokens * sp_size, levers, zero_stage=stage)
+    with_host, without = (compute_speed(job, gpu) for gpu in (H100, NOTHING))
+    assert with_host.step_seconds == pytest.approx(without.step_seconds, rel=0.01)
+    assert without.host_seconds == 0
+    assert find_host_bound(job, H100) is None
+
+
+def test_a_step_lasts_as_long_as_the_slower_of_gpu_and_host() -> None:
+    speed, without = compute_speed(SHORT, H100), compute_speed(SHORT, NOTHING)
+    assert speed.is_host_bound
+    assert speed.limit == HOST
+    assert not without.is_host_bound
+    assert sum(speed.parts.values()) == pytest.approx(speed.step_seconds)
+    assert speed.step_seconds == pytest.approx(3 * compute_host_seconds(SHORT, H100.host) + speed.parts["optimizer"])
+    assert {name: speed.parts[name] for name in without.parts if name != HOST} == {
+        name: seconds for name, seconds in without.parts.items() if name != HOST
+    }
+
+
+def test_a_faster_core_launches_sooner() -> None:
+    faster = replace(H100.host, core_speed=2.0)
+    assert compute_host_seconds(SHORT, faster) == pytest.approx(compute_host_seconds(SHORT, H100.host) / 2)
+
+
+@pytest.mark.parametrize(
+    "slower",
+    [
+        replace(SHORT, levers=Levers("full")),
+        replace(SHORT, levers=Levers(tiled_mlp=True)),
+        replace(SHORT, levers=Levers(tiled_loss=True)),
+        replace(SHORT, levers=Levers(head_chunks=2)),
+        replace(SHORT, levers=Levers(offloaded_layers=20)),
+        replace(SHORT, levers=Levers(offload_optimizer="cpu")),
+        replace(SHORT, layout=Layout(1, 16, 4)),
+        replace(SHORT, adapters=Adapters(8, (), drops=False)),
+    ],
+)
+def test_what_costs_the_host_time(slower: Job) -> None:
+    assert compute_host_seconds(slower, H100.host) > compute_host_seconds(SHORT, H100.host)
+
+
+def test_what_saves_the_host_time() -> None:
+    for faster in (
+        replace(SHORT, levers=Levers(False)),
+        replace(SHORT, layout=Layout(1, 8, 1)),
+        replace(SHORT, zero_stage=1),
+    ):
+        assert compute_host_seconds(faster, H100.host) < compute_host_seconds(SHORT, H100.host)
+
+
+def test_each_change_that_is_named_gives_what_it_says() -> None:
+    bound = find_host_bound(SHORT, H100)
+    assert bound is not None
+    assert bound.host_seconds > bound.device_seconds
+    gains = {remedy.change: remedy.gain for remedy in bound.remedies}
+    rate = compute_speed(SHORT, H100).tokens_per_second
+    for change, changed in (
+        ("train.per_device_train_batch_size: 4", replace(SHORT, batch=4, accumulation=1)),
+        ("parallel.zero_stage: 1", replace(SHORT, zero_stage=1)),
+        ("parallel.sp_size: 1", replace(SHORT, layout=Layout(1, 8, 1))),
+    ):
+        assert gains[change] == pytest.approx(compute_speed(changed, H100).tokens_per_second / rate)
+        assert gains[change] >= LEAST_GAIN
+    assert list(gains.values()) == sorted(gains.values(), reverse=True)
+    what, helps = bound.explain()
+    assert "by the host" in what
+    assert next(iter(gains)) in helps
+    assert "no CUDA graphs" in helps
+
+
+def test_a_change_that_does_not_fit_is_not_named() -> None:
+    job = Job(
+        LLAMA, Layout(1, 8, 1), 1024, Levers(), batch=1
+    )  # 8B: stage 1 needs 16 GB of weights and as much of gradients
+    small = replace(H100, memory_bytes=24 << 30)
+    assert (bound := find_host_bound(job, small)) is not None
+    assert not any("zero_stage" in remedy.change for remedy in bound.remedies)
+    assert any("zero_stage" in remedy.change for remedy in find_host_bound(job, H100).remedies)
+
+
+def test_the_range_counts_slower_and_faster_processors() -> None:
+    speed = compute_speed(SHORT, H100)
+    accuracy = judge_speed(SHORT, H100, speed)
+    slow, fast = (
+        compute_speed(SHORT, replace(H100, host=replace(H100.host, core_speed=each)))
+        for each in (1 / HOST_FACTOR, HOST_FACTOR)
+    )
+    assert accuracy.low * speed.tokens_per_second == pytest.approx(slow.tokens_per_second)
+    assert accuracy.high * speed.tokens_per_second == pytest.approx(fast.tokens_per_second)
+
+
+def test_an_estimate_says_once_that_the_host_is_the_limit() -> None:
+    words = ("--model", "Qwen/Qwen3-0.6B", "--max-length", "2Ki", "--gpu", "h100-80gb")
+    text = run("estimate-memory", *words).stdout
+    assert text.count("limited by the host") == 1
+    assert text.count("what helps: ") == 1
+    answer = json.loads(run("estimate-memory", *words, "--format", "json").stdout)
+    (estimate,) = answer["results"]
+    assert estimate["is_host_bound"]
+    assert {"change", "gain"} == set(estimate["host_remedies"][0])
+
+
+def test_a_user_says_how_fast_a_core_is() -> None:
+    shipped = ("shipped", yaml.safe_load(SHIPPED.read_text()))
+    faster = read_hardware(shipped, ("own.yaml", {"host": {"core_speed": 2}})).get_gpu("h100-80gb")
+    assert faster.host == replace(H100.host, core_speed=2.0)
+    with pytest.raises(RecipeError, match=r"host\.core_sped: own\.yaml: 2 cannot be used"):
+        read_hardware(shipped, ("own.yaml", {"host": {"core_sped": 2}}))
+
+
+def test_the_costs_are_those_that_were_measured() -> None:
+    """And what levers cost adds up: combinations that no cost was derived from are predicted within 30 %."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "host-cpu.json").read_text())
+    costs = HostCosts(**host.derive_costs(result))
+    assert costs == H100.host
+    errors = host.list_errors(result, costs)
+    assert len(errors) == 8
+    assert max(map(abs, errors.values())) < 0.3, errors
