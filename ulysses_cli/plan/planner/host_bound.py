@@ -69,7 +69,7 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
         f"train.per_device_train_batch_size: {MORE * job.batch}",
         replace(job, batch=MORE * job.batch, accumulation=max(1, job.accumulation // MORE)),
     )
-    for size in (*job.shape.sp_sizes, 1):
+    for size in dict.fromkeys((*job.shape.sp_sizes, 1)):
         if size < layout.sp_size and layout.sp_size % size == 0:
             fewer = Layout(layout.dp_replicate_size, layout.dp_shard_size * layout.sp_size // size, size)
             yield f"parallel.sp_size: {size}", replace(job, layout=fewer)
