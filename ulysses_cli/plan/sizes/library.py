@@ -6,10 +6,11 @@ import types
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import inf, pi, prod
-from typing import Any
+from typing import Any, ClassVar
 
 from ulysses_cli.plan.sizes import autograd, dtypes, elementwise, nn, products, reductions, selection, views
 from ulysses_cli.plan.sizes.autograd import grad_mode
+from ulysses_cli.plan.sizes.checkpointing import checkpoint
 from ulysses_cli.plan.sizes.dtypes import BOOL, FLOAT32, HOST, INT32, INT64, DType, TensorDevice
 from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make, make_like
 
@@ -211,6 +212,52 @@ class Nothing:
         return function
 
 
+class CustomOperator:
+    """torch.library.custom_op: its sizes are those of what is registered as its fake. `inside`: what it takes and gives
+    back besides, by the operator's name."""
+
+    found: ClassVar[dict[str, CustomOperator]] = {}
+    inside: ClassVar[dict[str, Callable[..., int]]] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._fake: Callable[..., Any] = refuse(f"{name} without a fake")
+        CustomOperator.found[name] = self
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        self._fake = fake
+        return fake
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
+        run = self._fake
+
+        class Own(autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                out = run(*args)
+                setup_context(ctx, args, out)
+                return out
+
+        Own.backward = staticmethod(backward)
+        self._fake = Own.apply
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        found = self._fake(*args, **named)
+        if self.name in self.inside:
+            Running.meter.add_temporary(self.inside[self.name](*args, **named))
+        return found
+
+
+def define_operator(name: str, function: Any = None, **_: Any) -> Any:
+    """torch.library.custom_op, a function and a decorator."""
+    return CustomOperator(name) if function is not None else lambda _: CustomOperator(name)
+
+
+def pass_over(*_: Any, **__: Any) -> Any:
+    """Registers nothing: a decorator, too."""
+    return lambda function: function
+
+
 class FloatInfo:
     def __init__(self, dtype: DType) -> None:
         self.max, self.eps, self.tiny = 3e38, 1e-3, 1e-38
@@ -276,6 +323,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "roll": selection.roll, "tril": selection.triangle, "triu": selection.triangle, "flip": selection.roll,
     "broadcast_tensors": views.broadcast_tensors, "t": views.swap_last,
     # products
+    "logaddexp": rounded, "addmm": products.addmm,
     "matmul": products.matmul, "mm": products.mm, "bmm": products.mm, "einsum": products.einsum,
     "_grouped_mm": products.grouped_mm, "polar": elementwise.polar, "view_as_complex": elementwise.view_as_complex,
     "view_as_real": elementwise.view_as_real,
@@ -306,9 +354,11 @@ METHODS: dict[str, Callable[..., Any]] = {
 IN_PLACE = {
     "add": elementwise.add, "sub": elementwise.subtract, "mul": elementwise.multiply, "div": elementwise.divide,
     "clamp": elementwise.clamp, "masked_fill": elementwise.masked_fill, "exp": elementwise.exp, "log": elementwise.log,
-    "pow": elementwise.power,
+    "pow": elementwise.power, "tanh": elementwise.tanh, "neg": elementwise.scale, "sigmoid": elementwise.sigmoid,
+    "square": elementwise.square,
 }  # fmt: skip
 OVERWRITES = (
+    "addcmul_", "addmm_",
     "zero_", "fill_", "normal_", "uniform_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_",
     "log_normal_", "random_", "trunc_normal_", "__ior__", "__iand__",
 )  # fmt: skip
@@ -336,7 +386,8 @@ def make_torch() -> dict[str, Namespace]:
         silu=elementwise.silu, gelu=elementwise.gelu, relu=elementwise.relu, sigmoid=elementwise.sigmoid,
         softplus=elementwise.softplus, softmax=reductions.softmax, log_softmax=reductions.softmax,
         dropout=reductions.dropout, embedding=selection.embedding, pad=selection.pad, one_hot=selection.one_hot,
-        layer_norm=reductions.layer_norm, tanh=elementwise.tanh, conv1d=products.conv(1), conv2d=products.conv(2),
+        layer_norm=reductions.layer_norm, tanh=elementwise.tanh, cross_entropy=reductions.cross_entropy,
+        conv1d=products.conv(1), conv2d=products.conv(2),
         glu=lambda t, dim=-1: elementwise.multiply(*views.chunk(t, 2, dim)),
     )  # fmt: skip
     layers = {
@@ -362,8 +413,18 @@ def make_torch() -> dict[str, Namespace]:
         "torch.compiler", is_compiling=lambda: False, disable=lambda f=None, **_: f if f is not None else (lambda g: g),
         is_exporting=lambda: False,
     )  # fmt: skip
+    library = Namespace(
+        "torch.library", custom_op=define_operator,
+        register_autograd=pass_over, register_fake=pass_over, triton_op=define_operator, wrap_triton=lambda f: f,
+    )  # fmt: skip
+    utils = Namespace(
+        "torch.utils", checkpoint=Namespace("torch.utils.checkpoint", checkpoint=checkpoint),
+        flop_counter=Namespace("torch.utils.flop_counter", register_flop_formula=lambda *_: lambda f: f),
+    )  # fmt: skip
+    distributed = Namespace("torch.distributed", all_to_all_single=lambda *_, **__: None)
     torch = Namespace(
-        "torch", **FUNCTIONS, **dtypes.BY_NAME, **{name: dtypes.ALIASES[name] for name in dtypes.ALIASES},
+        "torch", library=library, utils=utils, distributed=distributed,
+        **FUNCTIONS, **dtypes.BY_NAME, **{name: dtypes.ALIASES[name] for name in dtypes.ALIASES},
         Tensor=Tensor, dtype=DType, device=TensorDevice, Size=Size, inf=inf, pi=pi,
         **dict.fromkeys(
             ("LongTensor", "FloatTensor", "IntTensor", "BoolTensor", "HalfTensor", "BFloat16Tensor"), Tensor
@@ -378,10 +439,15 @@ def make_torch() -> dict[str, Namespace]:
         promote_types=dtypes.join, result_type=elementwise.find_dtype, is_tensor=lambda t: isinstance(t, Tensor),
         is_floating_point=lambda t: t.dtype.is_floating_point, contiguous_format=views.contiguous_format,
         preserve_format=views.preserve_format, nn=modules, autograd=gradients, compiler=compiler, linalg=linalg,
+        get_rng_state=lambda: None, set_rng_state=lambda _: None,
+        random=Namespace("torch.random", fork_rng=Nothing),
         get_default_dtype=lambda: Running.dtype or FLOAT32, are_deterministic_algorithms_enabled=lambda: False,
         __version__="2.13.0",
     )  # fmt: skip
-    found = [torch, modules, functional, gradients, gradients.function, gradients.graph, linalg, compiler]
+    found = [
+        torch, modules, functional, gradients, gradients.function, gradients.graph, linalg, compiler, library, utils,
+        utils.checkpoint, utils.flop_counter, distributed,
+    ]  # fmt: skip
     return {each.__name__: each for each in found}
 
 

@@ -131,14 +131,14 @@ class SizedModule:
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
-    def named_buffers(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        for path, module in self.named_modules(prefix=prefix):
+    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+        for path, module in self.named_modules(prefix=prefix) if recurse else [(prefix, self)]:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield f"{path}.{name}" if path else name, buffer
 
-    def buffers(self) -> Iterator[Tensor]:
-        return (buffer for _, buffer in self.named_buffers())
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        return (buffer for _, buffer in self.named_buffers(recurse=recurse))
 
     def get_submodule(self, path: str) -> SizedModule:
         module: Any = self

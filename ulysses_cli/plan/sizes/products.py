@@ -87,11 +87,11 @@ def linear(t: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul(t, flipped)
     if t.ndim == 2 or (t.ndim == 3 and is_contiguous(t)):
         rows = views.reshape(t, prod(t.shape[:-1]), t.shape[-1])
-        return views.reshape(_addmm(bias, rows, flipped), *t.shape[:-1], weight.shape[0])
+        return views.reshape(addmm(bias, rows, flipped), *t.shape[:-1], weight.shape[0])
     return add(matmul(t, flipped), bias)
 
 
-def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     node = begin(_addmm_backward, bias, a, b)
     if node is not None:
         node.save(a if b._requires_grad else None, b if a._requires_grad else None)

@@ -13,6 +13,7 @@ from ulysses_cli.plan.sizes.tensor import (
     Running,
     Shape,
     Tensor,
+    UnknownOperator,
     is_contiguous,
     make,
     make_like,
@@ -114,11 +115,29 @@ def _softmax_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
     return (make_like(grads[0], node.data),)
 
 
+def cross_entropy(t: Tensor, labels: Tensor, *, reduction: str = "mean", **_: Any) -> Tensor:
+    """torch.nn.functional.cross_entropy of [N, classes]: log_softmax, then nll_loss"""
+    if reduction != "none":
+        raise UnknownOperator(f"cross_entropy with reduction {reduction}")
+    chosen = softmax(t, -1)
+    node = begin(_nll_backward, chosen)
+    out = make(labels.shape, t.dtype, on_host=t.storage.on_host)
+    total = make((), t.dtype, on_host=t.storage.on_host)
+    if node is not None:
+        node.save(chosen, labels, total)
+    return finish(node, out)
+
+
+def _nll_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
+    chosen, *_ = node.take()
+    return (make_like(chosen),)
+
+
 def logsumexp(t: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     node = begin(_logsumexp_backward, t)
     if node is not None:
         node.save(t)
-    if Running.acts_as_gpu:  # all exponentials (ReduceOps.cpp: logsumexp_out_impl)
+    if Running.sees_kernels:  # all exponentials (ReduceOps.cpp: logsumexp_out_impl)
         Running.meter.add_temporary(t.nbytes)
     out = make(reduce_shape(t, dim, keepdim), t.dtype, on_host=t.storage.on_host)
     if node is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cache
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
 from ulysses_cli.plan.sizes import nn
@@ -35,6 +35,8 @@ RUNNING = frozenset(
     }
 )  # fmt: skip
 MOVED = {"integrations.heterogeneity": "integrations.heterogeneity.configuration_utils"}
+# This package's own files may import the rest of it, and more of Python's library.
+OWN, OF_OWN = "sizes_of.ulysses_cli", ("concurrent", "mmap", "threading", "weakref")
 ATTENTION = "sizes"  # the name of attention's implementation
 
 
@@ -71,6 +73,16 @@ class SharedKeys(dict[Any, Any]):
 
     def __init__(self, past: Any = None) -> None:
         super().__init__(past or {})
+
+
+class Attentions(dict[str, Any]):
+    """transformers' interface of attention implementations, by name."""
+
+    def register(self, name: str, attend: Callable[..., Any]) -> None:
+        self[name] = attend
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        return self[name]
 
 
 class Quiet:
@@ -147,18 +159,23 @@ def give_default(*_: Any, **__: Any) -> Callable[..., Any]:
 
 
 class ModelSources:
-    """One set of executed files. `attend`: attention as transformers' layers call it."""
+    """One set of executed files: transformers', and this package's own that compute with torch. `attend`: attention as
+    transformers' layers call it; `given`: what stands for modules of other packages."""
 
-    def __init__(self, attend: Callable[..., Any]) -> None:
+    def __init__(
+        self, attend: Callable[..., Any] | None = None, given: Mapping[str, ModuleType] = MappingProxyType({})
+    ) -> None:
         self.torch = make_torch()
         self.modules: dict[str, ModuleType] = {}
         self.root = find_package()
+        self.own: dict[str, ModuleType] = {}
         self.builtins = {name: value for name, value in vars(builtins).items() if name not in BLOCKED}
         self.builtins["__import__"] = self._import
-        functions = Namespace("attention", get_interface=lambda name, default: attend)
+        self.given, self.attentions = given, Attentions({ATTENTION: attend})
         no_mask = lambda *_, **__: None  # noqa: E731 - documents decide which tokens see which
         self.names: dict[str, Any] = {
-            "ALL_ATTENTION_FUNCTIONS": functions, "PreTrainedModel": PreTrainedModel, "GeneralInterface": Interface,
+            "ALL_ATTENTION_FUNCTIONS": self.attentions,
+            "AttentionInterface": self.attentions, "PreTrainedModel": PreTrainedModel, "GeneralInterface": Interface,
             "Cache": type("Cache", (), {}), "DynamicCache": type("DynamicCache", (), {}),
             "GenerationMixin": type("GenerationMixin", (), {}), "TransformersKwargs": dict,
             "FlashAttentionKwargs": dict, "slice_logits_to_keep": lambda hidden, *_: hidden, "interval": give_default,
@@ -197,10 +214,31 @@ class ModelSources:
             module._grouped_mm = self.torch["torch"]._grouped_mm  # type: ignore[attr-defined]
         return module
 
+    def load_own(self, name: str) -> ModuleType:
+        """One of this package's modules that compute with torch."""
+        if name in self.own:
+            return self.own[name]
+        path = Path(__file__).parents[3] / (name.replace(".", "/") + ".py")
+        module = ModuleType(f"sizes_of.{name}")
+        vars(module).update({"__builtins__": self.builtins, "__file__": str(path)})
+        self.own[name] = module
+        sys.modules[module.__name__] = module
+        exec(_compile(path), vars(module))
+        return module
+
+    def _find_own(self, name: str, wanted: Any) -> Any:
+        if not (Path(__file__).parents[3] / name.replace(".", "/")).is_dir():
+            return self.load_own(name)
+        return Namespace(name, **{each: self.load_own(f"{name}.{each}") for each in wanted})
+
     def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if name in self.given:
+            return self.given[name]
         if name.partition(".")[0] == "torch":
             found = self.torch.get(name) or Namespace(name)
             return found if fromlist else self.torch["torch"]
+        if name.startswith("ulysses_cli.train"):
+            return self._find_own(name, fromlist or ())
         if level or name.partition(".")[0] == "transformers":
             if level:
                 own = (globals or {})["__name__"].removeprefix("sizes_of.transformers.").split(".")
@@ -208,7 +246,9 @@ class ModelSources:
             else:
                 name = name.partition(".")[2]
             return self._find_names(name, fromlist or ())
-        if name.partition(".")[0] in COMPUTING:
+        if name.partition(".")[0] in COMPUTING or (
+            (globals or {})["__name__"].startswith(OWN) and name.partition(".")[0] in ("ulysses_cli", *OF_OWN)
+        ):
             return importlib.__import__(name, globals, locals, fromlist, level)
         return Namespace(name, **{each: self.names[each] for each in fromlist or () if each in self.names})
 

@@ -19,7 +19,7 @@ class UnknownOperator(Exception):
 
 class Running:
     """Of the run in progress. `acts_as_gpu`: sums are made in place and products add, where tensors without data make
-    new ones."""
+    new ones. `sees_kernels`: what a GPU's kernels take and give back inside is counted."""
 
     meter: ClassVar[ByteMeter] = ByteMeter()
     grad: ClassVar[bool] = True
@@ -28,6 +28,7 @@ class Running:
     device: ClassVar[TensorDevice] = HOST  # of what is made without a device
     dtype: ClassVar[DType | None] = None  # of what is made without a type
     acts_as_gpu: ClassVar[bool] = False
+    sees_kernels: ClassVar[bool] = False
 
 
 class Storage:
@@ -150,6 +151,9 @@ class Tensor:
     def requires_grad_(self, value: bool = True) -> Tensor:
         self.requires_grad = value
         return self
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> None:
+        self._hooks = [*(self._hooks or ()), hook]
 
     if TYPE_CHECKING:  # operators add the rest
 

@@ -7,10 +7,10 @@ from math import prod
 from typing import Any
 
 from ulysses_cli.plan.sizes.autograd import Node, begin, finish, finish_all
+from ulysses_cli.plan.sizes.dtypes import DType
 from ulysses_cli.plan.sizes.tensor import (
     Shape,
     Tensor,
-    UnknownOperator,
     find_view_steps,
     get_steps,
     is_contiguous,
@@ -57,9 +57,10 @@ def reshape(t: Tensor, *sizes: Any) -> Tensor:
 
 
 def view_as(t: Tensor, *sizes: Any) -> Tensor:
-    """Tensor.view"""
-    if sizes and not isinstance(sizes[0], int | tuple | list):
-        raise UnknownOperator(f"view of a tensor as {sizes[0]}")
+    """Tensor.view, also as another type"""
+    if len(sizes) == 1 and isinstance(sizes[0], DType):
+        last = t.shape[-1] * t.dtype.itemsize // sizes[0].itemsize
+        return Tensor((*t.shape[:-1], last), sizes[0], t.storage)
     return reshape(t, *sizes)
 
 

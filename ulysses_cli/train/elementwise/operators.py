@@ -4,6 +4,7 @@ formula, or the formula in blocks. Tracing has their shapes, and compiled code t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -23,7 +24,7 @@ Way = Literal["torch", "compiled", "blocks", "transformers"]
 @library.custom_op("ulysses::normalize", mutates_args=())
 def normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -> tuple[Tensor, Tensor]:
     """Returns the output and one float32 number for each row, which the backward needs."""
-    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes, *RMS_NORM)
+    parts = split_rows(math.prod(hidden.shape[:-1]), hidden.nbytes, *RMS_NORM)
     if len(parts) == 1:
         return _normalize(hidden, weight, eps, kind, way)
     rows, out = hidden.flatten(0, -2), torch.empty_like(hidden)
@@ -54,7 +55,7 @@ def normalize_backward(
     dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the input and of the weight."""
-    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes, *RMS_NORM)
+    parts = split_rows(math.prod(hidden.shape[:-1]), hidden.nbytes, *RMS_NORM)
     if len(parts) == 1:
         dhidden, dweight = _normalize_backward(dout, hidden, weight, rstd, kind, way)
         return dhidden, dweight.to(weight.dtype)

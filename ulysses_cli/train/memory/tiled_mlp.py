@@ -7,6 +7,7 @@ stops before it. Takes no recipe and no group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ class TiledBlock:
         inputs = tuple(each for each in args if isinstance(each, Tensor))
         self.constants = args[len(inputs) :]
         hidden = inputs[0]
-        num_tokens = hidden.shape[:-1].numel()
+        num_tokens = math.prod(hidden.shape[:-1])
         parts = split_tokens(num_tokens, self.count_tiles(num_tokens))
         if len(parts) == 1:
             return self.whole_forward(*args)

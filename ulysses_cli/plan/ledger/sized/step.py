@@ -1,0 +1,249 @@
+"""One run on sizes: builds the model, changes it with this package's own levers, and takes a step, an evaluation and
+the step that all later ones are like."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.sized.sharding import LinearOfShards, ShardedEngine, ShardSettings, multiply_sharded
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import settle
+from ulysses_cli.plan.rows.order import Ring, deal_rows
+from ulysses_cli.plan.sizes import products
+from ulysses_cli.plan.sizes.autograd import grad_mode
+from ulysses_cli.plan.sizes.dtypes import BFLOAT16, DEVICE, FLOAT32, INT64, UINT8, DType
+from ulysses_cli.plan.sizes.library import CustomOperator, Namespace, Nothing, Unknown
+from ulysses_cli.plan.sizes.meter import ByteMeter
+from ulysses_cli.plan.sizes.nn import Linear, SizedModule
+from ulysses_cli.plan.sizes.sources import ModelSources, make_config, make_model
+from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make
+
+DTYPES: Mapping[int, DType] = {2: BFLOAT16, 4: FLOAT32}
+BETWEEN = "between"
+# Rotation and gated activations as transformers computes them take at least as much memory as in one kernel.
+FUSED = {"rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers"}
+PLAIN = dict.fromkeys(FUSED, "transformers")
+LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
+
+
+def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
+    """The peak of each phase on one rank, as tensors without data have it. Raises UnknownOperator for what has no
+    sizes yet."""
+    job = make_job(recipe, shape, levers)
+    obstacle = find_obstacle(recipe, job)
+    if obstacle:
+        raise UnknownOperator(obstacle)
+    with _alone():
+        run = _Run(recipe, job, rank)
+        run.step()
+        run.meter.device.peaks.clear()
+        if job.evaluates:
+            run.evaluate()
+        run.step()
+        run.meter.enter(BETWEEN)
+        return {phase: peak for phase, peak in run.meter.device.peaks.items() if phase != BETWEEN}
+
+
+def find_obstacle(recipe: Recipe, job: Job) -> str:
+    """What this engine does not know, or ''."""
+    if job.zero_stage != 3:
+        return f"ZeRO {job.zero_stage}"
+    if recipe.lora is not None:
+        return "adapters"
+    if "nvme" in (job.levers.offload_optimizer, job.levers.offload_param, job.levers.offloaded_to):
+        return "a disk"
+    return "early steps of the optimizer" if job.levers.early_groups else ""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Bytes are freed by references alone, and what the last run left is gone."""
+    gc.collect()
+    gc.disable()
+    Running.meter, Running.device, Running.dtype = ByteMeter(), DEVICE, FLOAT32
+    Running.hooks, Running.grad, Running.sequence, Running.acts_as_gpu = [], True, 0, False
+    Running.sees_kernels = False
+    Unknown.running = True
+    try:
+        yield
+    finally:
+        Unknown.running, SizedModule.call, Linear.compute = False, None, staticmethod(products.linear)
+        CustomOperator.inside = {}
+        gc.enable()
+
+
+class _Run:
+    def __init__(self, recipe: Recipe, job: Job, rank: int) -> None:
+        self.recipe, self.job, self.meter = recipe, job, Running.meter
+        self.meter.enter("load")
+        leaves: list[SizedModule] = []
+        self.sources = ModelSources(given=_give_deepspeed(leaves.append))
+        Unknown.running = False  # files are executed and models made
+        self._stand_in(is_gpu=recipe.run.device != "cpu")
+        attention = self._register_attention(rank)
+        Running.dtype = DTYPES[job.dtype_bytes]
+        config = make_config(self.sources, recipe.model.config or {})
+        config._attn_implementation = attention
+        model = make_model(self.sources, config)
+        Running.dtype = FLOAT32
+        self.module = self._apply_levers(model)
+        self.engine = ShardedEngine(self.module, _read_settings(job, rank), leaves)
+        Linear.compute = staticmethod(multiply_sharded)
+        self.engine.start()
+        SizedModule.call = self.engine.call
+        self.micro_steps = 1 if job.layout.dp_replicate_size == 1 else min(2, job.accumulation)
+        self.meter.enter(BETWEEN)
+        Unknown.running = True
+
+    def _load(self, name: str) -> Any:
+        return self.sources.load_own(f"ulysses_cli.train.{name}")
+
+    def _stand_in(self, *, is_gpu: bool) -> None:
+        """What has no sizes: streams, collectives, host buffers, and the inside of a GPU's kernels."""
+        offload = self._load("memory.offload")
+        offload.HostPool = _HostPool
+        vars(self.sources.torch["torch.distributed"])["all_to_all_single"] = lambda *_, **__: _Stream()
+        if is_gpu:
+            Running.sees_kernels = True
+            CustomOperator.inside = {"ulysses::attend": _count_forward, "ulysses::attend_backward": _count_backward}
+            streams = {"current_stream": _Stream, "stream": Nothing, "Event": _Stream}
+            vars(self.sources.torch["torch"])["cuda"] = Namespace("torch.cuda", **streams)
+            offload.Offloader = _put_on_streams(offload.Offloader)
+
+    def _register_attention(self, rank: int) -> str:
+        layout, axis = self.job.layout, self._load("processes.sequence_axis").SequenceAxis
+
+        def make_axis(size: int, own: int) -> Any:
+            return axis("ranks" if size > 1 else None, size, own)
+
+        outer, inner = divmod(rank % layout.sp_size, layout.ulysses_size)
+        kernel = self.recipe.model.attn_implementation
+        self.axis = make_axis(layout.sp_size, rank % layout.sp_size)
+        name: str = self._load("attention.interface").register_attention(
+            make_axis(layout.ulysses_size, inner),
+            LARGEST_KERNEL if kernel == "auto" else kernel,
+            self.job.levers.head_chunks,
+            ring=make_axis(layout.ring_size, outer),
+        )
+        return name
+
+    def _apply_levers(self, model: Any) -> Any:
+        shape, recipe = self.job.shape, self.recipe
+        self._load("attention.rotary").serve_rotary(model, self.axis)
+        self._load("elementwise.interface").serve_elementwise(model, FUSED if recipe.model.fused_kernels else PLAIN)
+        rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, recipe.train.z_loss_weight)
+        plan = settle(recipe, shape, self.job.levers)
+        loss = self._load("assembly.levers").apply_levers(model, plan, rule, DEVICE)
+        module = self._load("assembly.loss_model").LossModel(model, loss)
+        module.train()
+        return module
+
+    def _make_rows(self) -> tuple[Any, ...]:
+        job = self.job
+        lengths, ring = (job.row_tokens,) * job.batch, Ring(job.layout.ring_size, job.shape.window_counts)
+        ids, positions, labels = (make((job.batch, job.row_tokens // job.layout.sp_size), INT64) for _ in range(3))
+        order = deal_rows(lengths, job.batch, ring)
+        return ids, positions, labels, self._load("attention.documents").make_documents(lengths, DEVICE, order=order)
+
+    def step(self) -> None:
+        for number in range(self.micro_steps):
+            self.meter.enter("forward")
+            loss = self.module(*self._make_rows())
+            scaled = loss * 1.0
+            self.meter.enter("backward")
+            self.engine.run_backward(scaled)
+            self.meter.enter("optimizer_step")
+            if number == self.micro_steps - 1:
+                self.engine.run_optimizer()
+            self.meter.enter(BETWEEN)
+            del loss, scaled
+
+    def evaluate(self) -> None:
+        with self.meter.during("evaluation"), grad_mode(False):
+            self.module(*self._make_rows(), per_token=True)
+            self.engine.end_evaluation()
+
+
+def _read_settings(job: Job, rank: int) -> ShardSettings:
+    engine, levers = job.engine, job.levers
+    return ShardSettings(
+        world_size=job.world_size,
+        replica_size=job.layout.replica_size,
+        rank=rank,
+        weights_on_host=levers.offload_param != "none",
+        states_on_host=levers.offload_optimizer != "none",
+        optimizer=job.optim,
+        reduce_bucket=engine.reduce_bucket,
+        prefetch_bucket=engine.prefetch_bucket,
+        max_live=engine.max_live,
+        max_reuse_distance=engine.max_reuse_distance,
+        persistence_threshold=engine.persistence_threshold,
+        sub_group=engine.sub_group,
+        sent=DTYPES[engine.communication_bytes],
+        kept=DTYPES[engine.gradient_bytes],
+    )
+
+
+def _give_deepspeed(add_leaf: Callable[[SizedModule], None]) -> dict[str, Namespace]:
+    """What this package's levers import of DeepSpeed."""
+
+    def set_leaf(module: SizedModule, flag: bool = True) -> None:
+        add_leaf(module)
+
+    linear = Namespace("linear", zero3_linear_wrap=multiply_sharded, LinearFunctionForZeroStage3=LinearOfShards)
+    return {
+        "deepspeed.runtime.zero": Namespace("deepspeed.runtime.zero", linear=linear),
+        "deepspeed.utils": Namespace("deepspeed.utils", set_z3_leaf_module=set_leaf),
+    }
+
+
+class _Stream:
+    """A stream, an event or a collective under way: work runs in program order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        return lambda *_, **__: True
+
+
+class _HostPool:
+    """train/memory/offload.py: HostPool"""
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        return make((num_bytes,), UINT8, on_host=True)
+
+    def give_back(self, buffer: Tensor) -> None: ...
+
+
+def _put_on_streams(offloader: Any) -> Any:
+    class Offloader(offloader):  # type: ignore[misc]
+        """It keeps a tensor on the device until the copy on its stream is done."""
+
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            self.out_stream, self.in_stream = _Stream(), _Stream()
+
+    return Offloader
+
+
+def _count_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    """Where values are narrower than keys, all are filled up to one width (prove/trace/storages.py)."""
+    return 0 if k.shape[2] == v.shape[2] else k.nbytes + q.nbytes - q.nbytes // q.shape[2] * v.shape[2]
+
+
+def _count_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any) -> int:
+    """Besides, dq in float32, a number per token and head, and where heads share keys, dk and dv of each head."""
+    kernel, num_bytes = options[4], 4 * q.numel() + 4 * q.shape[0] * q.shape[1]
+    if k.shape[1] != q.shape[1]:
+        is_new = kernel in ("flash_attention_3", "flash_attention_4")
+        num_bytes += 8 * k.numel() if is_new else 2 * q.nbytes
+    return num_bytes if k.shape[2] == v.shape[2] else num_bytes + 2 * k.nbytes - v.nbytes + 2 * q.nbytes
