@@ -36,7 +36,7 @@ RUNNING = frozenset(
 )  # fmt: skip
 MOVED = {"integrations.heterogeneity": "integrations.heterogeneity.configuration_utils"}
 # This package's own files may import the rest of it, and more of Python's library.
-OWN, OF_OWN = "sizes_of.ulysses_cli", ("concurrent", "mmap", "threading", "weakref")
+OWN, OF_OWN = "sizes_of.ulysses_cli", ("concurrent", "mmap", "threading", "ulysses_cli", "weakref")
 ATTENTION = "sizes"  # the name of attention's implementation
 
 
@@ -246,9 +246,8 @@ class ModelSources:
             else:
                 name = name.partition(".")[2]
             return self._find_names(name, fromlist or ())
-        if name.partition(".")[0] in COMPUTING or (
-            (globals or {})["__name__"].startswith(OWN) and name.partition(".")[0] in ("ulysses_cli", *OF_OWN)
-        ):
+        is_own = str((globals or {}).get("__name__")).startswith(OWN)
+        if name.partition(".")[0] in (*COMPUTING, *(OF_OWN if is_own else ())):
             return importlib.__import__(name, globals, locals, fromlist, level)
         return Namespace(name, **{each: self.names[each] for each in fromlist or () if each in self.names})
 
