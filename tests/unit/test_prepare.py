@@ -498,7 +498,8 @@ def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
 
 def start(tmp_path: Path, *overrides: str) -> "subprocess.Popen[str]":
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store")))
+    if not recipe.exists():  # another process may be reading it
+        recipe.write_text(RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store")))
     command = [sys.executable, "-m", "ulysses_cli.data", str(recipe), *overrides, "--format", "json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
