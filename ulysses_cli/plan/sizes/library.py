@@ -31,7 +31,7 @@ class Unknown:
         return args[0] if is_decorated else self
 
     def __getattr__(self, name: str) -> Unknown:
-        if name.startswith("__"):
+        if name.startswith(("__", "is_")):  # what files ask of any object
             raise AttributeError(name)
         return Unknown(f"{self.__name__}.{name}")
 

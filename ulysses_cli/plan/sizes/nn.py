@@ -37,6 +37,7 @@ class SizedModule:
         self.__dict__.setdefault("_buffers", {})
         self.__dict__.setdefault("_modules", {})
         self.__dict__.setdefault("_pre_hooks", [])
+        self.__dict__.setdefault("_after_hooks", [])
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -76,9 +77,12 @@ class SizedModule:
             changed = hook(self, args, named) if takes_named else hook(self, args)
             if changed is not None:
                 args, named = changed if takes_named else (changed, named)
-        if SizedModule.call is None:
-            return self.forward(*args, **named)
-        return SizedModule.call(self, args, named)
+        run = SizedModule.call
+        out = self.forward(*args, **named) if run is None else run(self, args, named)
+        for hook, takes_named in self._after_hooks:
+            changed = hook(self, args, named, out) if takes_named else hook(self, args, out)
+            out = out if changed is None else changed
+        return out
 
     def forward(self, *args: Any, **named: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
@@ -96,6 +100,9 @@ class SizedModule:
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False, **_: Any) -> None:
         self._pre_hooks.append((hook, with_kwargs))
+
+    def register_forward_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False, **_: Any) -> None:
+        self._after_hooks.append((hook, with_kwargs))
 
     def children(self) -> Iterator[SizedModule]:
         return (module for _, module in self.named_children())

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
@@ -21,9 +21,9 @@ from ulysses_cli.plan.sizes.tensor import UnknownOperator
 
 COMPUTING = frozenset(
     {
-        "__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools",
-        "inspect", "itertools", "math", "numbers", "operator", "re", "string", "types", "typing", "typing_extensions",
-        "warnings",
+        "__future__", "abc", "bisect", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum",
+        "functools", "inspect", "itertools", "math", "numbers", "operator", "re", "string", "types", "typing",
+        "typing_extensions", "warnings",
     }
 )  # fmt: skip
 BLOCKED = ("open", "eval", "exec", "compile", "input", "breakpoint", "exit", "quit")
@@ -151,6 +151,19 @@ def make_decorator(*_: Any, **__: Any) -> Any:
     return lambda decorated: decorated
 
 
+def make_wrapper(*_: Any, **__: Any) -> Any:
+    """Of functions for which packages have kernels: others may stand for them."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **named: Any) -> Any:
+            return function(*args, **named)
+
+        return run
+
+    return decorate
+
+
 def give_default(*_: Any, **__: Any) -> Callable[..., Any]:
     """transformers.utils.type_validators: a field whose values are checked."""
     return lambda default=None, default_factory=None, **_: (
@@ -193,9 +206,9 @@ class ModelSources:
         }  # fmt: skip
         for name in ("auto_docstring", "can_return_tuple", "capture_outputs", "merge_with_config_defaults", "strict"):
             self.names[name] = pass_through
+        self.names["use_kernel_func_from_hub_with_fallback"] = make_wrapper
         for name in (
             "use_kernel_forward_from_hub", "use_kernelized_func", "force_accelerate_hooks", "dataclass_transform",
-            "use_kernel_func_from_hub_with_fallback",
         ):  # fmt: skip
             self.names[name] = make_decorator
 
@@ -237,7 +250,7 @@ class ModelSources:
         if name.partition(".")[0] == "torch":
             found = self.torch.get(name) or Namespace(name)
             return found if fromlist else self.torch["torch"]
-        if name.startswith("ulysses_cli.train"):
+        if name.startswith(("ulysses_cli.train", "ulysses_cli.prove.trace")):
             return self._find_own(name, fromlist or ())
         if level or name.partition(".")[0] == "transformers":
             if level:
@@ -247,6 +260,8 @@ class ModelSources:
                 name = name.partition(".")[2]
             return self._find_names(name, fromlist or ())
         is_own = str((globals or {}).get("__name__")).startswith(OWN)
+        if is_own and name == "sys":
+            return Namespace("sys", modules=sys.modules)  # where it finds the module of a layer's class
         if name.partition(".")[0] in (*COMPUTING, *(OF_OWN if is_own else ())):
             return importlib.__import__(name, globals, locals, fromlist, level)
         return Namespace(name, **{each: self.names[each] for each in fromlist or () if each in self.names})

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from ulysses_cli.plan.sizes import autograd
@@ -136,9 +137,16 @@ def watch(t: Tensor, run: Callable[[Node, list[Any]], Any]) -> Tensor:
 
 
 class ShardedEngine:
-    """`leaves`: modules that are gathered whole, with all that is inside."""
+    """`leaves`: modules that are gathered whole, with all that is inside. `outer`: weights of inner modules that a
+    module reads itself."""
 
-    def __init__(self, root: SizedModule, settings: ShardSettings, leaves: Collection[SizedModule] = ()) -> None:
+    def __init__(
+        self,
+        root: SizedModule,
+        settings: ShardSettings,
+        leaves: Collection[SizedModule] = (),
+        outer: Mapping[SizedModule, list[Parameter]] = MappingProxyType({}),
+    ) -> None:
         self.root, self.settings, self.leaves = root, settings, set(leaves)
         modules = list(root.modules())
         self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
@@ -150,6 +158,8 @@ class ShardedEngine:
         self.own = {
             module: [numbered[id(p)] for p in module._parameters.values() if p is not None] for module in modules
         }
+        for module, parameters in outer.items():
+            self.own[module] += [numbered[id(p)] for p in parameters]
         self.of_leaf = {leaf: [numbered[id(p)] for p in leaf.parameters()] for leaf in self.leaves}
         self.in_leaves = {weight for weights in self.of_leaf.values() for weight in weights}
         self.fetched = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from ulysses_cli.plan.ledger.job import Job, make_job
@@ -20,7 +21,7 @@ from ulysses_cli.plan.sizes.autograd import grad_mode
 from ulysses_cli.plan.sizes.dtypes import BFLOAT16, DEVICE, FLOAT32, INT64, UINT8, DType
 from ulysses_cli.plan.sizes.library import CustomOperator, Namespace, Nothing, Unknown
 from ulysses_cli.plan.sizes.meter import ByteMeter
-from ulysses_cli.plan.sizes.nn import Linear, SizedModule
+from ulysses_cli.plan.sizes.nn import Conv1d, Linear, SizedModule
 from ulysses_cli.plan.sizes.sources import ModelSources, make_config, make_model
 from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make
 
@@ -28,6 +29,8 @@ DTYPES: Mapping[int, DType] = {2: BFLOAT16, 4: FLOAT32}
 BETWEEN = "between"
 # Rotation and gated activations as transformers computes them take at least as much memory as in one kernel.
 FUSED = {"rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers"}
+# DeepSpeed's own leaf modules (runtime/zero/leaf_module_config.py).
+WHOLE = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 PLAIN = dict.fromkeys(FUSED, "transformers")
 LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 
@@ -93,7 +96,8 @@ class _Run:
         model = make_model(self.sources, config)
         Running.dtype = FLOAT32
         self.module = self._apply_levers(model)
-        self.engine = ShardedEngine(self.module, _read_settings(job, rank), leaves)
+        leaves += [module for module in model.modules() if type(module).__name__ in WHOLE]
+        self.engine = ShardedEngine(self.module, _read_settings(job, rank), leaves, self.outer_weights)
         Linear.compute = staticmethod(multiply_sharded)
         self.engine.start()
         SizedModule.call = self.engine.call
@@ -108,7 +112,8 @@ class _Run:
         """What has no sizes: streams, collectives, host buffers, and the inside of a GPU's kernels."""
         offload = self._load("memory.offload")
         offload.HostPool = _HostPool
-        vars(self.sources.torch["torch.distributed"])["all_to_all_single"] = lambda *_, **__: _Stream()
+        collectives = dict.fromkeys(("all_to_all_single", "all_gather"), lambda *_, **__: _Stream())
+        vars(self.sources.torch["torch.distributed"]).update(collectives)
         if is_gpu:
             Running.sees_kernels = True
             CustomOperator.inside = {"ulysses::attend": _count_forward, "ulysses::attend_backward": _count_backward}
@@ -135,14 +140,34 @@ class _Run:
 
     def _apply_levers(self, model: Any) -> Any:
         shape, recipe = self.job.shape, self.recipe
+        self._serve_recurrences(model)
         self._load("attention.rotary").serve_rotary(model, self.axis)
-        self._load("elementwise.interface").serve_elementwise(model, FUSED if recipe.model.fused_kernels else PLAIN)
+        elementwise = self._load("elementwise.interface")
+        elementwise.recognise_norm_class = recognise_norm
+        elementwise.serve_elementwise(model, FUSED if recipe.model.fused_kernels else PLAIN)
         rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, recipe.train.z_loss_weight)
         plan = settle(recipe, shape, self.job.levers)
         loss = self._load("assembly.levers").apply_levers(model, plan, rule, DEVICE)
         module = self._load("assembly.loss_model").LossModel(model, loss)
         module.train()
         return module
+
+    def _serve_recurrences(self, model: Any) -> None:
+        """As the trace chooses: kernels of packages on a GPU, transformers' own functions on a CPU."""
+        recurrence = self._load("recurrence.interface")
+        fake = self.sources.load_own("ulysses_cli.prove.trace.recurrent_kernels")
+        is_gpu = self.recipe.run.device != "cpu"
+        if is_gpu:
+            fake.replace_kernels(model)
+        ways = dict.fromkeys(recurrence.list_functions(model), "torch")
+        if is_gpu:
+            ways |= {name: "packed" for name in fake.STAND_INS if name in ways}
+            ways |= {name: "by document" for name in ways if name == recurrence.CONVOLUTION}
+        recurrence.serve_recurrent_layers(model, self.axis, ways)
+        self.outer_weights = {
+            layer: [weight for child in layer.children() if isinstance(child, Conv1d) for weight in child.parameters()]
+            for _, layer in recurrence.list_recurrent_layers(model)
+        }
 
     def _make_rows(self) -> tuple[Any, ...]:
         job = self.job
@@ -168,6 +193,34 @@ class _Run:
         with self.meter.during("evaluation"), grad_mode(False):
             self.module(*self._make_rows(), per_token=True)
             self.engine.end_evaluation()
+
+
+# What each formula of a norm allocates for 5 rows of 8 numbers in bfloat16.
+NORMS = {
+    (160, 160, 20, 20, 20, 160, 80, 80): "rounded",
+    (160, 160, 20, 20, 20, 160, 160, 80): "precise",
+    (160, 160, 20, 20, 20, 160, 32, 32, 160, 80): "offset",
+}
+
+
+@cache
+def recognise_norm(norm_class: Any) -> str | None:
+    """The formula of a norm by what it allocates, where the real one is found by its numbers
+    (train/elementwise/interface.py)."""
+    before = Running.meter, Running.dtype, SizedModule.call
+    Running.meter, Running.dtype, SizedModule.call = ByteMeter([]), BFLOAT16, None
+    try:
+        norm, hidden = norm_class(8), make((5, 8), BFLOAT16)
+        Running.meter = ByteMeter([])
+        with grad_mode(False):
+            kept = norm(hidden)
+        made = tuple(change for change, *_ in Running.meter.events or () if change > 0)
+        del kept
+        return NORMS.get(made)
+    except Exception:  # noqa: BLE001 - a class that cannot be made or run so is no plain norm
+        return None
+    finally:
+        Running.meter, Running.dtype, SizedModule.call = before
 
 
 def _read_settings(job: Job, rank: int) -> ShardSettings:
