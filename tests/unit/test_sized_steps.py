@@ -18,7 +18,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.sizes.tensor import UnknownOperator
 from ulysses_cli.prove.trace.trace import list_ranks
 
-# By seed: recipes without adapters under ZeRO-3, of 45 families. Together they have layers that are recomputed whole or
+# By seed: recipes without adapters under ZeRO-3, of 44 families. Together they have layers that are recomputed whole or
 # but for attention, layers on the host, heads in chunks, tiles of all kinds, replicas, rings in rounds, an optimizer on
 # the host, experts, convolutions, scans and delta rules, and evaluations.
 STORED = {
