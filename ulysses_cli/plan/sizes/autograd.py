@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from ulysses_cli.plan.sizes.tensor import Running, Tensor, is_contiguous, keep_order, make, make_like
 
-Grads = Sequence[Tensor | None]
 Backward = Callable[["Node", list[Any]], Sequence[Any]]
 LEAF = 1 << 60  # a leaf's gradient is added as soon as it is there
 
@@ -328,3 +327,75 @@ def _fit(outs: list[Any], index: int, edge: tuple[Node, int]) -> None:
 def sum_to(t: Tensor, shape: tuple[int, ...]) -> Tensor:
     """at::sum_to: one sum that keeps dimensions, then a view without the leading ones."""
     return t if t.shape == shape else make(shape, t.dtype, on_host=t.storage.on_host)
+
+
+# --- recomputation: torch.utils.checkpoint in the form that is not reentrant. A call saves its inputs; the first of its
+# saved tensors that a backward asks for runs it again, up to the last one that it saved.
+
+
+class _Enough(Exception):
+    """All saved tensors are there again."""
+
+
+class _Holder:
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+class _Frame:
+    """One call, until its backward has run it again."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function, self.holders, self.is_done = function, list[weakref.ref[_Holder]](), False
+        # inputs are saved by the hooks around the call
+        self.saved = [(_pack(a), a._requires_grad) if isinstance(a, Tensor) else (a, None) for a in args]
+
+    def pack(self, _: Tensor) -> _Holder:
+        holder = _Holder()
+        self.holders.append(weakref.ref(holder))
+        return holder
+
+    def unpack(self, holder: _Holder) -> Any:
+        if not self.is_done:
+            self._run_again()
+            self.is_done = True
+        tensor, holder.tensor = holder.tensor, None
+        return tensor
+
+    def _run_again(self) -> None:
+        number = 0
+
+        def pack_again(t: Tensor) -> Tensor:
+            nonlocal number
+            t = t.detach() if t._requires_grad else t
+            holder = self.holders[number]()
+            number += 1
+            if holder is not None:
+                holder.tensor = t
+            if number == len(self.holders):
+                raise _Enough
+            return t
+
+        args = []
+        for saved, requires_grad in self.saved:
+            if requires_grad is None:
+                args.append(saved)
+                continue
+            t = _unpack(saved).detach()
+            args.append(t.requires_grad_(requires_grad))
+            del t
+        try:
+            with SavedHooks(pack_again, lambda t: t), grad_mode(True):
+                self.function(*args)
+        except _Enough:
+            pass
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **named: Any) -> Any:
+    if not Running.grad:
+        return function(*args, **named)
+    frame = _Frame(lambda *again: function(*again, **named), args)
+    with SavedHooks(frame.pack, frame.unpack):
+        return function(*args, **named)

@@ -9,8 +9,7 @@ from math import inf, pi, prod
 from typing import Any, ClassVar
 
 from ulysses_cli.plan.sizes import autograd, dtypes, elementwise, nn, products, reductions, selection, views
-from ulysses_cli.plan.sizes.autograd import grad_mode
-from ulysses_cli.plan.sizes.checkpointing import checkpoint
+from ulysses_cli.plan.sizes.autograd import checkpoint, grad_mode
 from ulysses_cli.plan.sizes.dtypes import BOOL, FLOAT32, HOST, INT32, INT64, DType, TensorDevice
 from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make, make_like
 

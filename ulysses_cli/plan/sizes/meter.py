@@ -52,11 +52,3 @@ class ByteMeter:
             yield
         finally:
             self.enter(before)
-
-    @contextmanager
-    def tagged(self, tag: str) -> Iterator[None]:
-        before, self.tag = self.tag, tag
-        try:
-            yield
-        finally:
-            self.tag = before

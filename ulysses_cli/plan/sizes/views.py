@@ -14,7 +14,6 @@ from ulysses_cli.plan.sizes.tensor import (
     find_view_steps,
     get_steps,
     is_contiguous,
-    list_steps,
     make,
     make_like,
     view,
@@ -285,7 +284,3 @@ def is_packed(t: Tensor) -> bool:
             return False
         size *= t.shape[dim]
     return True
-
-
-def join_steps(shape: Shape) -> Shape:
-    return list_steps(shape)
