@@ -130,6 +130,15 @@ class Reuse:
         return self.before[uses[at]] - self.before[step] if at < len(uses) else None
 
 
+def count_moment_bytes(size: int, optimizer: str) -> int:
+    return 8 * size if optimizer == "adamw" else 2 * size + 8 * -(-size // 256)
+
+
+def decays(name: str, parameter: Parameter) -> bool:
+    """train/assembly/optimizer.py"""
+    return len(parameter.shape) >= 2 and not name.endswith("bias")
+
+
 def watch(t: Tensor, run: Callable[[Node, list[Any]], Any]) -> Tensor:
     """A view whose backward calls `run`."""
     node = begin(run, t)
@@ -494,8 +503,7 @@ class ShardedEngine:
         cast = Storage(4 * size) if self.settings.kept is not FLOAT32 else joined
         del joined
         if number == len(self.moments):
-            in_8_bits = self.settings.optimizer != "adamw"
-            self.moments.append(Storage(2 * size + 8 * -(-size // 256) if in_8_bits else 8 * size))
+            self.moments.append(Storage(count_moment_bytes(size, self.settings.optimizer)))
         del cast
 
 

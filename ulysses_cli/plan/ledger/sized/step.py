@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
 from ulysses_cli.plan.ledger.sized.sharding import LinearOfShards, ShardedEngine, ShardSettings, multiply_sharded
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
@@ -55,8 +56,6 @@ def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -
 
 def find_obstacle(recipe: Recipe, job: Job) -> str:
     """What this engine does not know, or ''."""
-    if job.zero_stage != 3:
-        return f"ZeRO {job.zero_stage}"
     if recipe.lora is not None:
         return "adapters"
     if "nvme" in (job.levers.offload_optimizer, job.levers.offload_param, job.levers.offloaded_to):
@@ -97,13 +96,19 @@ class _Run:
         Running.dtype = FLOAT32
         self.module = self._apply_levers(model)
         leaves += [module for module in model.modules() if type(module).__name__ in WHOLE]
-        self.engine = ShardedEngine(self.module, _read_settings(job, rank), leaves, self.outer_weights)
-        Linear.compute = staticmethod(multiply_sharded)
+        are_alike = job.zero_stage == 3 and job.layout.dp_replicate_size == 1
+        self.micro_steps = 1 if are_alike else min(2, job.accumulation)
+        self.engine = self._make_engine(_read_settings(job, rank), leaves)
         self.engine.start()
         SizedModule.call = self.engine.call
-        self.micro_steps = 1 if job.layout.dp_replicate_size == 1 else min(2, job.accumulation)
         self.meter.enter(BETWEEN)
         Unknown.running = True
+
+    def _make_engine(self, settings: ShardSettings, leaves: list[SizedModule]) -> ShardedEngine | WholeEngine:
+        if self.job.zero_stage < 3:
+            return WholeEngine(self.module, settings, self.job.zero_stage, self.micro_steps)
+        Linear.compute = staticmethod(multiply_sharded)
+        return ShardedEngine(self.module, settings, leaves, self.outer_weights)
 
     def _load(self, name: str) -> Any:
         return self.sources.load_own(f"ulysses_cli.train.{name}")

@@ -1,0 +1,214 @@
+"""DeepSpeed's ZeRO-1 and 2 on sizes: whole weights, gradients in two buckets whose parts are sent to the ranks that own
+them, and the step of a share (runtime/zero/stage_1_and_2.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from ulysses_cli.plan.ledger.sized.sharding import ShardSettings, Weight, count_moment_bytes, decays
+from ulysses_cli.plan.sizes import autograd
+from ulysses_cli.plan.sizes.dtypes import FLOAT32
+from ulysses_cli.plan.sizes.nn import SizedModule
+from ulysses_cli.plan.sizes.tensor import Running, Storage, Tensor, make
+
+NORM_BYTES = 8  # a norm is taken in float64
+
+
+class Group:
+    """Weights in one flat buffer, of which each rank owns a share. `own`: elements of this rank's parts."""
+
+    def __init__(self, weights: list[Weight], ranks: int, rank: int) -> None:
+        self.weights, total = weights, 0
+        self.starts: dict[Weight, int] = {}
+        for weight in weights:
+            self.starts[weight] = total
+            total += weight.numel
+        self.numel = -(-total // (2 * ranks)) * 2 * ranks
+        self.is_view = len(weights) == 1 and total == self.numel
+        self.share = self.numel // ranks
+        parts = {weight: dict(self.list_parts(weight)) for weight in weights}
+        self.own = {weight: parts[weight][rank] for weight in weights if rank in parts[weight]}
+
+    def list_parts(self, weight: Weight) -> Iterable[tuple[int, int]]:
+        """Of a weight: ranks, and how many elements are theirs."""
+        start, end = self.starts[weight], self.starts[weight] + weight.numel
+        while start < end:
+            rank = start // self.share
+            size = min(end, (rank + 1) * self.share) - start
+            yield rank, size
+            start += size
+
+
+class WholeEngine:
+    """In place of ShardedEngine. `micro_steps`: so many backwards before the optimizer steps."""
+
+    def __init__(self, root: SizedModule, settings: ShardSettings, stage: int, micro_steps: int) -> None:
+        self.settings, self.stage, self.micro_steps = settings, stage, micro_steps
+        named = [(name, p) for name, p in root.named_parameters() if p.requires_grad]
+        self.trained = [Weight(parameter, number) for number, (_, parameter) in enumerate(named)]
+        kinds = {weight: decays(name, p) for weight, (name, p) in zip(self.trained, named, strict=True)}
+        groups = ([weight for weight in self.trained if kinds[weight] is kind] for kind in (True, False))
+        self.groups = [Group(group, settings.world_size, settings.rank) for group in groups if group]
+        self.group_of = {weight: group for group in self.groups for weight in group.weights}
+        self.own = {weight: size for group in self.groups for weight, size in group.own.items()}
+        self.dtype = self.trained[0].dtype
+        self.is_compact = settings.kept is FLOAT32 and self.dtype is not FLOAT32
+        self.number = self.num_filled = 0
+        self.buckets: list[Storage] = []
+        self.filled: list[Weight] = []
+        self.flat: dict[Group, Storage] = {}  # sums in float32, from the first that is sent on
+        self.copies: Storage | None = None  # of a backward's gradients in which this rank has a part
+        self.kept: dict[Group, list[Tensor]] = {}
+        self.states: list[Storage] = []
+        self.moments: list[Storage] = []
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.micro_steps
+
+    @property
+    def reduces(self) -> bool:
+        """ZeRO-1 keeps gradients whole until a step's last backward."""
+        return self.stage == 2 or self.is_last
+
+    def start(self) -> None:
+        settings, size = self.settings, self.dtype.itemsize
+        for group in self.groups:
+            flat = group.weights[0].parameter.storage if group.is_view else Storage(group.numel * size)
+            for weight in group.weights:
+                weight.parameter.storage = flat
+                weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._take(weight))
+            own = Storage(group.share * size)
+            if not settings.states_on_host:
+                self.states.append(own if self.dtype is FLOAT32 else Storage(4 * group.share))
+            del flat, own
+        if settings.states_on_host:
+            self.states.append(Storage(max(weight.numel for weight in self.trained) * size))
+        else:
+            zeros = [Storage(4 * group.share) for group in self.groups]
+            del zeros
+
+    call = None  # no hooks around modules
+
+    def end_evaluation(self) -> None: ...
+
+    # --- gradients
+
+    def run_backward(self, loss: Tensor) -> None:
+        self.number += 1
+        autograd.backward([loss], [make((), FLOAT32)])
+        if not self.reduces:
+            return
+        self._flush()
+        if self.is_compact:
+            if self.is_last and not self.settings.states_on_host:
+                for group in self.groups:
+                    self._get_flat(group)
+        elif not self.settings.states_on_host:
+            for group in self.groups:
+                self._keep_own(group)
+        self.buckets, self.copies = [], None
+        for weight in self.trained:
+            weight.parameter.grad = None
+
+    def _keep_own(self, group: Group) -> None:
+        """Adds to those of the micro-steps before. At the last, what fills up the share is there too."""
+        grads = [weight.parameter.grad for weight in group.own]
+        self.kept.setdefault(group, [make(w.shape, self.dtype) if g is None else g for g, w in zip(grads, group.own)])
+        padding = group.share - sum(group.own.values())
+        if self.is_last and padding:
+            self.kept[group].append(make((padding,), self.dtype))
+
+    def _take(self, weight: Weight) -> None:
+        """Puts a gradient into the bucket, which is sent when it is full. One that is larger stays where it is, or for
+        an optimizer on the host in a copy."""
+        most = self.settings.reduce_bucket
+        if not self.buckets:
+            self.buckets = [Storage(most * self.dtype.itemsize) for _ in range(2)]
+        if not self.reduces:
+            return
+        if self.num_filled + weight.numel > most:
+            self._flush()
+        if weight.numel <= most:
+            weight.parameter.grad = Tensor(weight.shape, self.dtype, self.buckets[0])
+        elif self.settings.states_on_host:
+            weight.parameter.grad = make(weight.shape, self.dtype)
+        self.filled.append(weight)
+        self.num_filled += weight.numel
+
+    def _flush(self) -> None:
+        pieces, numel = [], 0
+        for size, is_own in self._list_pieces():
+            pieces.append((size, is_own))
+            numel += size
+            if numel > self.settings.reduce_bucket:
+                self._send(pieces)
+                pieces, numel = [], 0
+        self._send(pieces)
+        for weight in self.filled:
+            if weight in self.own:
+                self._copy_own(weight)
+            elif self.stage == 2:
+                weight.parameter.grad = None
+        self.filled, self.num_filled = [], 0
+
+    def _list_pieces(self) -> Iterable[tuple[int, bool]]:
+        """Elements of neighbours that go to one rank. What is summed in float32 here is a piece for each weight."""
+        parts = []
+        for weight in self.filled:
+            for rank, size in self.group_of[weight].list_parts(weight):
+                is_own = self.is_compact and rank == self.settings.rank
+                if is_own:
+                    self._get_flat(self.group_of[weight])
+                parts.append((rank, weight if is_own else None, size))
+        for (_, weight), piece in groupby(parts, key=lambda part: part[:2]):
+            yield sum(size for *_, size in piece), weight is not None
+
+    def _send(self, pieces: list[tuple[int, bool]]) -> None:
+        numel, sent = sum(size for size, _ in pieces), self.settings.sent
+        joined = Storage(numel * self.dtype.itemsize) if len(pieces) > 1 else None
+        cast = Storage(numel * sent.itemsize) if sent is not self.dtype else joined
+        del joined
+        if sent is not FLOAT32:
+            for size, is_own in pieces:
+                Running.meter.add_temporary(4 * size * is_own)
+        del cast
+
+    def _get_flat(self, group: Group) -> None:
+        if group not in self.flat:
+            self.flat[group] = Storage(4 * group.share)
+
+    def _copy_own(self, weight: Weight) -> None:
+        """copy_grads_in_partition"""
+        if self.settings.states_on_host:
+            if self.is_last:
+                Running.meter.add_temporary(NORM_BYTES * self.own[weight])
+                if not self.is_compact and self.dtype is not FLOAT32:
+                    Running.meter.add_temporary(4 * self.own[weight])
+                weight.parameter.grad = None
+        elif not self.is_compact:
+            if self.copies is None:
+                self.copies = Storage(sum(each.numel for each in self.own) * self.dtype.itemsize)
+            weight.parameter.grad = Tensor(weight.shape, self.dtype, self.copies)
+
+    # --- the optimizer
+
+    def run_optimizer(self) -> None:
+        self.number = 0
+        if self.settings.states_on_host:
+            self.flat.clear()
+            return
+        for size in self.own.values():
+            Running.meter.add_temporary(NORM_BYTES * size)
+        for number, group in enumerate(self.groups):
+            grad = self.flat.pop(group) if self.is_compact else self._join(group)
+            if number == len(self.moments):
+                self.moments.append(Storage(count_moment_bytes(group.share, self.settings.optimizer)))
+            del grad
+
+    def _join(self, group: Group) -> Storage:
+        """This rank's gradients in one tensor of float32."""
+        parts = self.kept.pop(group)
+        joined = Storage(group.share * self.dtype.itemsize) if len(parts) > 1 else parts[0].storage
+        return joined if self.dtype is FLOAT32 else Storage(4 * group.share)
