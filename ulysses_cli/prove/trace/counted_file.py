@@ -63,7 +63,8 @@ def replace_file(file: CountedFile) -> None:
 
     def get_buffer(self: Any) -> Tensor:
         if not hasattr(self, "buffers"):
-            self.buffers = [torch.empty(SWAP_CHUNK_BYTES, dtype=torch.uint8) for _ in range(SWAP_THREADS)]
+            sizes = [SWAP_CHUNK_BYTES] * SWAP_THREADS
+            self.buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         buffer: Tensor = self.buffers[0]
         return buffer
 

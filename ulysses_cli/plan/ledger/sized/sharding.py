@@ -21,6 +21,7 @@ from ulysses_cli.plan.sizes.views import raw_reshape
 
 NEVER = -(10**10)
 NORM_ELEMENTS = 250_000_000  # a gradient's norm on the host is taken of so many at once
+SMALLEST_FILE_BYTES, FILE_BLOCK_BYTES = 1 << 20, 1024  # swap_tensor/utils.py: MIN_AIO_BYTES, AIO_ALIGNED_BYTES
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ShardSettings:
     rank: int
     weights_on_host: bool
     states_on_host: bool
+    states_on_disk: bool
     optimizer: str
     reduce_bucket: int
     prefetch_bucket: int
@@ -134,6 +136,10 @@ def count_moment_bytes(size: int, optimizer: str) -> int:
     return 8 * size if optimizer == "adamw" else 2 * size + 8 * -(-size // 256)
 
 
+def has_file(num_bytes: int) -> bool:
+    return num_bytes >= SMALLEST_FILE_BYTES
+
+
 def decays(name: str, parameter: Parameter) -> bool:
     """train/assembly/optimizer.py"""
     return len(parameter.shape) >= 2 and not name.endswith("bias")
@@ -187,6 +193,7 @@ class ShardedEngine:
         self.step = self.num_live = 0
         self.filled: list[Weight] = []
         self.num_filled = 0
+        self.leaving: dict[Weight, Tensor] = {}  # gradients on their way to a disk
         self.states: list[Storage] = []
         self.nothing = Storage(0)
 
@@ -206,6 +213,8 @@ class ShardedEngine:
         if not settings.weights_on_host:
             self.states.append(Storage(sum(map(self.count_share, self.weights)) * size))
         self.groups = list(self._list_groups())
+        on_disk = [group for group in self.groups if has_file(4 * sum(map(self.count_share, group)))]
+        self.swapped = {weight for group in on_disk for weight in group if settings.states_on_disk}
         if not settings.states_on_host:
             for group in self.groups:
                 self.states.append(Storage(4 * sum(map(self.count_share, group))))
@@ -462,8 +471,12 @@ class ShardedEngine:
             if settings.states_on_host and self.count_share(weight) * settings.rank < weight.numel:
                 copied = make(part.shape, settings.kept)  # the share on the host, copied back
                 Running.meter.add_temporary(8 * min(part.numel(), NORM_ELEMENTS))
+                if weight in self.swapped:
+                    self.leaving[weight] = copied if settings.kept is FLOAT32 else make(part.shape, FLOAT32)
                 del copied
             weight.parameter.grad = None
+        # what is too small for a file, or fills no whole number of blocks, stays until the optimizer's step
+        self.leaving = {w: t for w, t in self.leaving.items() if t.nbytes % FILE_BLOCK_BYTES or not has_file(t.nbytes)}
         self.filled, self.num_filled = [], 0
 
     def _scatter(self, weights: list[Weight]) -> list[Tensor]:
@@ -492,6 +505,7 @@ class ShardedEngine:
                 meter.add_temporary(8 * self.count_share(weight))
             for number, group in enumerate(self.groups):
                 self._step_group(number, group)
+        self.leaving.clear()
         self._gather_persistent()
         for weight in self.trained:
             weight.second = None
