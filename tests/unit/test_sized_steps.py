@@ -18,22 +18,28 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.sizes.tensor import UnknownOperator
 from ulysses_cli.prove.trace.trace import list_ranks
 
-# By seed: recipes without adapters under ZeRO-3, of 44 families. Together they have layers that are recomputed whole or
-# but for attention, layers on the host, heads in chunks, tiles of all kinds, replicas, rings in rounds, an optimizer on
-# the host, experts, convolutions, scans and delta rules, and evaluations.
+# By seed: recipes without adapters, of 52 families. Together they have layers that are recomputed whole or but for
+# attention, layers on the host or on a disk, heads in chunks, tiles of all kinds, replicas, rings in
+# rounds, an optimizer on the host or on a disk, early steps, ZeRO-1 and 2 with and without sums of several micro-steps,
+# experts, convolutions, scans and delta rules, and evaluations.
 STORED = {
-    "20261128": (2, 8, 20, 39, 40, 43, 52, 55, 64, 65, 68),
+    "20261128": (
+        2, 3, 5, 8, 20, 39, 40, 42, 43, 44, 52, 54, 55, 64, 65, 68, 70, 79,
+    ),
     "20261129": (
-        2, 6, 14, 50, 51, 57, 58, 61, 65, 79, 96, 105, 106, 107, 126, 127, 136, 146, 147, 159, 162, 164, 165, 172,
-        176, 181, 186, 190, 196,
+        2, 6, 14, 26, 42, 50, 51, 57, 58, 61, 65, 79, 94, 96, 105, 106, 107, 117, 126, 127, 136, 138, 146, 147, 159,
+        162, 164, 165, 172, 176, 181, 186, 190, 196,
     ),
     "20261202": (
-        0, 2, 17, 34, 42, 44, 54, 55, 61, 67, 72, 82, 90, 92, 111, 112, 117, 135, 148, 154, 156, 157, 166, 174, 175,
-        189, 192,
+        0, 2, 9, 11, 17, 34, 42, 44, 54, 55, 61, 67, 72, 82, 90, 92, 111, 112, 117, 135, 148, 154, 156, 157, 166, 174,
+        175, 184, 186, 189, 192, 193,
     ),
 }  # fmt: skip
 RECIPES = [(seed, number) for seed, numbers in STORED.items() for number in numbers]
-QUICK = [("20261128", 43), ("20261129", 2), ("20261129", 58), ("20261129", 186), ("20261202", 157)]
+QUICK = [
+    ("20261128", 43), ("20261128", 44), ("20261129", 2), ("20261129", 26), ("20261129", 58), ("20261129", 186),
+    ("20261202", 157),
+]  # fmt: skip
 
 
 @cache
@@ -67,7 +73,6 @@ def test_a_step_takes_the_bytes_of_its_trace(seed: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"parallel": {"zero_stage": 2}}, "ZeRO 2"),
         ({"lora": {"r": 8}}, "adapters"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
 from ulysses_cli.plan.ledger.sized.sharding import ShardSettings, Weight, count_moment_bytes, decays
 from ulysses_cli.plan.sizes import autograd
@@ -59,7 +60,7 @@ class WholeEngine:
         self.filled: list[Weight] = []
         self.flat: dict[Group, Storage] = {}  # sums in float32, from the first that is sent on
         self.copies: Storage | None = None  # of a backward's gradients in which this rank has a part
-        self.kept: dict[Group, list[Tensor]] = {}
+        self.kept: dict[Group, list[Any]] = {}
         self.states: list[Storage] = []
         self.moments: list[Storage] = []
 
@@ -114,8 +115,10 @@ class WholeEngine:
 
     def _keep_own(self, group: Group) -> None:
         """Adds to those of the micro-steps before. At the last, what fills up the share is there too."""
-        grads = [weight.parameter.grad for weight in group.own]
-        self.kept.setdefault(group, [make(w.shape, self.dtype) if g is None else g for g, w in zip(grads, group.own)])
+        for weight in group.own:
+            if weight.parameter.grad is None:
+                weight.parameter.grad = make(weight.shape, self.dtype)
+        self.kept.setdefault(group, [weight.parameter.grad for weight in group.own])
         padding = group.share - sum(group.own.values())
         if self.is_last and padding:
             self.kept[group].append(make((padding,), self.dtype))

@@ -115,8 +115,6 @@ class _Run:
         """What has no sizes: streams, collectives, host buffers, and the inside of a GPU's kernels."""
         offload = self._load("memory.offload")
         offload.HostPool = _HostPool
-        file = self.sources.load_own("ulysses_cli.prove.trace.counted_file")
-        file.replace_file(file.CountedFile())
         collectives = dict.fromkeys(("all_to_all_single", "all_gather"), lambda *_, **__: _Stream())
         vars(self.sources.torch["torch.distributed"]).update(collectives)
         if is_gpu:
@@ -125,6 +123,8 @@ class _Run:
             streams = {"current_stream": _Stream, "stream": Nothing, "Event": _Stream}
             vars(self.sources.torch["torch"])["cuda"] = Namespace("torch.cuda", **streams)
             offload.Offloader = _put_on_streams(offload.Offloader)
+        file = self.sources.load_own("ulysses_cli.prove.trace.counted_file")
+        file.replace_file(file.CountedFile())
 
     def _register_attention(self, rank: int) -> str:
         layout, axis = self.job.layout, self._load("processes.sequence_axis").SequenceAxis
