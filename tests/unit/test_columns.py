@@ -9,7 +9,7 @@ from test_prepare import prepare, read_documents, write_rows
 
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rules.files import check_datasets
-from ulysses_cli.readers.columns import detect_kind, read_sample
+from ulysses_cli.readers.columns import Reading, detect_kind, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError
 
 QA = [{"question": "2+2?", "answer": "four", "prompt": 7}, {"question": "3+3?", "answer": "six"}]
@@ -106,4 +106,4 @@ def test_the_expected_names_of_a_file_do_not_stand_in_for_named_columns(row: dic
     with pytest.raises(BadRow):
         detect_kind(row, {"prompt": "question", "completion": "answer"})
     with pytest.raises(BadRow, match="is missing"):
-        read_sample("completion", row, names={"prompt": "question", "completion": "answer"})
+        read_sample("completion", row, reading=Reading({"prompt": "question", "completion": "answer"}))

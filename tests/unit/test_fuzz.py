@@ -195,7 +195,7 @@ def read_chat_answer(folder: Path, content: bytes) -> None:
     text = content.decode("utf-8", "replace")
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]
 
-    def render(turns: Any, *, prompt: bool = False) -> str:
+    def render(turns: Any, *, prompt: bool = False, thinks: bool | None = None) -> str:
         shown = "".join(f"<{turn['role']}>{turn['content']}<end>" for turn in turns)
         return shown.replace("<end>", text, 1) + ("<assistant>" if prompt else text[:3])
 

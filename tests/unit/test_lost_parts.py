@@ -216,14 +216,17 @@ def test_all_rows_are_counted_before_it_is_an_error(tmp_path: Path) -> None:
     assert explain(tmp_path, chats, "bytes", setting, "data.assistant_only_loss=true") == (
         f"{tmp_path}/d.jsonl:1:1: the chat template does not show thoughts of 2 turns and tool calls of 2 turns, in 3 "
         "chats; here turn 2 loses its thought: First thought.\n\n"
-        "hint: write {%- set preserve_thinking = true %} at the start of a copy of the template, and name it in "
-        "data.chat_template, or set data.on_rewritten_turns: keep to train on what is shown\n"
+        "hint: write data.chat_template_kwargs: {preserve_thinking: true}, or set data.on_rewritten_turns: keep to "
+        "train on what is shown\n"
     )
-    file.write_text("{%- set preserve_thinking = true %}" + SWITCHED)
-    words = explain(tmp_path, chats, "bytes", setting)
+    assert "split to train each turn as the model writes it, for 1.6 x the tokens, or set" in explain(
+        tmp_path, [THINKING], "bytes", setting, "data.assistant_only_loss=true"
+    )
+    setting += "\tdata.chat_template_kwargs={preserve_thinking: true}"
+    words = explain(tmp_path, chats, "bytes", *setting.split("\t"))
     assert "does not show tool calls of 2 turns, in 2 chats; here turn 2 loses its tool calls: find {'path'" in words
     assert f"{tmp_path}/d.jsonl:3:1: " in words
-    assert prepare(tmp_path, [THINKING], "bytes", setting).report["sources"][0]["lost"]["num_turns"] == 0
+    assert prepare(tmp_path, [THINKING], "bytes", *setting.split("\t")).report["sources"][0]["lost"]["num_turns"] == 0
 
 
 def test_what_may_be_lost_is_counted_in_each_report(tmp_path: Path) -> None:

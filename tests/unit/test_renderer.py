@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers import count_examples, sample
 
+from ulysses_cli.data.store import TARGET
 from ulysses_cli.data.tokenizing import renderer
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
+from ulysses_cli.data.tokenizing.targets import TargetChoice
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import encode_block
 from ulysses_cli.readers.blocks import Block
@@ -157,11 +159,10 @@ def test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats() -> None:
 def test_refusals_and_texts_reach_the_caller() -> None:
     tokenizer = make_bytes_tokenizer()
     messages = [{"role": "user", "content": "é\ud800" * 3}, {"role": "assistant", "content": "a"}]
-    chat = Renderer(tokenizer, ["<|end|>"]).render(RenderRequest(messages, is_marked=True))
-    assert chat.text == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert [chat.text[start:stop] for start, stop in chat.answers] == ["a<|end|>"]
-    text, spans = chat.marked
-    assert [text[start:stop] for start, stop in spans] == ["a<|end|>"]
+    for choice in (TargetChoice(answers_only=True), TargetChoice(answers_only=True, is_marked=True)):
+        (chat,) = Renderer(tokenizer, ["<|end|>"]).render(RenderRequest(messages, choice=choice)).texts
+        assert chat.text == tokenizer.apply_chat_template(messages, tokenize=False)
+        assert [chat.text[start:stop] for start, stop, bits in chat.classes if bits & TARGET] == ["a<|end|>"]
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
         Renderer(tokenizer).render(RenderRequest(messages))
@@ -185,7 +186,7 @@ def test_announced_chats_are_rendered_as_if_alone(kinds: list[tuple[int, bool]],
                 with pytest.raises(TemplateRefusal, match="not this"):
                     one.render(requests[at])
             elif is_asked:
-                assert one.render(requests[at]).text == f"{at} "
+                assert one.render(requests[at]).texts[0].text == f"{at} "
     one.end()
 
 

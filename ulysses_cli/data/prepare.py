@@ -6,9 +6,11 @@ Reports progress as events; prints nothing.
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,15 @@ from ulysses_cli.data.sources.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.known_tokenizer import KnownTokenizer
-from ulysses_cli.data.tokenizing.lost_parts import LostCounts, explain_lost_parts
+from ulysses_cli.data.tokenizing.lost_parts import LostCounts, compute_growth, explain_lost_parts
 from ulysses_cli.data.tokenizing.tokenizer import get_template, name_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
-from ulysses_cli.plan.models.chat_template import explain_no_template
+from ulysses_cli.plan.models.chat_template import explain_no_template, list_variables
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import CHAT_TYPES
+from ulysses_cli.readers.columns import Reading
 from ulysses_cli.readers.first_rows import explain_absent
 from ulysses_cli.readers.problems import DataError, NoTemplate, explain_bad_rows
 
@@ -56,7 +59,11 @@ class _Context:
 
     @cached_property
     def settings(self) -> EncoderSettings:
-        return EncoderSettings(self.recipe.data.assistant_only_loss, self.recipe.data.completion_only_loss)
+        return EncoderSettings(*(getattr(self.recipe.data, setting.name) for setting in fields(EncoderSettings)))
+
+    def make_reading(self, source: Source) -> Reading:
+        variables = {**self.recipe.data.chat_template_kwargs, **source.variables}
+        return Reading(source.columns, source.train_field, variables)
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -84,8 +91,8 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
         _check_bad_rows(store, source, data.on_bad_row)
-    if data.on_rewritten_turns == "raise":
-        _check_lost_parts(stores, described, tokenizer)
+    if data.on_rewritten_turns in ("raise", "split"):
+        _check_lost_parts(stores, described, tokenizer, data.on_rewritten_turns)
     _check_loss_mask(stores[: len(data.datasets)], recipe)
     context.hashes.save()
     path = _make_rows(stores, context)
@@ -105,14 +112,8 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
 
 def _make_store(source: Source, context: _Context) -> TokenStore:
     kind = source.find_kind()
-    settings = context.settings
-    deciding: list[Any] = {
-        "chat": [settings.assistant_only_loss],
-        "conversations": [settings.assistant_only_loss],
-        "completion": [settings.completion_only_loss, settings.assistant_only_loss],
-        "instruction": [settings.completion_only_loss],
-    }.get(kind, [])
-    deciding += [dict(source.columns)] if source.columns else []
+    deciding = _list_deciding(source, kind, context)
+    _check_variables(source, context)
     name = hash_parts(FORMAT, source.fingerprint, kind, deciding, context.tokenizer.hash)[:32]
     folder = context.root / "tokens" / name
     try:
@@ -127,6 +128,44 @@ def _make_store(source: Source, context: _Context) -> TokenStore:
     return TokenStore(folder)
 
 
+def _check_variables(source: Source, context: _Context) -> None:
+    """A variable that the template never reads would change nothing."""
+    variables = context.recipe.data.chat_template_kwargs, source.variables
+    if not any(variables):
+        return
+    read = list_variables(get_template(context.tokenizer.loaded))
+    keys = ("data.chat_template_kwargs", f"{source.key}.chat_template_kwargs")
+    problems = [
+        Problem(f"{key}.{name}", "the chat template never reads it", f"leave it out, or use {_suggest(name, read)}")
+        for key, names in zip(keys, variables, strict=True)
+        for name in names
+        if name not in read
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _suggest(name: str, read: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(read), n=1)
+    return close[0] if close else "a template that does"
+
+
+def _list_deciding(source: Source, kind: str, context: _Context) -> list[Any]:
+    """The settings that decide the tokens and targets of rows of this kind."""
+    settings = asdict(context.settings)
+    settings["on_rewritten_turns"] = settings["on_rewritten_turns"].replace("keep", "raise")  # they make the same
+    reading = context.make_reading(source)
+    chats = ("train_on_turns", "thoughts", "on_rewritten_turns")
+    names = {
+        "chat": ("assistant_only_loss", *chats),
+        "conversations": ("assistant_only_loss", *chats),
+        "completion": ("completion_only_loss", "assistant_only_loss", *chats),
+        "instruction": ("completion_only_loss",),
+    }.get(kind, ())
+    more = [reading.train_field, dict(reading.variables)] if len(names) > 1 else []
+    return [*(settings[name] for name in names), *more, *([dict(source.columns)] if source.columns else [])]
+
+
 def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Mapping[str, Any]:
     recipe, encoder, emit = context.recipe, context.encoder, context.emit
     workers = recipe.data.num_workers
@@ -136,8 +175,9 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     writer = StoreWriter(partial, len(encoder.tokenizer))
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
-    lost = LostCounts()
-    task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings, source.columns)
+    lost, counts = LostCounts(), Counter[str]()
+    reading = context.make_reading(source)
+    task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings, reading)
     seen, columns = set[str](), ""
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
     for block in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
@@ -146,6 +186,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         bad += block.bad[: MAX_KEPT_BAD - len(bad)]
         totals["num_bad"] += len(block.bad)
         lost.add(block.lost)
+        counts.update(block.counts)
         for name in ("num_bytes", "num_blank", "num_in_pieces", "num_whole"):
             totals[name] += getattr(block, name)
         if block.bad and recipe.data.on_bad_row == "raise":
@@ -154,6 +195,10 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         emit({**progress, "bytes": totals["num_bytes"], "tokens": writer.num_tokens})
     if absent := [name for name in source.columns if name not in seen]:
         raise RecipeError(explain_absent(source.columns, absent, columns, source.key))
+    if reading.train_field not in ("auto", "none", *seen):
+        hint = "name a field that messages have, or leave it out"
+        message = f"no message has a field {reading.train_field}"
+        raise RecipeError([Problem(f"{source.key}.train_field", message, hint)])
     changed = context.hashes.find_changed()
     if changed is not None:
         raise DataError([Problem("", "changed while it was read", "run again", Where(changed))])
@@ -169,6 +214,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         **totals,
         "bad": bad,
         "lost": asdict(lost),
+        "turns": dict(counts),
         "kind": kind,
         "has_lines": source.has_lines,
         "has_turns": kind not in ("text", "tokens"),
@@ -195,16 +241,17 @@ def _check_bad_rows(store: TokenStore, source: Source, on_bad_row: str) -> None:
         raise DataError(_explain_bad(bad, manifest["num_bad"], source, is_all=False))
 
 
-def _check_lost_parts(stores: list[TokenStore], described: list[Event], tokenizer: KnownTokenizer) -> None:
+def _check_lost_parts(
+    stores: list[TokenStore], described: list[Event], tokenizer: KnownTokenizer, on_rewritten: str
+) -> None:
     """Raises for chats of which the template does not show all that the assistant said, with counts of each source."""
     problems = []
     for store, source in zip(stores, described, strict=True):
         lost = LostCounts(**store.manifest["lost"])
         if lost.num_turns:
-            has_lines = store.manifest["has_lines"]
-            problems.append(
-                explain_lost_parts(lost, get_template(tokenizer.loaded), source["name"], has_lines=has_lines)
-            )
+            template, has_lines = get_template(tokenizer.loaded), store.manifest["has_lines"]
+            growth = compute_growth(source["turns"]) if on_rewritten == "raise" else None
+            problems.append(explain_lost_parts(lost, template, source["name"], growth, has_lines=has_lines))
     if problems:
         raise DataError(problems)
 
@@ -274,6 +321,7 @@ def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[s
         "bad",
         "num_blank",
         "lost",
+        "turns",
     )
     more = ("has_lines", "num_in_pieces", "num_whole", "whole_because")
     return {

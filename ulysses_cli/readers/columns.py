@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ulysses_cli.plan.models.chat_template import OUR_VARIABLES
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.data_section import COLUMNS, RowType
 from ulysses_cli.readers.problems import BadRow
@@ -21,8 +22,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_NAMES = {
     **{role: role for role in ROLES},
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"},
-    **{"model": "assistant", "function_response": "tool", "observation": "tool"},
+    **{"model": "assistant", "ai": "assistant", "function_response": "tool", "observation": "tool"},
+    **{"tool_response": "tool", "ipython": "tool"},
 }
+CALLING_ROLES = ("function_call", "tool_call")  # turns of the assistant that hold a call alone
+CONTENTS = ("content", "value", "text")
+FLAGS = ("weight", "train", "training", "loss", "trainable")
+THOUGHT_PARTS = ("thinking", "reasoning")
+THOUGHT_KEY = "reasoning_content"
 
 NAMES: dict[type, str] = {
     **{type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"},
@@ -37,12 +44,15 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for a chat template. Messages before `first_target` are never targets."""
+    """Messages for a chat template. Messages before `first_target` are never targets. `flags`: whether a message is a
+    target, where it says so itself. `settings`: variables for the template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     first_target: int = 0
     is_completion: bool = False
+    flags: tuple[bool | None, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,22 @@ class Tokens:
 Sample = PlainText | Chat | Completion | Tokens
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read: the file's names of columns, the field of messages that says whether they are targets, and
+    variables for the template of all chats."""
+
+    names: Names = field(default_factory=dict)
+    train_field: str = "auto"
+    variables: Row = field(default_factory=dict)
+
+
+PLAIN = Reading()
+
+
 def detect_kind(row: Row, names: Names = SAME) -> RowType:
     """The kind of a source, by the columns of its first row."""
-    renamed = rename(row, names)
+    renamed = _find_chat(rename(row, names))
     for kind, columns in COLUMNS.items():
         if all(column in renamed for column in columns):
             return kind
@@ -80,11 +103,25 @@ def rename(row: Row, names: Names) -> Row:
     return {**own, **{name: row[given] for name, given in names.items() if given in row}}
 
 
-def read_sample(kind: RowType, row: Row, *, has_template: bool = True, names: Names = SAME) -> Sample:
+def _find_chat(row: Row) -> Row:
+    """A row of agents' or of calls' data sets, as one with messages."""
+    if not isinstance(row, dict) or "messages" in row or "conversations" in row:
+        return row
+    if isinstance(row.get("trajectory"), list | str):
+        return {**row, "messages": row["trajectory"]}
+    if "query" in row and "answers" in row and "tools" in row:
+        turns = [{"role": "user", "content": row["query"]}, {"role": "assistant", "tool_calls": row["answers"]}]
+        return {**row, "messages": turns}
+    return row
+
+
+def read_sample(kind: RowType, row: Row, *, has_template: bool = True, reading: Reading = PLAIN) -> Sample:
     """Raises BadRow with the reason if the row cannot be used. `has_template`: instructions become a chat."""
     if not isinstance(row, dict):
         raise BadRow(f"{_name(row)} where a row of columns is needed")
+    names = reading.names
     given, row = row, rename(row, names)
+    row = _find_chat(row) if kind == "chat" else row
     for column in COLUMNS[kind]:
         if column not in row:
             raise BadRow(f"column `{names.get(column, column)}` is missing; there is {list_columns(given)}")
@@ -95,7 +132,7 @@ def read_sample(kind: RowType, row: Row, *, has_template: bool = True, names: Na
     if kind == "tokens":
         return _read_tokens(row)
     if kind == "completion":
-        return _read_completion(row)
+        return _read_completion(row, reading)
     if kind == "instruction":
         return _read_instruction(row, has_template)
     turns = row[COLUMNS[kind][0]]
@@ -107,17 +144,71 @@ def read_sample(kind: RowType, row: Row, *, has_template: bool = True, names: Na
         raise BadRow("column `system` and the first turn are two different system prompts")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": check_text(system, "system")})
-    return Chat(messages, _read_tools(row.get("tools")))
+    return _make_chat(messages, row, reading)
+
+
+def _make_chat(messages: list[dict[str, Any]], row: Row, reading: Reading, first: int | None = None) -> Chat:
+    """`first`: the first message of a completion."""
+    flags = _take_flags(messages, reading.train_field)
+    variables = row.get("chat_template_kwargs")
+    if isinstance(variables, str) and variables.strip():
+        variables = _parse_json(variables, "column `chat_template_kwargs`")
+    if variables and not isinstance(variables, dict):
+        raise BadRow(f"column `chat_template_kwargs` holds {_name(variables)}, not a mapping")
+    settings = {**reading.variables, **(variables or {})}
+    if ours := [name for name in settings if name in OUR_VARIABLES]:
+        raise BadRow(f"column `chat_template_kwargs` holds {ours[0]}, which is not a variable of its own")
+    return Chat(messages, _read_tools(row.get("tools")), first or 0, first is not None, flags, settings)
+
+
+def _take_flags(messages: list[dict[str, Any]], train_field: str) -> tuple[bool | None, ...]:
+    """Takes from each message whether it is a target, where it says so: the template never sees that."""
+    if train_field == "none":
+        return ()
+    flags: list[bool | None] = []
+    for turn, message in enumerate(messages, 1):
+        said: dict[str, bool] = {}
+        for name in FLAGS if train_field == "auto" else (train_field,):
+            value = message.pop(name, None)
+            if value is None:
+                continue
+            if value not in (0, 1) or isinstance(value, str):
+                raise BadRow(f"turn {turn}: {name} is {value!r}; only true and false, or 1 and 0, are understood")
+            said[name] = bool(value)
+        if len(set(said.values())) > 1:
+            raise BadRow(f"turn {turn}: {' and '.join(said)} do not agree on whether it is a target")
+        flag = next(iter(said.values()), None)
+        if flag and message["role"] != "assistant":
+            raise BadRow(f"turn {turn} ({message['role']}) cannot be a target: only what the assistant says is")
+        flags.append(flag)
+    return tuple(flags) if any(flag is not None for flag in flags) else ()
+
+
+def has_field(row: Row, name: str) -> bool:
+    """Whether some message of a row has a field of this name."""
+    columns = (row.get(column) for column in ("messages", "conversations", "trajectory", "prompt", "completion"))
+    return any(
+        isinstance(turn, dict) and name in turn for turns in columns if isinstance(turns, list) for turn in turns
+    )
 
 
 def read_messages(turns: Any, column: str) -> list[dict[str, Any]]:
-    """Reads turns of role and content, or of from and value, as messages of role and content."""
+    """Reads turns of role and content, or of from and value, as messages of role and content. A turn that holds a call
+    alone belongs to the assistant's turn before."""
     turns = _parse_json(turns, column) if isinstance(turns, str) else turns
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
         raise BadRow(f"column `{column}` holds {_name(turns)}, not a list of turns")
     if not turns:
         raise BadRow(f"column `{column}` is an empty list")
-    return [_read_turn(turn, number) for number, turn in enumerate(turns, 1)]
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns, 1):
+        message = _read_turn(turn, number)
+        if message.pop("is_call", False) and messages and messages[-1]["role"] == "assistant":
+            before = messages[-1]
+            before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
+        else:
+            messages.append(message)
+    return messages
 
 
 def _read_turn(turn: Any, number: int) -> dict[str, Any]:
@@ -125,20 +216,31 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
         raise BadRow(f"turn {number} is null")
     if not isinstance(turn, dict):
         raise BadRow(f"turn {number} is {_name(turn)}, not role and content")
-    names = ("role", "content") if "role" in turn else ("from", "value")
-    if names[0] not in turn:
+    role_key = "role" if "role" in turn else "from"
+    if role_key not in turn:
         raise BadRow(f"turn {number} has no role; there is {list_columns(turn)}")
-    role = ROLE_NAMES.get(turn[names[0]]) if isinstance(turn[names[0]], str) else None
+    given = turn[role_key]
+    is_call = given in CALLING_ROLES
+    role = "assistant" if is_call else ROLE_NAMES.get(given) if isinstance(given, str) else None
     if role is None:
-        raise BadRow(f"turn {number} has the unknown role {turn[names[0]]!r}; known are {', '.join(ROLE_NAMES)}")
-    others = {key: value for key, value in turn.items() if key not in names and value is not None}
-    content = turn.get(names[1])
-    calls = others.get("tool_calls")
-    if calls is not None:
+        known = ", ".join((*ROLE_NAMES, *CALLING_ROLES))
+        raise BadRow(f"turn {number} has the unknown role {given!r}; known are {known}")
+    key = next((name for name in CONTENTS if turn.get(name) is not None), "content" if role_key == "role" else "value")
+    content = turn.get(key)
+    if content is None and role == "system":  # of SWE-agent's trajectories
+        key, content = "system_prompt", turn.get("system_prompt")
+    others = {name: value for name, value in turn.items() if name not in (role_key, key) and value is not None}
+    if is_call:
+        return {"role": role, "content": "", "tool_calls": _read_calls(content, number), "is_call": True}
+    calls = others.pop("tool_calls", None) or others.pop("function_call", None)
+    if calls:
         others["tool_calls"] = _read_calls(calls, number)
     if isinstance(content, list):
-        content = _join_parts(content, number)
-    if content is None and calls:
+        content, thought = _join_parts(content, number, role)
+        others |= {THOUGHT_KEY: thought} if thought else {}
+    if role == "tool" and (content is None or not isinstance(content, str)):
+        content = "" if content is None else json.dumps(content, ensure_ascii=False)
+    if content is None and any(others.get(name) for name in ("tool_calls", THOUGHT_KEY, *THOUGHT_PARTS)):
         content = ""
     if content is None:
         raise BadRow(f"turn {number} ({role}) has no content")
@@ -149,44 +251,67 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
     return {"role": role, "content": check_text(content, f"turn {number}"), **others}
 
 
-def _join_parts(parts: list[Any], number: int) -> str:
+def _join_parts(parts: list[Any], number: int, role: str) -> tuple[str, str]:
+    """The text of a turn's parts, and what the assistant thinks."""
+    texts, thoughts = list[str](), list[str]()
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else _name(part)
+        kind = part.get("type") if isinstance(part, dict) else _name(part)
+        if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+            continue
+        thought = part.get(kind, part.get("text")) if isinstance(part, dict) and kind in THOUGHT_PARTS else None
+        if not isinstance(thought, str) or role != "assistant":
             raise BadRow(f"turn {number} holds a part that is not text: {kind}")
-    return "".join(part["text"] for part in parts)
+        thoughts.append(thought)
+    return "".join(texts), "\n".join(thoughts)
 
 
 def _read_calls(calls: Any, number: int) -> list[Any]:
-    """Parses arguments that are JSON text: templates expect a mapping."""
+    """Calls in the form of OpenAI's chats, with arguments as a mapping: templates expect that."""
     calls = _parse_json(calls, f"turn {number}: tool_calls") if isinstance(calls, str) else calls
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not calls or not all(isinstance(call, dict) for call in calls):
         raise BadRow(f"turn {number}: tool_calls is not a list of calls")
-    parsed = []
-    for call in calls:
-        function = call.get("function")
-        holder = dict(function) if isinstance(function, dict) else dict(call)
-        if isinstance(holder.get("arguments"), str):
-            holder["arguments"] = _parse_json(holder["arguments"], f"turn {number}: arguments of a tool call")
-        parsed.append({**call, "function": holder} if isinstance(function, dict) else holder)
-    return parsed
+    return [_read_call(call, number) for call in calls]
+
+
+def _read_call(call: Row, number: int) -> dict[str, Any]:
+    function = call.get("function")
+    holder = dict(function) if isinstance(function, dict) else dict(call)
+    if not isinstance(holder.get("name"), str):
+        raise BadRow(f"turn {number}: a tool call has no name")
+    arguments = holder.pop("arguments", holder.pop("parameters", None))
+    if isinstance(arguments, str):
+        name = f"turn {number}: arguments of a tool call"
+        arguments = _parse_json(arguments, name) if arguments.strip() else {}
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise BadRow(f"turn {number}: the arguments of a tool call are {_name(arguments)}, not a mapping")
+    if isinstance(function, dict):
+        return {**call, "function": {**holder, "arguments": arguments}}
+    more = {key: holder.pop(key) for key in ("id", "type") if key in holder}
+    return {"type": "function", **more, "function": {**holder, "arguments": arguments}}
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     tools = _parse_json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
     if not tools:
         return None
+    if isinstance(tools, list):
+        tools = [_parse_json(tool, "tools") if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("column `tools` is not a list of JSON schemas")
-    return tools
+    return [
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
+    ]
 
 
-def _read_completion(row: Row) -> Sample:
+def _read_completion(row: Row, reading: Reading) -> Sample:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         before = read_messages(prompt, "prompt")
         after = read_messages(completion, "completion")
-        return Chat([*before, *after], _read_tools(row.get("tools")), len(before), is_completion=True)
+        return _make_chat([*before, *after], row, reading, len(before))
     if not isinstance(prompt, str):
         raise BadRow(f"column `prompt` holds {_name(prompt)}, not text")
     return Completion(check_text(prompt, "column `prompt`"), _read_text(row, "completion"))

@@ -48,6 +48,8 @@ class Source:
     has_lines: bool = True
     is_joined: bool = False
     columns: Names = field(default_factory=lambda: SAME)
+    train_field: str = "auto"
+    variables: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def find_kind(self) -> RowType:
@@ -62,7 +64,9 @@ def open_source(
 ) -> Source:
     """Lists the source's files, and reads only what the fingerprint needs. `output_folders`, which runs write to, are
     no data even if they are inside the source's folder."""
-    return replace(_open(dataset, key, seed, hashes, output_folders), columns=dataset.columns)
+    opened = _open(dataset, key, seed, hashes, output_folders)
+    variables = dataset.chat_template_kwargs
+    return replace(opened, columns=dataset.columns, train_field=dataset.train_field, variables=variables)
 
 
 def _open(dataset: Dataset, key: str, seed: int, hashes: FileHashes, output_folders: Sequence[Path]) -> Source:

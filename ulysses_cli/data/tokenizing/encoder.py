@@ -6,8 +6,9 @@ Tokenizes a long text in pieces where that is proven to give the same tokens; ot
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +17,12 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype
 from ulysses_cli.data.tokenizing.chat import InexactTemplate
-from ulysses_cli.data.tokenizing.lost_parts import THOUGHT, LostPart
+from ulysses_cli.data.tokenizing.lost_parts import THOUGHT_KEYS, TOOLS, LostPart
 from ulysses_cli.data.tokenizing.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
 from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
+from ulysses_cli.data.tokenizing.targets import ChatText, TargetChoice, count_thoughts
+from ulysses_cli.data.tokenizing.tokenizer import get_template
+from ulysses_cli.plan.models.chat_template import THINKING_SWITCHES, list_variables
 from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tokens
 from ulysses_cli.readers.problems import BadRow, NoTemplate
 
@@ -28,14 +32,19 @@ Bounds = NDArray[np.signedinteger[Any]]  # [tokens, 2]: first character and one 
 
 @dataclass(frozen=True)
 class EncoderSettings:
+    """The fields of a recipe's data section that decide the targets."""
+
     assistant_only_loss: bool = False
     completion_only_loss: bool = True
+    train_on_turns: str = "all"
+    thoughts: str = "train"
+    on_rewritten_turns: str = "raise"
 
 
 @dataclass
 class Encoder:
-    """A tokenizer with the facts derived from it. Counts the long texts encoded in pieces and whole. `lost`: what the
-    assistant said in the last chat and the template does not show."""
+    """A tokenizer with the facts derived from it. Counts the long texts encoded in pieces and whole. Of the last chat,
+    `lost` is what the assistant said and the template does not show, and `counts` its turns of each kind."""
 
     tokenizer: Any
     settings: EncoderSettings = field(default_factory=EncoderSettings)
@@ -46,6 +55,7 @@ class Encoder:
         self.dtype = choose_dtype(len(self.tokenizer))
         self.eos: int | None = self.tokenizer.eos_token_id
         self.lost: list[LostPart] = []
+        self.counts: dict[str, int] = {}
         self._announced: dict[int, tuple[Chat, RenderRequest]] = {}  # by id()
         self.backend: Any = None
         self.rule = CutRule(reason="it has no fast backend")
@@ -58,6 +68,10 @@ class Encoder:
         self.renderer = Renderer(self.tokenizer, self.specials)
         template = self.tokenizer.chat_template
         self.has_template = bool(template)
+        shown = get_template(self.tokenizer)
+        self.variables = list_variables(shown) if template else frozenset[str]()
+        read = (rf"""\.{key}\b|['"]{key}['"]""" for key in THOUGHT_KEYS)
+        self.thought_keys = [key for key, form in zip(THOUGHT_KEYS, read, strict=True) if re.search(form, shown)]
         self.marks_answers = "generation %}" in str(template) or "generation -%}" in str(template)
 
     def _read_backend(self) -> None:
@@ -130,14 +144,19 @@ class Encoder:
         return bool(whole == halves[0] + halves[1])
 
     def encode(self, sample: Sample) -> tuple[Ids, Flags | None]:
-        """Token ids and flags. Flags None: every token is a target."""
-        self.lost = []
+        """Token ids and flags of a sample that is one document. Flags None: every token is a target."""
+        (document,) = self.encode_documents(sample)
+        return document
+
+    def encode_documents(self, sample: Sample) -> list[tuple[Ids, Flags | None]]:
+        """A chat may become several documents."""
+        self.lost, self.counts = [], {}
         if isinstance(sample, PlainText):
-            return self.encode_texts([sample.text])[0], None
+            return [(self.encode_texts([sample.text])[0], None)]
         if isinstance(sample, Tokens):
-            return self._encode_tokens(sample)
+            return [self._encode_tokens(sample)]
         if isinstance(sample, Completion):
-            return self._encode_completion(sample)
+            return [self._encode_completion(sample)]
         return self._encode_chat(sample)
 
     def _encode_tokens(self, sample: Tokens) -> tuple[Ids, Flags | None]:
@@ -153,7 +172,7 @@ class Encoder:
         if not self.settings.completion_only_loss:
             return self.encode_texts([text])[0], None
         ids, bounds = self._encode_bounds(text)
-        flags = _mark(bounds, [(len(sample.prompt), len(text))])
+        flags = _mark(bounds, [(len(sample.prompt), len(text), TARGET)])
         ids = self._add_specials(ids)
         ends = np.full(len(ids) - len(self.prefix) - len(flags), TARGET, np.uint8)
         return ids, np.concatenate([np.zeros(len(self.prefix), np.uint8), flags, ends])
@@ -166,63 +185,86 @@ class Encoder:
         self.renderer.announce([request for _, request in self._announced.values()])
 
     def _make_request(self, chat: Chat) -> RenderRequest:
-        return RenderRequest(list(chat.messages), chat.tools, self.marks_answers and self._trains_answers_only(chat))
+        settings = self.settings
+        answers_only = settings.completion_only_loss if chat.is_completion else settings.assistant_only_loss
+        choice = TargetChoice(
+            answers_only, self.marks_answers and answers_only, on_rewritten_turns=settings.on_rewritten_turns
+        )
+        if answers_only:
+            choice = replace(choice, train_on_turns=settings.train_on_turns, thoughts=settings.thoughts)
+        first = chat.first_target if answers_only else 0
+        messages = [self._name_thought(message) for message in chat.messages]
+        return RenderRequest(messages, chat.tools, choice, chat.flags, first, chat.settings or None)
 
-    def _trains_answers_only(self, chat: Chat) -> bool:
-        return self.settings.completion_only_loss if chat.is_completion else self.settings.assistant_only_loss
+    def _name_thought(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its thought under a name that the template reads."""
+        given = [key for key in THOUGHT_KEYS if key in message]
+        if message["role"] != "assistant" or not given or not self.thought_keys or set(given) & set(self.thought_keys):
+            return message
+        return {
+            **{key: value for key, value in message.items() if key != given[0]},
+            self.thought_keys[0]: message[given[0]],
+        }
 
-    def _encode_chat(self, sample: Chat) -> tuple[Ids, Flags | None]:
+    def _encode_chat(self, sample: Chat) -> list[tuple[Ids, Flags | None]]:
         if not self.has_template:
             raise NoTemplate
-        answers_only = self._trains_answers_only(sample)
+        _, request = self._announced.get(id(sample)) or (sample, self._make_request(sample))
+        choice = request.choice or TargetChoice()
+        self._check_chat(sample, choice)
         try:
-            _, request = self._announced.get(id(sample)) or (sample, self._make_request(sample))
             rendered = self.renderer.render(request)
         except TemplateRefusal as error:
             raise BadRow(f"the chat template refuses this chat: {error}") from None
-        text, answers = rendered.text, rendered.answers
-        if not text:
+        if not rendered.texts:
             raise BadRow("the chat template renders this chat as an empty text")
-        if rendered.inexact_reason and answers_only and not self.marks_answers:
+        if rendered.inexact_reason and choice.answers_only:
             raise InexactTemplate(rendered.inexact_reason)
-        # the prompt of a completion is no target: a template leaves out its thoughts when it asks the model, too
-        first = sample.first_target if answers_only else 0
-        self.lost = [part for part in rendered.lost if part.kind != THOUGHT or part.turn >= first]
-        if not answers_only and self.backend is None:
-            return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype), None
-        if answers_only and self.marks_answers:
-            text, answers = rendered.marked
-        if answers_only and (first or self.lost):
-            answers = self._choose_answers(sample, text, answers, first)
-        ids, bounds = self._encode_bounds(text)
-        flags = _mark(bounds, answers) if answers_only else np.full(len(ids), TARGET, np.uint8)
-        for end in rendered.turn_ends:
+        self._check_end_marks(sample, rendered.texts)
+        self.lost, self.counts = rendered.lost, rendered.counts
+        if sample.tools and "tools" not in self.variables:
+            self.lost = [*self.lost, LostPart(0, TOOLS, ", ".join(map(_name_tool, sample.tools)))]
+        if any(name not in self.variables for name in sample.settings):
+            self.counts = {**self.counts, "unread variables": 1}
+        return [self._encode_text(text, has_mask=choice.answers_only) for text in rendered.texts]
+
+    def _encode_text(self, chat: ChatText, *, has_mask: bool) -> tuple[Ids, Flags | None]:
+        if not has_mask and self.backend is None:
+            return np.asarray(self.tokenizer(chat.text, add_special_tokens=False)["input_ids"], self.dtype), None
+        ids, bounds = self._encode_bounds(chat.text)
+        flags = _mark(bounds, chat.classes)
+        for end in chat.turn_ends:
             at = int(np.searchsorted(bounds[:, 0], end))
             if at < len(ids) and bounds[at, 0] == end:
                 flags[at] |= TURN
         return ids, flags
 
-    def _choose_answers(
-        self, sample: Chat, text: str, answers: list[tuple[int, int]], first: int
-    ) -> list[tuple[int, int]]:
-        """Those from message `first` on. An answer of which the template shows the end mark alone is no target: the
-        model would learn to say nothing."""
-        turns = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
-        if len(turns) != len(answers):
-            if not first:
-                return answers
-            raise InexactTemplate(f"the chat template marks {len(answers)} answers where there are {len(turns)}")
-        lost = {part.turn for part in self.lost}
-        return [
-            (start, stop)
-            for turn, (start, stop) in zip(turns, answers, strict=True)
-            if turn >= first and not (turn in lost and self._is_bare(text[start:stop]))
-        ]
+    def _check_chat(self, chat: Chat, choice: TargetChoice) -> None:
+        if any(flag is not None for flag in chat.flags) and not choice.answers_only:
+            turn = next(at for at, flag in enumerate(chat.flags, 1) if flag is not None)
+            raise BadRow(
+                f"turn {turn} says whether it is a target, which needs data.assistant_only_loss: true; "
+                "train_field: none ignores it"
+            )
+        off = next((name for name in THINKING_SWITCHES if chat.settings.get(name) is False), None)
+        if off and choice.thoughts == "train" and count_thoughts(chat.messages[chat.first_target :]):
+            raise BadRow(f"the assistant thinks, but {off} is false for this chat; data.thoughts: drop leaves that out")
 
-    def _is_bare(self, text: str) -> bool:
-        for special in self.specials:
-            text = text.replace(special, "")
-        return not text.strip()
+    def _check_end_marks(self, chat: Chat, texts: Sequence[ChatText]) -> None:
+        """A special token that ends turns is read as one wherever it stands, in what a user says, too."""
+        stops = [text.text[:end].rstrip() for text in texts[:1] for end in text.turn_ends[-1:]]
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        specials = {*map(str, self.tokenizer.all_special_tokens), *(str(token) for token in added if token.special)}
+        marks = {special for special in specials for text in stops if special and text.endswith(special)}
+        marks |= {str(self.tokenizer.eos_token)} if self.tokenizer.eos_token else set()
+        for turn, message in enumerate(chat.messages, 1):
+            for key in ("content", *THOUGHT_KEYS):
+                value = message.get(key)
+                held = next((mark for mark in marks if isinstance(value, str) and mark in value), None)
+                if held is not None:
+                    raise BadRow(
+                        f"turn {turn} holds {held} in its text, which the tokenizer reads as the end of a turn"
+                    )
 
     def _encode_bounds(self, text: str) -> tuple[Ids, Bounds]:
         if self.backend is None:
@@ -240,18 +282,23 @@ class Encoder:
         return np.append(ids, np.asarray([self.eos], self.dtype))
 
 
-def _mark(bounds: Bounds, spans: Sequence[tuple[int, int]]) -> Flags:
-    """A token is a target when it holds at least one character of a span."""
+def _mark(bounds: Bounds, classes: Sequence[tuple[int, int, int]]) -> Flags:
+    """A token has the flags of each span of which it holds a character."""
     flags = np.zeros(len(bounds), np.uint8)
     starts, stops = bounds[:, 0], bounds[:, 1]
     stops = np.maximum(stops, starts + 1)  # a token without characters counts as one
-    if (np.diff(starts) >= 0).all() and (np.diff(stops) >= 0).all():
-        for first, last in spans:
-            flags[np.searchsorted(stops, first, "right") : np.searchsorted(starts, last, "left")] = TARGET
-        return flags
-    for first, last in spans:
-        flags[(starts < last) & (stops > first)] = TARGET
+    is_ordered = bool((np.diff(starts) >= 0).all() and (np.diff(stops) >= 0).all())
+    for first, last, bits in classes:
+        if is_ordered:
+            flags[np.searchsorted(stops, first, "right") : np.searchsorted(starts, last, "left")] |= np.uint8(bits)
+        else:
+            flags[(starts < last) & (stops > first)] |= np.uint8(bits)
     return flags
+
+
+def _name_tool(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else {}
+    return str(function.get("name") if isinstance(function, dict) else function)
 
 
 def _keep_offsets(part: Any) -> None:

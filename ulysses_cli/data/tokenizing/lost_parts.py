@@ -18,17 +18,18 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.secrets import mask_document
 from ulysses_cli.readers.problems import make_where
 
-TEXT, THOUGHT, CALLS = "text", "thought", "calls"
+TEXT, THOUGHT, CALLS, TOOLS = "text", "thought", "calls", "tools"
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-NOUNS = {THOUGHT: "its thought", CALLS: "its tool calls", TEXT: "its text"}
-PLURALS = {THOUGHT: "thoughts", CALLS: "tool calls", TEXT: "the text"}
+NOUNS = {THOUGHT: "its thought", CALLS: "its tool calls", TEXT: "its text", TOOLS: "the tools"}
+PLURALS = {THOUGHT: "thoughts", CALLS: "tool calls", TEXT: "the text", TOOLS: "the list of tools"}
 LOSING_KEY = "data.on_rewritten_turns"
 SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True)
 class LostPart:
-    """`turn`: the message's index. `kind`: TEXT, THOUGHT or CALLS. `words`: how the part begins."""
+    """`turn`: the message's index. `kind`: TEXT, THOUGHT, CALLS, or TOOLS, which belong to the chat. `words`: how the
+    part begins."""
 
     turn: int
     kind: str
@@ -63,17 +64,34 @@ class LostCounts:
         self.example = self.example or other.example
 
 
-def explain_lost_parts(lost: LostCounts, template: str, source: str, *, has_lines: bool) -> Problem:
-    """`source`: the name of what was read. The problem's place is that of the example."""
+def compute_growth(turns: Mapping[str, int]) -> float | None:
+    """How many times the characters of its chats a source would have if they were split; None where that is not known.
+    Only chats that lose something are split."""
+    characters, split, whole = (turns.get(name, 0) for name in ("characters", "split characters", "split from"))
+    is_known = characters and split and not turns.get("never shown")
+    return (characters - whole + split) / characters if is_known else None
+
+
+def explain_lost_parts(
+    lost: LostCounts, template: str, source: str, growth: float | None = None, *, has_lines: bool
+) -> Problem:
+    """`source`: the name of what was read. `growth`: of its tokens, if each turn is shown as the model writes it. The
+    problem's place is that of the example."""
     file, line, turn, kind, words = lost.example or (source, 0, 1, TEXT, "")
-    example = f"turn {turn} loses {NOUNS[kind]}" + (f": {words}" if words else "")
+    example = f"turn {turn} loses {NOUNS[kind]}" if kind != TOOLS else "the row's column `tools` is not read"
+    example += f": {words}" if words else ""
     message = f"the chat template does not show {describe_lost_parts(lost)}; here {example}"
     remedies = []
     if THOUGHT in lost.kinds and (switch := find_switch(template)) is not None:
-        line_of_jinja = f"{{%- set {switch[0]} = {switch[1]} %}}"
-        remedies.append(f"write {line_of_jinja} at the start of a copy of the template, and name it in {KEY}")
+        remedies.append(f"write data.chat_template_kwargs: {{{switch[0]}: {switch[1]}}}")
     else:
         remedies.append(f"name a template in {KEY} that shows them")
+    if growth is not None:
+        remedies.append(
+            f"set {LOSING_KEY}: split to train each turn as the model writes it, for {growth:.1f} x the tokens"
+        )
+    elif set(lost.kinds) == {THOUGHT}:
+        remedies.append("set data.thoughts: drop to train without thoughts")
     remedies.append(f"set {LOSING_KEY}: keep to train on what is shown")
     return Problem("", message, ", or ".join(remedies), make_where(file, line, has_lines=has_lines))
 
@@ -126,6 +144,17 @@ def find_lost_parts(message: Mapping[str, Any], turn: int, shown: str) -> list[L
         if last < 0 or _find_lost_call(calls, _leave_out(shown, [*spans[:-1], (last, last + len(text))])):
             lost.append(LostPart(turn, CALLS, _begin(f"{call.get('name')} {_get_arguments(call)}")))
     return lost
+
+
+def find_words(message: Mapping[str, Any], shown: str) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """The places of a turn's thoughts and of its other words in `shown`, its text; empty where they are not found."""
+    keys = list(dict.fromkeys(filter(None, (str(message.get(key) or "").strip() for key in THOUGHT_KEYS))))
+    inside, text = split_content(message)
+    for thoughts in ([*keys, *inside], keys, inside, []):
+        spans = _place([*thoughts, text], shown)
+        if spans is not None:
+            return spans[:-1], spans[-1]
+    return [], (0, 0)
 
 
 def _place(parts: Sequence[str], shown: str) -> list[tuple[int, int]] | None:

@@ -21,8 +21,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ulysses_cli.data.tokenizing.chat import Messages, RenderedChat, cut_message, make_render, render_chat
+from ulysses_cli.data.tokenizing.chat import cut_message, make_render
 from ulysses_cli.data.tokenizing.lost_parts import LostPart
+from ulysses_cli.data.tokenizing.targets import ChatText, RenderedChat, TargetChoice, render_chat
 
 SECONDS = 30.0  # for one chat; a chat of a million tokens takes about one second
 MEMORY_BYTES = 3 << 30  # on top of what this process has
@@ -48,12 +49,14 @@ class TemplateOutOfBounds(TemplateProblem):
 
 @dataclass(frozen=True, eq=False)
 class RenderRequest:
-    """A chat to render. `is_marked` is as in render_chat. `settings`: what the template gets, if only its text is
-    wanted."""
+    """A chat to render, with the arguments of render_chat. `settings`: variables that the template gets. `choice` None:
+    only the text is wanted, and `settings` are those of apply_chat_template."""
 
     messages: list[dict[str, Any]]
     tools: Any = None
-    is_marked: bool = False
+    choice: TargetChoice | None = TargetChoice()  # noqa: RUF009 - it is frozen
+    flags: Sequence[bool | None] = ()
+    first: int = 0
     settings: dict[str, Any] | None = None
 
 
@@ -74,16 +77,14 @@ class Renderer:
 
     def render(self, request: RenderRequest) -> RenderedChat:
         """Raises TemplateRefusal for this chat alone, TemplateOutOfBounds for this and every later chat."""
-        text, answers, turn_ends, reason, (marked_text, marked), lost = self._ask(request)["chat"]
-        marks = (marked_text, list(map(_pair, marked)))
-        return RenderedChat(
-            text, list(map(_pair, answers)), turn_ends, reason, marks, [LostPart(*part) for part in lost]
-        )
+        texts, reason, lost, counts = self._ask(request)["chat"]
+        chats = [ChatText(text, [(a, b, bits) for a, b, bits in classes], ends) for text, classes, ends in texts]
+        return RenderedChat(chats, reason, [LostPart(*part) for part in lost], counts)
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """The text alone. `settings`: what tokenizer.apply_chat_template takes. Raises as `render` does."""
         chat = [dict(message) for message in messages]
-        return str(self._ask(RenderRequest(chat, settings=settings))["text"])
+        return str(self._ask(RenderRequest(chat, choice=None, settings=settings))["text"])
 
     def close(self) -> None:
         """Ends the child. The next chat starts another. A child keeps the memory that its parent had when it began, so
@@ -123,7 +124,7 @@ class Renderer:
             self.sent.append(self.announced.popleft())
         connection = self._start() if self.connection is None else self.connection
         try:
-            connection.send([(each.messages, each.tools, each.is_marked, each.settings) for each in self.sent])
+            connection.send(list(self.sent))
         except OSError:
             self.failure = GONE
 
@@ -172,24 +173,17 @@ def _serve(connection: Connection, tokenizer: Any, specials: Sequence[str]) -> N
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
-            for messages, tools, is_marked, settings in connection.recv():
-                connection.send_bytes(_answer(tokenizer, messages, tools, specials, is_marked, settings))
+            for request in connection.recv():
+                connection.send_bytes(_answer(tokenizer, request, specials))
     except BaseException:  # noqa: BLE001 - the parent has ended, or will see that this process has
         pass
     finally:
         os._exit(0)
 
 
-def _answer(
-    tokenizer: Any,
-    messages: Messages,
-    tools: Any,
-    specials: Sequence[str],
-    is_marked: bool,
-    settings: dict[str, Any] | None,
-) -> bytes:
+def _answer(tokenizer: Any, request: RenderRequest, specials: Sequence[str]) -> bytes:
     failure = ""
-    plain = make_render(tokenizer, tools)
+    messages, tools, settings = request.messages, request.tools, request.settings
 
     def bound(render: Callable[..., str], *words: Any, **options: Any) -> str:
         """Records an exceeded bound even if the caller catches the error and can do without this rendering."""
@@ -205,11 +199,12 @@ def _answer(
 
     answer: dict[str, Any] = {}
     try:
-        if settings is None:
-            render = partial(bound, plain)
-            answer["chat"] = astuple(render_chat(tokenizer, render, messages, tools, specials, is_marked=is_marked))
+        if request.choice is None:
+            answer["text"] = bound(tokenizer.apply_chat_template, messages, tokenize=False, **(settings or {}))
         else:
-            answer["text"] = bound(tokenizer.apply_chat_template, messages, tokenize=False, **settings)
+            render = partial(bound, make_render(tokenizer, tools, settings))
+            more = (tools, specials, request.choice, request.flags, request.first, settings)
+            answer["chat"] = astuple(render_chat(tokenizer, render, messages, *more))
     except MemoryError:
         failure = TOO_LARGE
     except Exception as error:  # noqa: BLE001 - a template may raise any exception
@@ -226,8 +221,3 @@ def _answer(
 
 def _count_chars(request: RenderRequest) -> int:
     return sum(len(str(message.get("content") or "")) for message in request.messages)
-
-
-def _pair(span: Sequence[int]) -> tuple[int, int]:
-    start, stop = span
-    return start, stop

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -26,7 +26,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Data, RowType
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
-from ulysses_cli.readers.columns import SAME, Names, PlainText, Sample, list_columns, read_sample
+from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError, NoTemplate, make_where
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
@@ -40,12 +40,13 @@ class TokenizingTask:
     data: Data
     kind: RowType
     settings: EncoderSettings
-    names: Names = field(default_factory=lambda: SAME)
+    reading: Reading = PLAIN
 
 
 @dataclass
 class EncodedBlock:
-    """A block's documents as tokens, its bad rows, the number of its blank rows, and what its template did not show.
+    """A block's documents as tokens, its bad rows, the number of its blank rows, what its template did not show, and
+    `counts` of its chats' turns. All documents of a chat have one hash.
     `seen`: which of the columns that the recipe names its rows have; `columns`: those of a row."""
 
     batch: Batch
@@ -55,25 +56,30 @@ class EncodedBlock:
     num_in_pieces: int = 0
     num_whole: int = 0
     lost: LostCounts = field(default_factory=LostCounts)
+    counts: dict[str, int] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     columns: str = ""
 
 
-def encode_block(encoder: Encoder, kind: RowType, block: Block, names: Names = SAME) -> EncodedBlock:
+def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading = PLAIN) -> EncodedBlock:
     """Encodes every row of a block as a document, or reports it as a bad row."""
     texts: list[str] = []
     lines: list[int] = []
     encoded: list[tuple[Ids, Flags | None]] = []
+    hashes: list[int] = []
     bad: list[tuple[str, int, str]] = []
-    lost = LostCounts()
+    lost, counts = LostCounts(), Counter[str]()
     encoder.num_in_pieces = encoder.num_whole = 0
     seen, columns = set[str](), ""
     samples: list[tuple[int, Sample | BadRow]] = []
     for line, row in walk_rows(block):
-        if names and not isinstance(row, BadRow):
-            seen.update(name for name, given in names.items() if given in row)
-            columns = columns or list_columns(row)
-        samples.append((line, _read(kind, row, encoder, names)))
+        if not isinstance(row, BadRow):
+            if reading.names:
+                seen.update(name for name, given in reading.names.items() if given in row)
+                columns = columns or list_columns(row)
+            if reading.train_field not in ("auto", "none", *seen) and has_field(row, reading.train_field):
+                seen.add(reading.train_field)
+        samples.append((line, _read(kind, row, encoder, reading)))
     encoder.announce([sample for _, sample in samples if not isinstance(sample, BadRow)])
     for line, sample in samples:
         try:
@@ -81,18 +87,24 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, names: Names = S
                 raise sample
             if isinstance(sample, PlainText):
                 texts.append(sample.text)
-            else:
-                with _naming(encoder, block, line):
-                    encoded.append(encoder.encode(sample))
-                lost.add_chat(block.file, line, encoder.lost)
-            lines.append(line)
+                lines.append(line)
+                continue
+            with _naming(encoder, block, line):
+                made = encoder.encode_documents(sample)
+            lost.add_chat(block.file, line, encoder.lost)
+            counts.update(encoder.counts)
+            encoded += made
+            lines += [line] * len(made)
+            hashes += [hash_document(np.concatenate([ids for ids, _ in made]))] * len(made)
         except (BadRow, TemplateOutOfBounds) as error:
             if encoder.renderer.failure:
                 hint = "name another template with data.chat_template, or check what the template does with this row"
                 where = make_where(block.file, line, has_lines=block.kind == "lines")
                 raise DataError([Problem("", encoder.renderer.failure, hint, where)]) from None
             bad.append((block.file, line, str(error)))
-    encoded += [(ids, None) for ids in _encode_texts(encoder, texts, block, lines)] if texts else []
+    for ids in _encode_texts(encoder, texts, block, lines) if texts else ():
+        encoded.append((ids, None))
+        hashes.append(hash_document(ids))
     documents = [ids for ids, _ in encoded]
     flags = None
     if any(mask is not None for _, mask in encoded):
@@ -100,13 +112,13 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, names: Names = S
     batch = Batch(
         np.concatenate(documents) if documents else np.empty(0, encoder.dtype),
         [len(ids) for ids in documents],
-        [hash_document(ids) for ids in documents],
+        hashes,
         [block.file] * len(documents),
         lines,
         flags,
     )
-    counts = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
-    return EncodedBlock(batch, block.num_bytes, bad, *counts, lost, seen, columns)
+    numbers = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
+    return EncodedBlock(batch, block.num_bytes, bad, *numbers, lost, dict(counts), seen, columns)
 
 
 def _encode_texts(encoder: Encoder, texts: list[str], block: Block, lines: list[int]) -> list[Ids]:
@@ -142,11 +154,11 @@ def _is_failure(error: BaseException) -> bool:
     return is_panic or (isinstance(error, Exception) and not isinstance(error, ours))
 
 
-def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, names: Names) -> Sample | BadRow:
+def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, reading: Reading) -> Sample | BadRow:
     try:
         if isinstance(row, BadRow):
             return row
-        return read_sample(kind, row, has_template=encoder.has_template, names=names)
+        return read_sample(kind, row, has_template=encoder.has_template, reading=reading)
     except BadRow as error:
         return error
 
@@ -159,7 +171,7 @@ def encode_blocks(
     if num_workers == 1 or len(first) < 2:
         encoder = Encoder(tokenizer, task.settings)
         for block in _chain(first, blocks):
-            yield encode_block(encoder, task.kind, block, task.names)
+            yield encode_block(encoder, task.kind, block, task.reading)
         return
     context = multiprocessing.get_context("spawn")
     lifeline, parent_end = context.Pipe(duplex=False)
@@ -207,4 +219,4 @@ def _exit_with_parent(lifeline: Connection) -> None:
 
 
 def _encode(block: Block) -> EncodedBlock:
-    return encode_block(_encoder, _task.kind, block, _task.names)
+    return encode_block(_encoder, _task.kind, block, _task.reading)

@@ -27,6 +27,8 @@ THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 # Variables by which templates keep the thoughts of earlier turns, and the values that do so.
 KEEPING_THOUGHTS = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_history_thinking": "false"}
+# What this tool, transformers or the row itself gives to a template.
+OUR_VARIABLES = ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "continue_final_message")
 IM = ("<|im_start|>", "<|im_end|>")
 
 
@@ -98,13 +100,18 @@ def _read_file(file: Path) -> str:
 
 def find_switch(template: str) -> tuple[str, str] | None:
     """The variable with which this template keeps the thoughts of earlier turns, and its value, if it reads one."""
+    names = list_variables(template)
+    return next(((name, value) for name, value in KEEPING_THOUGHTS.items() if name in names), None)
+
+
+def list_variables(template: str) -> frozenset[str]:
+    """The variables that a template reads; none where it cannot be parsed."""
     from jinja2 import TemplateError
 
     try:
-        names = _list_names(_make_environment().parse(template))
+        return frozenset(_list_names(_make_environment().parse(template)))
     except (TemplateError, ValueError, RecursionError, MemoryError):
-        return None
-    return next(((name, value) for name, value in KEEPING_THOUGHTS.items() if name in names), None)
+        return frozenset()
 
 
 def _check_syntax(text: str, where: str) -> str:

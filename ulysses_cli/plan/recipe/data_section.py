@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -22,9 +22,9 @@ COLUMNS: dict[RowType, tuple[str, ...]] = {
     "text": ("text",),
 }
 OPTIONAL: dict[RowType, tuple[str, ...]] = {
-    "chat": ("tools", "system"),
-    "conversations": ("tools", "system"),
-    "completion": ("tools",),
+    "chat": ("tools", "system", "chat_template_kwargs"),
+    "conversations": ("tools", "system", "chat_template_kwargs"),
+    "completion": ("tools", "chat_template_kwargs"),
     "instruction": ("input",),
     "tokens": ("labels",),
     "text": (),
@@ -64,6 +64,16 @@ class Dataset(Section):
         unit="copies",
         gt=0,
         le=1000,
+    )
+    train_field: Annotated[str, Field(min_length=1, max_length=256)] = setting(
+        "auto",
+        "the field of a message that says whether it is a target, true or false, 1 or 0; it beats train_on_turns; "
+        "auto = weight, train, training, loss or trainable; none = no field is read",
+        unit="field",
+        aliases=("message_field_training",),
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {}, "as data.chat_template_kwargs, for the chats of this source", unit="variables", max_length=100
     )
     join_files: bool = setting(True, "folder: the whole tree is one document; false = each file is one")
     streaming: bool = setting(False, "read without a local copy, for what does not fit on disk")
@@ -110,10 +120,38 @@ class Data(Section):
     )
     attend_across_documents: bool = setting(False, "attention may look into earlier documents of the row")
     assistant_only_loss: bool = setting(False, "chat: only what the assistant says is a target")
-    on_rewritten_turns: Literal["raise", "keep"] = setting(
+    train_on_turns: Literal["all", "last_round", "last"] = setting(
+        "all",
+        "assistant_only_loss: the turns of the assistant that are targets; last_round = those after the last message "
+        "of the user",
+        spellings_by_alias={
+            "train_on_last_turn_only": {True: "last", False: "all"},
+            "mask_history": {True: "last", False: "all"},
+        },
+        aliases=("assistant_turns", "train_on_last_turn_only", "mask_history"),
+    )
+    thoughts: Literal["train", "mask", "drop"] = setting(
+        "train",
+        "what happens to what the assistant thinks; mask = the words of a thought are no targets, its tags are; drop = "
+        "the template never sees it",
+        spellings_by_alias={"mask_reasoning_content": {True: "mask", False: "train"}},
+        aliases=("mask_reasoning_content",),
+    )
+    on_rewritten_turns: Literal["raise", "split", "mask", "keep"] = setting(
         "raise",
-        "what happens to chats of which the template leaves out thoughts, tool calls or text of the assistant; keep = "
-        "they are counted, and trained on as the template shows them",
+        "what happens to turns that the template shows otherwise than when the model writes them; raise = those that "
+        "lose text, thoughts or tool calls are an error; split = each turn is a target in a text that shows it as the "
+        "model writes it; mask = such turns are no targets; keep = they are counted, and trained on as they are shown",
+        aliases=("split_thinking",),
+        spellings_by_alias={"split_thinking": {True: "split", False: "raise"}},
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "variables that the chat template reads, such as {enable_thinking: false}; those of a source and of a row's "
+        "column chat_template_kwargs win",
+        unit="variables",
+        aliases=("template_kwargs",),
+        max_length=100,
     )
     chat_template: Lines | None = setting(
         None,

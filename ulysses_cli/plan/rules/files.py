@@ -13,6 +13,7 @@ from pathlib import Path
 from ulysses_cli.plan.files.addresses import find_address, find_address_problem
 from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, find_holder
 from ulysses_cli.plan.files.patterns import expand_pattern
+from ulysses_cli.plan.models.chat_template import OUR_VARIABLES
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.changes import add_new_settings, list_differences, shorten_list
 from ulysses_cli.plan.recipe.data_section import COLUMNS, OPTIONAL, Dataset
@@ -55,6 +56,40 @@ def check_loss_mask(recipe: Recipe) -> Problems:
             f"needs chat data, but the sources are of type {', '.join(sorted(types))}",
             "use data of type chat or conversations, or set assistant_only_loss: false",
         )
+
+
+def check_turns(recipe: Recipe) -> Problems:
+    """What says which turns of a chat are targets needs a loss mask, and whole turns."""
+    data = recipe.data
+    types = {dataset.type for dataset in (*data.datasets, *data.eval_datasets)}
+    masks = data.assistant_only_loss or (data.completion_only_loss and bool(types & {"auto", "completion"}))
+    needing = {
+        "train_on_turns": data.train_on_turns != "all",
+        "thoughts": data.thoughts != "train",
+        "on_rewritten_turns": data.on_rewritten_turns in ("split", "mask"),
+    }
+    for name, is_set in needing.items():
+        if is_set and not masks:
+            message = (
+                f"{getattr(data, name)} chooses among what the assistant says, but every token of a chat is learned"
+            )
+            yield Problem(f"data.{name}", message, "set data.assistant_only_loss: true")
+    if data.train_on_turns == "last" and data.excess_length_strategy == "truncate":
+        message = "truncate cuts off the end of a long chat, and only its last turn is a target"
+        yield Problem("data.excess_length_strategy", message, "use drop, split or raise")
+    if data.on_rewritten_turns == "split" and data.attend_across_documents:
+        message = "a split chat repeats its turns, and documents of a row would see each other's answers"
+        yield Problem("data.attend_across_documents", message, "set it to false")
+    sections = [("data", data.chat_template_kwargs)]
+    for section in ("datasets", "eval_datasets"):
+        rows = enumerate(getattr(data, section))
+        sections += [(f"data.{section}.{index}", dataset.chat_template_kwargs) for index, dataset in rows]
+    for key, variables in sections:
+        for name in variables:
+            if name in OUR_VARIABLES:
+                yield Problem(
+                    f"{key}.chat_template_kwargs.{name}", "is given by the row or by this tool", "leave it out"
+                )
 
 
 def check_output_dir(recipe: Recipe) -> Problems:
@@ -303,6 +338,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_datasets,
     check_token_loss,
     check_loss_mask,
+    check_turns,
     check_output_dir,
     check_resume,
     check_checkpoint_uri,

@@ -1,0 +1,346 @@
+"""Which tokens of a chat are targets: by turns, by fields of messages, by thoughts, and where a template rewrites a
+turn. The expected targets are written by hand, as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.recipes import VALID
+from support.templates import CHATML
+from support.tiers import count_examples
+from support.tokenizers_trained import train, wrap
+
+from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.readers.columns import Reading, read_sample
+from ulysses_cli.readers.problems import BadRow, DataError
+from ulysses_cli.validate import validate_recipe
+
+Row = dict[str, Any]
+IM = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+# As Qwen3's: thoughts of the last round are shown, an empty one where the assistant did not think.
+LAST_ROUND = """\
+{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}
+{%- endif %}{%- endfor %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}
+{%- if loop.index0 > ns.last and (m.reasoning_content or loop.last) %}
+{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<call>' + (call.function | tojson) + '</call>' }}{%- endfor %}
+{%- else %}{{- m.content }}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
+ALL_SHOWN = LAST_ROUND.replace("loop.index0 > ns.last and (m.reasoning_content or loop.last)", "m.reasoning_content")
+# As gpt-oss's: a final answer takes the thoughts of its round away, and the last turn ends with another mark.
+UNTIL_FINAL = """\
+{%- set ns = namespace(final=-1) %}{%- for m in messages %}
+{%- if m.role == 'assistant' and not m.tool_calls %}{%- set ns.final = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content and loop.index0 >= ns.final %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}
+{{- m.content }}{%- for call in m.tool_calls or [] %}{{- (call.function | tojson) }}{%- endfor %}
+{{- '<|return|>' if loop.last and m.role == 'assistant' and not m.tool_calls else '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+USER = {"role": "user", "content": "Why?"}
+
+
+def call(name: str = "find", **arguments: Any) -> Row:
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def turn(content: str = "", thought: str = "", *calls: Row, **more: Any) -> Row:
+    more |= {"reasoning_content": thought} if thought else {}
+    return {"role": "assistant", "content": content, **more, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def tool(content: str) -> Row:
+    return {"role": "tool", "tool_call_id": "c1", "content": content}
+
+
+ROUND = [USER, turn("", "Look.", call(path="a\n\"b'")), tool("one"), turn("Done.", "So.")]
+CALLED = '{"name": "find", "arguments": {"path": "a\\n\\"b\'"}}'
+TWO = [*ROUND, {"role": "user", "content": "More?"}, turn("Yes.", "Hm.")]
+
+
+@cache
+def make_tokenizer(template: str) -> Any:
+    tokenizer = wrap(train("qwen"), chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*IM, "<|return|>"]})
+    return tokenizer
+
+
+def make_encoder(template: str, **choice: Any) -> Encoder:
+    return Encoder(make_tokenizer(template), EncoderSettings(assistant_only_loss=True, **choice))
+
+
+def list_targets(template: str, messages: list[Row], flag: int = TARGET, **choice: Any) -> list[list[str]]:
+    """The runs of tokens with a flag, of each document of a chat."""
+    encoder = make_encoder(template, **choice)
+    shown = []
+    for ids, flags in encoder.encode_documents(read_sample("chat", {"messages": messages})):
+        assert flags is not None
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], (flags & flag) > 0, [0]]).astype(int)))
+        shown.append([encoder.tokenizer.decode(ids[a:b]) for a, b in edges.reshape(-1, 2)])
+    return shown
+
+
+FIRST, LAST = f"<think>\nLook.\n</think>\n\n<call>{CALLED}</call><|im_end|>", "<think>\nHm.\n</think>\n\nYes.<|im_end|>"
+SECOND = "<think>\nSo.\n</think>\n\nDone.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("which", "targets"), [("all", [FIRST, SECOND, LAST]), ("last_round", [LAST]), ("last", [LAST])]
+)
+def test_turns_are_chosen(which: str, targets: list[str]) -> None:
+    assert list_targets(ALL_SHOWN, TWO, train_on_turns=which) == [targets]
+
+
+def test_the_last_round_is_all_after_the_last_message_of_the_user() -> None:
+    assert list_targets(ALL_SHOWN, ROUND, train_on_turns="last_round") == [[FIRST, SECOND]]
+    assert list_targets(ALL_SHOWN, ROUND, train_on_turns="last") == [[SECOND]]
+
+
+@pytest.mark.parametrize("field", ["weight", "train", "training", "loss", "trainable"])
+def test_a_field_of_a_message_beats_the_choice(field: str) -> None:
+    chat = [USER, turn("a", **{field: 0}), USER, turn("b", **{field: True}), USER, turn("c", **{field: None})]
+    assert list_targets(CHATML, chat) == [["b<|im_end|>", "c<|im_end|>"]]
+    assert list_targets(CHATML, chat, train_on_turns="last") == [["b<|im_end|>", "c<|im_end|>"]]
+    plain = [{key: value for key, value in message.items() if key != field} for message in chat]
+    assert list_targets(CHATML, [dict(message) for message in plain]) == [["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([USER, turn("a", weight=0.5)], "turn 2: weight is 0.5; only true and false, or 1 and 0, are understood"),
+        ([USER, turn("a", train="yes")], "turn 2: train is 'yes'"),
+        ([USER, turn("a", train=True, weight=0)], "turn 2: weight and train do not agree"),
+        ([{**USER, "train": True}, turn("a")], r"turn 1 \(user\) cannot be a target"),
+    ],
+)
+def test_fields_that_say_no_clear_thing_are_refused(messages: list[Row], words: str) -> None:
+    with pytest.raises(BadRow, match=words):
+        read_sample("chat", {"messages": messages})
+
+
+def test_a_field_may_have_any_name_or_be_left_alone() -> None:
+    chat = {"messages": [USER, turn("a", learn=1, weight=0)]}
+    assert getattr(read_sample("chat", chat, reading=Reading(train_field="learn")), "flags") == (None, True)  # noqa: B009
+    sample = read_sample("chat", chat, reading=Reading(train_field="none"))
+    assert getattr(sample, "flags") == () and getattr(sample, "messages")[1]["weight"] == 0  # noqa: B009, PT018
+
+
+def test_a_field_needs_a_loss_mask() -> None:
+    with pytest.raises(BadRow, match=r"turn 2 says .* data.assistant_only_loss: true; train_field: none ignores it"):
+        Encoder(make_tokenizer(CHATML)).encode(read_sample("chat", {"messages": [USER, turn("a", weight=0)]}))
+
+
+def test_thoughts_are_masked_without_their_tags_or_dropped() -> None:
+    end = f"</think>\n\n<call>{CALLED}</call><|im_end|>"
+    ((first, *others),) = list_targets(ALL_SHOWN, ROUND, thoughts="mask")
+    assert first == "<think>\n" and others[0].endswith(end)  # noqa: PT018
+    assert "Look" not in "".join([first, *others]) and "So." not in "".join(others)  # noqa: PT018
+    inline = [USER, turn("<think>\nHm.\n</think>\n\nYes.")]
+    assert list_targets(CHATML, inline, thoughts="drop") == [["Yes.<|im_end|>"]]
+    assert list_targets(CHATML, [USER, turn("Yes.", "Hm.")], thoughts="drop") == [["Yes.<|im_end|>"]]
+    assert "Hm." not in "".join(list_targets(CHATML, inline, thoughts="mask")[0])
+
+
+def test_classes_of_what_is_said() -> None:
+    assert list_targets(ALL_SHOWN, TWO, THOUGHT) == [["Look.", "So.", "Hm."]]
+    ((words,),) = list_targets(ALL_SHOWN, ROUND[:2], CALL)
+    assert words.endswith(f"<call>{CALLED}</call><|im_end|>") and "Look" not in words  # noqa: PT018
+    assert list_targets(ALL_SHOWN, TWO, SAID, train_on_turns="last") == [[FIRST, SECOND, LAST]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "targets"),
+    [
+        ("keep", [[f"<call>{CALLED}</call><|im_end|>", "Done.<|im_end|>", LAST]]),
+        ("mask", [[LAST]]),
+        ("split", [[FIRST, SECOND], [LAST]]),
+    ],
+)
+def test_rewritten_turns(mode: str, targets: list[list[str]]) -> None:
+    assert list_targets(LAST_ROUND, TWO, on_rewritten_turns=mode) == targets
+
+
+def test_an_answer_follows_the_prompt_that_the_model_gets() -> None:
+    """The final text lacks the thoughts of its round, which the model still sees when it writes that answer."""
+    (text,) = make_encoder(UNTIL_FINAL, on_rewritten_turns="split").encode_documents(
+        read_sample("chat", {"messages": ROUND})
+    )
+    shown = make_tokenizer(UNTIL_FINAL).decode(text[0])
+    prompt = make_tokenizer(UNTIL_FINAL).apply_chat_template(ROUND[:3], tokenize=False, add_generation_prompt=True)
+    assert shown == prompt + "<think>So.</think>Done.<|return|>"
+    (runs,) = list_targets(UNTIL_FINAL, ROUND, on_rewritten_turns="split")
+    assert runs == [f"<think>Look.</think>{CALLED}<|im_end|>", "<think>So.</think>Done.<|return|>"]
+
+
+def test_an_end_mark_that_only_earlier_turns_have_is_no_target() -> None:
+    chat = [USER, turn("a"), USER, turn("b")]
+    assert list_targets(UNTIL_FINAL, chat) == [["a", "b<|return|>"]]
+
+
+WORDS = st.text("abc \n", min_size=1, max_size=6).filter(str.strip).map(str.strip)
+
+
+@st.composite
+def draw_chats(draw: st.DrawFn) -> list[Row]:
+    messages: list[Row] = []
+    for number in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": f"u{number} {draw(WORDS)}"})
+        for _ in range(draw(st.integers(0, 2))):
+            thought = draw(st.sampled_from(["", "thinking"]))
+            messages.append(turn(draw(st.just("") | WORDS), thought, call(path=draw(WORDS), n=draw(st.integers(0, 3)))))
+            messages.append(tool("t " + draw(WORDS)))
+        flag = draw(st.sampled_from([None, 0, 1]))
+        messages.append(turn(f"f{number} {draw(WORDS)}", draw(st.sampled_from(["", "thinking"])), train=flag))
+    return messages
+
+
+@pytest.mark.parametrize("template", [LAST_ROUND, UNTIL_FINAL, ALL_SHOWN], ids=["last round", "until final", "all"])
+def test_each_chosen_turn_is_a_target_once_behind_its_own_prompt(template: str) -> None:
+    """Against renderings of each turn alone: what stands before a target is what the model gets."""
+    tokenizer = make_tokenizer(template)
+
+    @settings(max_examples=count_examples(60))
+    @given(draw_chats(), st.sampled_from(["all", "last_round", "last"]))
+    def check(messages: list[Row], which: str) -> None:
+        encoder = make_encoder(template, on_rewritten_turns="split", train_on_turns=which)
+        sample: Any = read_sample("chat", {"messages": [dict(message) for message in messages]})
+        expected = []
+        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        for at in turns:
+            is_chosen = {"all": True, "last": at == turns[-1], "last_round": at > users[-1]}[which]
+            flag = messages[at].get("train")
+            if is_chosen if flag is None else flag:
+                prompts = [
+                    tokenizer.apply_chat_template(
+                        sample.messages[:at], tokenize=False, add_generation_prompt=True, **more
+                    )
+                    for more in ({}, {"enable_thinking": False})
+                ]
+                whole = tokenizer.apply_chat_template(sample.messages[: at + 1], tokenize=False)
+                prompt = max((prompt for prompt in prompts if whole.startswith(prompt)), key=len, default=prompts[0])
+                answer = whole[len(prompt) :]
+                if not whole.startswith(prompt):  # the last turn takes away what the prompt shows
+                    answer = whole[whole.rindex("<|im_start|>assistant\n") + len("<|im_start|>assistant\n") :]
+                expected.append((prompt, answer.rstrip("\n").removesuffix("<|return|>")))
+        found = []
+        if not expected:
+            return
+        for ids, flags in encoder.encode_documents(sample):
+            assert flags is not None
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], (flags & TARGET) > 0, [0]]).astype(int)))
+            for a, b in edges.reshape(-1, 2):  # `<|return|>` ends the last turn alone
+                found.append((tokenizer.decode(ids[:a]), tokenizer.decode(ids[a:b]).removesuffix("<|return|>")))
+        assert sorted(found) == sorted(expected)
+        assert not encoder.lost
+
+    check()
+
+
+RECIPE = """\
+model: {config: {model_type: llama}, tokenizer: bytes}
+data:
+  datasets:
+    - path: FOLDER/d.jsonl
+  max_length: 4096
+  assistant_only_loss: true
+  chat_template: FOLDER/t.jinja
+  store_dir: FOLDER/store
+"""
+
+
+def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Prepared:
+    rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "t.jinja").write_text(template)
+    return prepare_data(
+        parse_recipe(RECIPE.replace("FOLDER", str(folder)), "r.yaml", overrides).recipe, 8, lambda _: None
+    )
+
+
+def read_targets(prepared: Prepared) -> str:
+    rows = open_rows(prepared.path, "train")
+    parts = [rows.read(row, 0, rows.capacity) for row in range(len(rows))]
+    return b"".join(bytes(part.labels[(part.labels >= 0) & (part.labels < 256)].tolist()) for part in parts).decode()
+
+
+def test_variables_of_the_recipe_of_a_source_and_of_a_row(tmp_path: Path) -> None:
+    template = "{%- if style is defined %}{{- style }}{%- endif %}" + CHATML
+    row = {"messages": [USER, turn("a")], "chat_template_kwargs": {"style": "row"}}
+    rows = [row, [USER, turn("a")]]
+    every, one = "data.chat_template_kwargs={style: all}", "data.datasets.0.chat_template_kwargs={style: one}"
+    for overrides, shown in (((), {"row<", "<|im"}), ((every,), {"row<", "all<"}), ((every, one), {"row<", "one<"})):
+        prepared = prepare(tmp_path, rows, template, *overrides)
+        samples = open_rows(prepared.path, "train").stores[0]
+        assert {bytes(samples.read(at, 0, 4)[0].tolist()).decode() for at in range(2)} == shown
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "overrides", "words"),
+    [
+        ([TWO], CHATML, ["data.chat_template_kwargs={enable_thinkin: false}"], "the chat template never reads it"),
+        ([TWO], CHATML, ["data.datasets.0.train_field=learn"], "no message has a field learn"),
+        ([TWO], CHATML, [], "name a template in data.chat_template that shows them"),
+        ([[USER, turn("a", "b")]], CHATML, [], "or set data.thoughts: drop to train without thoughts"),
+        ([TWO], LAST_ROUND, [], "split to train each turn as the model writes it, for 1.8 x the tokens"),
+        ([{"messages": ROUND, "chat_template_kwargs": {"enable_thinking": False}}], LAST_ROUND, [], "thoughts: drop"),
+        ([{"messages": TWO[-2:], "tools": [{"name": "find"}]}], LAST_ROUND, [], "column `tools` is not read: find"),
+        ([[USER, turn("a<|im_end|>b")]], CHATML, ["data.added_tokens=[<|im_end|>]"], r"turn 2 holds <\|im_end\|>"),
+        ([{"messages": ROUND, "chat_template_kwargs": {"messages": 1}}], CHATML, [], "holds messages, which is not"),
+    ],
+    ids=["variable", "field", "thought", "alone", "split", "thinks", "tools", "end mark", "ours"],
+)  # fmt: skip
+def test_refusals(tmp_path: Path, rows: list[Any], template: str, overrides: list[str], words: str) -> None:
+    with pytest.raises((DataError, RecipeError)) as caught:
+        prepare(tmp_path, rows, template, *overrides)
+    assert re.search(words, "".join(f"{problem}\n{problem.hint}" for problem in caught.value.problems))
+
+
+def test_hints_of_refusals_work(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        prepare(tmp_path, [TWO], LAST_ROUND)
+    for choice in ("data.on_rewritten_turns=split", "data.on_rewritten_turns=keep", "data.thoughts=drop"):
+        assert "Yes." in read_targets(prepare(tmp_path, [TWO], LAST_ROUND, choice))
+    assert "Look." in read_targets(prepare(tmp_path, [TWO], LAST_ROUND, "data.on_rewritten_turns=split"))
+    assert "Look." not in read_targets(prepare(tmp_path, [TWO], LAST_ROUND, "data.thoughts=drop"))
+    row = {"messages": TWO[-2:], "tools": [{"name": "find"}]}
+    assert "Yes." in read_targets(prepare(tmp_path, [row], LAST_ROUND, "data.on_rewritten_turns=keep"))
+
+
+def test_rules_of_recipes() -> None:
+    def find(*overrides: str) -> list[str]:
+        chat = ("data.datasets.0.type=chat", "data.datasets.0.path=hub/set")
+        problems = validate_recipe("r.yaml", (*chat, *overrides), text=VALID).problems
+        return [
+            problem.key for problem in problems if problem.key.startswith("data.") and "template" not in problem.key
+        ]
+
+    only = "data.assistant_only_loss=true"
+    for key in ("data.train_on_turns=last", "data.thoughts=mask", "data.on_rewritten_turns=split"):
+        assert find(key) == [key.partition("=")[0]]
+        assert not find(key, only)
+    assert find("data.train_on_turns=last", "data.excess_length_strategy=truncate", only) == [
+        "data.excess_length_strategy"
+    ]
+    assert find("data.on_rewritten_turns=split", "data.attend_across_documents=true", only) == [
+        "data.attend_across_documents"
+    ]
+    for alias in ("data.train_on_last_turn_only=true", "data.mask_history=true", "data.assistant_turns=last"):
+        assert parse_recipe(VALID, "r.yaml", [alias]).recipe.data.train_on_turns == "last"
+    assert parse_recipe(VALID, "r.yaml", ["data.mask_reasoning_content=true"]).recipe.data.thoughts == "mask"
+    assert parse_recipe(VALID, "r.yaml", ["data.split_thinking=true"]).recipe.data.on_rewritten_turns == "split"
