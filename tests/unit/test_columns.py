@@ -1,15 +1,19 @@
-"""Tests `columns` of a data set: the file's own names of columns, by the names that are expected."""
+"""Tests `columns` of a data set: the file's own names of columns, by the names that are expected; and how data
+sets of agents write chats."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.recipes import load
+from support.tokenizers_trained import train, wrap
 from test_prepare import prepare, read_documents, write_rows
 
+from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rules.files import check_datasets
-from ulysses_cli.readers.columns import Reading, detect_kind, read_sample
+from ulysses_cli.readers.columns import Chat, Reading, detect_kind, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError
 
 QA = [{"question": "2+2?", "answer": "four", "prompt": 7}, {"question": "3+3?", "answer": "six"}]
@@ -107,3 +111,113 @@ def test_the_expected_names_of_a_file_do_not_stand_in_for_named_columns(row: dic
         detect_kind(row, {"prompt": "question", "completion": "answer"})
     with pytest.raises(BadRow, match="is missing"):
         read_sample("completion", row, reading=Reading({"prompt": "question", "completion": "answer"}))
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+ANSWER = {"role": "assistant", "content": "done"}
+ASKED = {"role": "user", "content": "q"}
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        (  # OpenHands
+            {"trajectory": [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+            [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        ),
+        (  # SWE-agent
+            {"trajectory": [{"role": "system", "system_prompt": "s", "text": None}, {"role": "ai", "text": "done"}]},
+            [{"role": "system", "content": "s"}, ANSWER],
+        ),
+        (  # xLAM
+            {"query": "q", "tools": "[]", "answers": '[{"name": "f", "arguments": {"a": null}}]'},
+            [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        ),
+        (  # swift, two calls at once
+            {
+                "messages": [
+                    ASKED,
+                    ANSWER,
+                    *[{"role": "tool_call", "content": '{"name": "f", "arguments": {"a": null}}'}] * 2,
+                    {"role": "tool_response", "content": {"x": 1}},
+                ]
+            },
+            [ASKED, {**ANSWER, "tool_calls": [CALL, CALL]}, {"role": "tool", "content": '{"x": 1}'}],
+        ),
+        (  # glaive and APIGen-MT
+            {
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": "{\\"a\\": null}"}'},
+                    {"from": "observation", "value": None},
+                ]
+            },
+            [
+                ASKED,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": ""},
+            ],
+        ),
+        (
+            {
+                "messages": [
+                    ASKED,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "done"}],
+                    },
+                    {"role": "assistant", "content": None, "thinking": "t"},
+                    {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}},
+                ]
+            },
+            [
+                ASKED,
+                {**ANSWER, "reasoning_content": "t"},
+                {"role": "assistant", "content": "", "thinking": "t"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+                },
+            ],
+        ),
+    ],
+    ids=["OpenHands", "SWE-agent", "xLAM", "swift", "glaive", "thoughts"],
+)
+def test_chats_of_agents(row: dict[str, Any], messages: list[Any]) -> None:
+    sample = read_sample(detect_kind(row), row)
+    assert isinstance(sample, Chat)
+    assert sample.messages == messages
+
+
+@pytest.mark.parametrize(
+    "tools", [[SCHEMA], [json.dumps(SCHEMA)], json.dumps([SCHEMA]), json.dumps([SCHEMA["function"]])]
+)
+def test_tools_in_all_their_forms(tools: Any) -> None:
+    sample = read_sample("chat", {"messages": [ASKED, ANSWER], "tools": tools})
+    assert isinstance(sample, Chat)
+    assert sample.tools == [SCHEMA]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"arguments": {}}, "a tool call has no name"),
+        ({"name": "f", "arguments": "[1]"}, "the arguments of a tool call are a list, not a mapping"),
+        ({"name": "f", "arguments": "{"}, "arguments of a tool call is not valid JSON"),
+    ],
+)
+def test_calls_that_are_none(call: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRow, match=words):
+        read_sample("chat", {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]})
+
+
+def test_a_thought_has_the_name_that_the_template_reads() -> None:
+    template = "{%- for m in messages %}{{- m.role + ':' + (m.thinking or '') + m.content }}{%- endfor %}"
+    template += "{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"
+    encoder = Encoder(wrap(train("qwen"), chat_template=template))
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        ids, _ = encoder.encode(read_sample("chat", {"messages": [ASKED, {**ANSWER, name: "hm "}]}))
+        assert encoder.tokenizer.decode(ids) == "user:qassistant:hm done"
+        assert not encoder.lost

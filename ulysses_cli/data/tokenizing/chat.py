@@ -323,7 +323,7 @@ class _TurnFinder:
 
 
 def _describe(message: Mapping[str, Any]) -> tuple[object, ...]:
-    return message["role"], tuple((key, bool(value)) for key, value in message.items())
+    return message["role"], tuple(message)
 
 
 def _count_shared(first: str, second: str) -> int:

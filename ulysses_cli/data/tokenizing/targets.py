@@ -5,6 +5,7 @@ A chat is one text, or several where `split` shows each turn as the model writes
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,7 +184,7 @@ def render_chat(
     """`first`: the first message that may be a target. Raises what the template raises."""
     if choice.thoughts == "drop":
         messages = drop_thoughts(messages)
-    text = render(messages)
+    messages, text = _render_whole(render, messages)
     if not text:
         return RenderedChat([])
     chosen = choose_turns(messages, flags, choice.train_on_turns, first)
@@ -234,6 +235,26 @@ def render_chat(
         "shown characters": shown,
     }
     return RenderedChat(texts, "", lost, counts)
+
+
+def _render_whole(render: Render, messages: Messages) -> tuple[Messages, str]:
+    """The text, and the messages in the form that the template takes: DeepSeek V3's joins arguments as text."""
+    try:
+        return messages, render(messages)
+    except TypeError:
+        as_text = [_write_arguments(message) for message in messages]
+        if as_text == list(messages):
+            raise
+        return as_text, render(as_text)
+
+
+def _write_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _split(chat: _Chat, chosen: Collection[int]) -> tuple[list[ChatText], list[LostPart]]:
