@@ -91,9 +91,7 @@ class Accumulation:
             # what nobody else holds becomes the gradient itself
             is_alone = getrefcount(grad) <= 3 and (is_contiguous(grad) or grad.steps == leaf.steps)
             leaf.grad = grad.detach() if is_alone else make(grad.shape, grad.dtype, leaf.steps)
-        elif not Running.acts_as_gpu:
-            leaf.grad = make_like(leaf.grad)
-        del grad
+        grads[0] = grad = None  # a second one is added in place, and gone before the hooks
         for hook in leaf._hooks or ():
             hook(leaf)
         return ()
