@@ -175,6 +175,10 @@ class ShardedEngine:
         }
         for module, parameters in outer.items():
             self.own[module] += [numbered[id(p)] for p in parameters]
+        self.whole = {
+            module: list(dict.fromkeys([*(numbered[id(p)] for p in module.parameters()), *self.own[module]]))
+            for module in modules
+        }
         self.of_leaf = {leaf: [numbered[id(p)] for p in leaf.parameters()] for leaf in self.leaves}
         self.in_leaves = {weight for weights in self.of_leaf.values() for weight in weights}
         self.fetched = {
@@ -188,7 +192,7 @@ class ShardedEngine:
         self.order: list[SizedModule] = []
         self.recorded: list[tuple[Weight, int]] = []
         self.queue: deque[tuple[Weight, int]] = deque()
-        self.reuse = Reuse(())
+        self.reuse = self.reuse_of_leaves = Reuse(())
         self.is_recording = self.is_complete = self.runs_backward = False
         self.step = self.num_live = 0
         self.filled: list[Weight] = []
@@ -317,6 +321,8 @@ class ShardedEngine:
                     for weight in sorted(self.fetched[module], key=lambda weight: weight.number)
                 ]
                 self.reuse = Reuse(self.own[module] for module in self.order)
+                # a leaf's is measured over everything inside each module that follows
+                self.reuse_of_leaves = Reuse(self.whole[module] for module in self.order) if self.leaves else self.reuse
                 self.is_complete, self.is_recording = True, False
             else:
                 self.is_recording = True
@@ -397,7 +403,7 @@ class ShardedEngine:
 
     def _release(self, module: SizedModule, *, is_forward: bool) -> None:
         weights = set(self.fetched[module])
-        gone = {weight for weight in weights if not self.is_complete or self._is_far(weight)}
+        gone = {weight for weight in weights if not self.is_complete or self._is_far(module, weight)}
         if not is_forward:
             again, self.recomputed[module] = self.recomputed[module], set()
             gone.update(weight for weight in again if not weight.is_persistent)
@@ -408,10 +414,10 @@ class ShardedEngine:
             if weight in gone:
                 self._release_weight(weight)
 
-    def _is_far(self, weight: Weight) -> bool:
+    def _is_far(self, module: SizedModule, weight: Weight) -> bool:
         if weight.is_persistent or weight.fetched_for > self.step:
             return False
-        distance = self.reuse.find(weight, self.step)
+        distance = (self.reuse_of_leaves if module in self.leaves else self.reuse).find(weight, self.step)
         return distance is None or distance >= self.settings.max_reuse_distance
 
     def _release_weight(self, weight: Weight) -> None:
