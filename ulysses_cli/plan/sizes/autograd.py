@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ulysses_cli.plan.sizes.tensor import Running, Tensor, is_contiguous, keep_order, make, make_like
 
 Backward = Callable[["Node", list[Any]], Sequence[Any]]
+GRADIENT = "gradient"  # the kind of work of a backward
 LEAF = 1 << 60  # a leaf's gradient is added as soon as it is there
 
 
@@ -41,13 +42,13 @@ class Node:
     """One operator of the graph. `run` takes this node and the gradients of its results, and returns those of its
     inputs. A later `sequence` runs first."""
 
-    __slots__ = ("__weakref__", "data", "edges", "hooks", "pre_hooks", "results", "run", "saved", "sequence")
+    __slots__ = ("__weakref__", "data", "edges", "hooks", "place", "pre_hooks", "results", "run", "saved", "sequence")
 
     def __init__(self, run: Backward, inputs: Sequence[Tensor | None], sequence: int | None = None) -> None:
         if sequence is None:
             Running.sequence += 1
             sequence = Running.sequence
-        self.sequence, self.run = sequence, run
+        self.sequence, self.run, self.place = sequence, run, Running.meter.tag[1]
         self.saved: tuple[Any, ...] = ()
         self.results: tuple[tuple[Any, ...], ...] = ()
         self.data: Any = None
@@ -248,9 +249,11 @@ def backward(
     count = len(ready)
     del seen, stack, first
     grad = None  # type: ignore[assignment]
+    meter, tag = Running.meter, Running.meter.tag
     with grad_mode(False):
         while ready:
             _, _, node = heappop(ready)
+            meter.tag = GRADIENT, node.place
             received = buffers.pop(node, None)
             if received is not None and node.pre_hooks:
                 for index, hooks in node.pre_hooks.items():
@@ -298,6 +301,7 @@ def backward(
                     heappush(ready, (-target.sequence, count, target))
                 del target
             del edge, node, outs  # each holds tensors that the next node's run must not find
+    meter.tag = tag
     if wanted is None:
         return []
     return [caught.pop(edge, None) if (edge := _find_edge(t)) is not None else None for t in wanted]

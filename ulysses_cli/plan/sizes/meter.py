@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+Tag = tuple[str, str]  # what kind of work makes a storage, and the path of the module in which it is made
+
 
 @dataclass(eq=False)
 class Place:
@@ -20,11 +22,12 @@ class ByteMeter:
     """`events`: where it is a list, bytes are noted there in order as they come (above 0) and go (below 0), with the
     phase and the storage's tag."""
 
-    def __init__(self, events: list[tuple[int, str, str]] | None = None) -> None:
+    def __init__(self, events: list[tuple[int, str, Tag]] | None = None) -> None:
         self.device, self.host = Place(), Place()
-        self.phase, self.tag, self.events = "", "", events
+        self.phase, self.events = "", events
+        self.tag: Tag = ("", "")
 
-    def add(self, num_bytes: int, tag: str, *, on_host: bool) -> None:
+    def add(self, num_bytes: int, tag: Tag, *, on_host: bool) -> None:
         place = self.host if on_host else self.device
         place.now += num_bytes
         if place.now > place.peak:

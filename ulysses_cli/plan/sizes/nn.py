@@ -31,6 +31,8 @@ class SizedModule:
     training = True
     # What calls a module in place of its forward, where an engine has hooks around each.
     call: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None] = None
+    # What is told of each parameter that is read.
+    read: ClassVar[Callable[[Any], None] | None] = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.__dict__.setdefault("_parameters", {})
@@ -60,7 +62,13 @@ class SizedModule:
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
-        for kind in ("_parameters", "_modules", "_buffers"):
+        parameters = own.get("_parameters", ())
+        if name in parameters:
+            found = parameters[name]
+            if SizedModule.read is not None and found is not None:
+                SizedModule.read(found)
+            return found
+        for kind in ("_modules", "_buffers"):
             if name in own.get(kind, ()):
                 return own[kind][name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")

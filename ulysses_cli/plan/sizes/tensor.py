@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ulysses_cli.plan.sizes.dtypes import DEVICE, HOST, DType, TensorDevice
-from ulysses_cli.plan.sizes.meter import ByteMeter
+from ulysses_cli.plan.sizes.meter import ByteMeter, Tag
 
 Shape = tuple[int, ...]
 
@@ -34,9 +34,9 @@ class Running:
 class Storage:
     __slots__ = ("__weakref__", "meter", "num_bytes", "on_host", "tag")
 
-    def __init__(self, num_bytes: int, *, on_host: bool = False) -> None:
+    def __init__(self, num_bytes: int, tag: Tag | None = None, *, on_host: bool = False) -> None:
         self.meter, self.num_bytes, self.on_host = Running.meter, num_bytes, on_host
-        self.tag = self.meter.tag
+        self.tag = tag or self.meter.tag
         self.meter.add(num_bytes, self.tag, on_host=on_host)
 
     def __del__(self) -> None:
@@ -205,10 +205,7 @@ def is_contiguous(t: Tensor) -> bool:
 def keep_order(tensors: Sequence[Tensor], shape: Shape) -> Shape | None:
     """The steps of a new tensor of this shape that an elementwise operator of these tensors makes: its dimensions are
     in their order (ATen/TensorIterator.cpp: reorder_dimensions)."""
-    whole = [t for t in tensors if t.shape == shape]
-    if all(t.steps is None for t in tensors) and len(whole) == len(tensors):
-        return None
-    if len(whole) == len(tensors) and all(is_contiguous(t) for t in tensors):
+    if all(t.steps is None or is_contiguous(t) for t in tensors):
         return None
     padding = len(shape)
     steps = [

@@ -348,34 +348,16 @@ def make_parts() -> Parts:
     return RealParts(make_weights, add_adapters, choose, choose_ways, choose_recurrences, lambda _: AtOnce())
 
 
-def replace_parts(max_tiles: int) -> None:
-    """Replaces code of the project that needs values or a real device. Tiles are alike, so that a few of them are
-    enough."""
+def replace_parts() -> None:
+    """Replaces code of the project that needs values or a real device."""
     import torch.optim.optimizer as optimizers
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from ulysses_cli.train.memory import disk, offload, tiled_loss, tiled_mlp, tiled_norm, tiling
+    from ulysses_cli.prove.trace.few_tiles import keep_few_tiles
+    from ulysses_cli.train.memory import offload
 
-    def keep_few(split: Callable[..., list[slice]]) -> Callable[..., list[slice]]:
-        def few(*args: Any) -> list[slice]:
-            parts = split(*args)
-            return parts if len(parts) <= max_tiles else [*parts[: max_tiles - 1], parts[-1]]
-
-        return few
-
-    @torch.no_grad()
-    def compute_losses(loss: Any, hidden: Tensor, labels: Tensor, rule: Any) -> Tensor:
-        """One loss per token, though only a few tiles are computed."""
-        parts = loss.walk_tiles(labels.numel())
-        losses = [tiled_loss.compute_losses(loss.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts]
-        return losses[0].new_empty(labels.numel())
-
+    keep_few_tiles()
     offload.count_free_bytes = lambda: 1 << 60  # type: ignore[attr-defined]
-    offload.list_chunks = keep_few(disk.list_chunks)  # type: ignore[attr-defined]
-    for tiled in (tiled_mlp, tiled_norm):
-        tiled.split_tokens = keep_few(tiling.split_tokens)  # type: ignore[attr-defined]
-    tiled_loss.TiledLoss.walk_tiles = keep_few(tiled_loss.TiledLoss.walk_tiles)  # type: ignore[method-assign]
     replace_everywhere(DeepSpeedCPUAdam, HostAdam, "deepspeed")
-    tiled_loss.TiledLoss.compute_losses_in_tiles = compute_losses  # type: ignore[method-assign]
     supported = optimizers._get_fused_kernels_supported_devices
     optimizers._get_fused_kernels_supported_devices = lambda: [*supported(), DEVICE.type]

@@ -32,7 +32,6 @@ SUMS = (
     "data_types",
     "communication_data_type",
 )  # DeepSpeed's settings for the sums of a run that accumulates gradients
-MAX_TILES = 3  # tiles are alike, so that the first, one more and the last are enough
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,7 @@ def prepare_process(request: Mapping[str, Any]) -> None:
     from ulysses_cli.prove.trace import counted_swaps, fake_device
 
     fake_device.install()
-    fake_device.replace_parts(MAX_TILES)
+    fake_device.replace_parts()
     counted_swaps.replace_swaps()
     if recipe["run"]["device"] != "cpu":  # as a GPU does
         fake_device.copy_on_streams()

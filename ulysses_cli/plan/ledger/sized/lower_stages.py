@@ -7,6 +7,18 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
+from ulysses_cli.plan.ledger.sized.lines import (
+    AGAIN,
+    BUCKET,
+    FLUSHED,
+    FORWARD,
+    GRADIENTS,
+    MASTER,
+    MOMENTS,
+    PARAMETERS,
+    STEPPED,
+    tagged,
+)  # fmt: skip
 from ulysses_cli.plan.ledger.sized.sharding import ShardSettings, Weight, count_moment_bytes, decays
 from ulysses_cli.plan.sizes import autograd
 from ulysses_cli.plan.sizes.dtypes import FLOAT32
@@ -55,6 +67,8 @@ class WholeEngine:
         self.own = {weight: size for group in self.groups for weight, size in group.own.items()}
         self.dtype = self.trained[0].dtype
         self.is_compact = settings.kept is FLOAT32 and self.dtype is not FLOAT32
+        self.places = {module: path for path, module in root.named_modules()}
+        self.runs_backward = False
         self.number = self.num_filled = 0
         self.buckets: list[Storage] = []
         self.filled: list[Weight] = []
@@ -76,21 +90,26 @@ class WholeEngine:
     def start(self) -> None:
         settings, size = self.settings, self.dtype.itemsize
         for group in self.groups:
-            flat = group.weights[0].parameter.storage if group.is_view else Storage(group.numel * size)
+            flat = group.weights[0].parameter.storage if group.is_view else Storage(group.numel * size, PARAMETERS)
             for weight in group.weights:
                 weight.parameter.storage = flat
                 weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._take(weight))
-            own = Storage(group.share * size)
+            own = Storage(group.share * size, MASTER)
             if not settings.states_on_host:
-                self.states.append(own if self.dtype is FLOAT32 else Storage(4 * group.share))
+                self.states.append(own if self.dtype is FLOAT32 else Storage(4 * group.share, MASTER))
             del flat, own
         if settings.states_on_host:
-            self.states.append(Storage(max(weight.numel for weight in self.trained) * size))
+            self.states.append(Storage(max(weight.numel for weight in self.trained) * size, GRADIENTS))
         else:
-            zeros = [Storage(4 * group.share) for group in self.groups]
+            zeros = [Storage(4 * group.share, STEPPED) for group in self.groups]
             del zeros
 
-    call = None  # no hooks around modules
+    read = None
+
+    def call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """No hooks run around modules."""
+        with tagged(AGAIN if self.runs_backward else FORWARD, self.places.get(module, "")):
+            return module.forward(*args, **named)
 
     def end_evaluation(self) -> None: ...
 
@@ -98,7 +117,9 @@ class WholeEngine:
 
     def run_backward(self, loss: Tensor) -> None:
         self.number += 1
+        self.runs_backward = True
         autograd.backward([loss], [make((), FLOAT32)])
+        self.runs_backward = False
         if not self.reduces:
             return
         self._flush()
@@ -128,7 +149,7 @@ class WholeEngine:
         an optimizer on the host in a copy."""
         most = self.settings.reduce_bucket
         if not self.buckets:
-            self.buckets = [Storage(most * self.dtype.itemsize) for _ in range(2)]
+            self.buckets = [Storage(most * self.dtype.itemsize, BUCKET) for _ in range(2)]
         if not self.reduces:
             return
         if self.num_filled + weight.numel > most:
@@ -170,8 +191,8 @@ class WholeEngine:
 
     def _send(self, pieces: list[tuple[int, bool]]) -> None:
         numel, sent = sum(size for size, _ in pieces), self.settings.sent
-        joined = Storage(numel * self.dtype.itemsize) if len(pieces) > 1 else None
-        cast = Storage(numel * sent.itemsize) if sent is not self.dtype else joined
+        joined = Storage(numel * self.dtype.itemsize, FLUSHED) if len(pieces) > 1 else None
+        cast = Storage(numel * sent.itemsize, FLUSHED) if sent is not self.dtype else joined
         del joined
         if sent is not FLOAT32:
             for size, is_own in pieces:
@@ -180,7 +201,7 @@ class WholeEngine:
 
     def _get_flat(self, group: Group) -> None:
         if group not in self.flat:
-            self.flat[group] = Storage(4 * group.share)
+            self.flat[group] = Storage(4 * group.share, GRADIENTS)
 
     def _copy_own(self, weight: Weight) -> None:
         """copy_grads_in_partition"""
@@ -192,7 +213,7 @@ class WholeEngine:
                 weight.parameter.grad = None
         elif not self.is_compact:
             if self.copies is None:
-                self.copies = Storage(sum(each.numel for each in self.own) * self.dtype.itemsize)
+                self.copies = Storage(sum(each.numel for each in self.own) * self.dtype.itemsize, GRADIENTS)
             weight.parameter.grad = Tensor(weight.shape, self.dtype, self.copies)
 
     # --- the optimizer
@@ -207,11 +228,11 @@ class WholeEngine:
         for number, group in enumerate(self.groups):
             grad = self.flat.pop(group) if self.is_compact else self._join(group)
             if number == len(self.moments):
-                self.moments.append(Storage(count_moment_bytes(group.share, self.settings.optimizer)))
+                self.moments.append(Storage(count_moment_bytes(group.share, self.settings.optimizer), MOMENTS))
             del grad
 
     def _join(self, group: Group) -> Storage:
         """This rank's gradients in one tensor of float32."""
         parts = self.kept.pop(group)
-        joined = Storage(group.share * self.dtype.itemsize) if len(parts) > 1 else parts[0].storage
-        return joined if self.dtype is FLOAT32 else Storage(4 * group.share)
+        joined = Storage(group.share * self.dtype.itemsize, STEPPED) if len(parts) > 1 else parts[0].storage
+        return joined if self.dtype is FLOAT32 else Storage(4 * group.share, STEPPED)

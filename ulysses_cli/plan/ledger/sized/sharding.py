@@ -4,14 +4,27 @@ and each rank steps its share (runtime/zero: parameter_offload, partitioned_para
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
+from ulysses_cli.plan.ledger.sized.lines import (
+    AGAIN,
+    BUCKET,
+    FLUSHED,
+    FORWARD,
+    GATHERED,
+    GRADIENTS,
+    MASTER,
+    MOMENTS,
+    PARAMETERS,
+    SECOND,
+    STEPPED,
+    tagged,
+)  # fmt: skip
 from ulysses_cli.plan.sizes import autograd
 from ulysses_cli.plan.sizes.autograd import Function, Node, begin, finish
 from ulysses_cli.plan.sizes.dtypes import FLOAT32, DType
@@ -110,7 +123,7 @@ class Gather:
             return
         for weight in self.weights:
             if self.buffer is not None:
-                weight.parameter.storage = Storage(weight.numel * weight.dtype.itemsize)
+                weight.parameter.storage = Storage(weight.numel * weight.dtype.itemsize, GATHERED)
             weight.status = Status.HERE
         self.is_done = True
 
@@ -130,6 +143,10 @@ class Reuse:
         uses = self.uses.get(weight, [])
         at = bisect_left(uses, step)
         return self.before[uses[at]] - self.before[step] if at < len(uses) else None
+
+
+def _last_first(weights: Iterable[Weight]) -> list[Weight]:
+    return sorted(set(weights), key=lambda weight: -weight.number)
 
 
 def count_moment_bytes(size: int, optimizer: str) -> int:
@@ -152,43 +169,38 @@ def watch(t: Tensor, run: Callable[[Node, list[Any]], Any]) -> Tensor:
 
 
 class ShardedEngine:
-    """`leaves`: modules that are gathered whole, with all that is inside. `outer`: weights of inner modules that a
-    module reads itself."""
+    """`leaves`: modules that are gathered whole, with all that is inside. `made`: parameters in the order in which the
+    engine was told of them; it is told of others at its start."""
 
     def __init__(
         self,
         root: SizedModule,
         settings: ShardSettings,
         leaves: Collection[SizedModule] = (),
-        outer: Mapping[SizedModule, list[Parameter]] = MappingProxyType({}),
+        made: Iterable[Parameter] = (),
     ) -> None:
         self.root, self.settings, self.leaves = root, settings, set(leaves)
-        modules = list(root.modules())
+        self.places = {module: path for path, module in root.named_modules()}
+        modules = list(self.places)
         self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
+        numbers = {id(parameter): number for number, parameter in enumerate(made)}
         numbered: dict[int, Weight] = {}
         for parameter in root.parameters():
-            numbered[id(parameter)] = Weight(parameter, len(numbered))
-        self.weights = list(numbered.values())
+            number = numbers.setdefault(id(parameter), len(numbers))
+            numbered[id(parameter)] = Weight(parameter, number)
+        self.numbered, self.weights = numbered, list(numbered.values())
         self.trained = [weight for weight in self.weights if weight.is_trained]
         self.own = {
             module: [numbered[id(p)] for p in module._parameters.values() if p is not None] for module in modules
         }
-        for module, parameters in outer.items():
-            self.own[module] += [numbered[id(p)] for p in parameters]
-        self.whole = {
-            module: list(dict.fromkeys([*(numbered[id(p)] for p in module.parameters()), *self.own[module]]))
-            for module in modules
-        }
         self.of_leaf = {leaf: [numbered[id(p)] for p in leaf.parameters()] for leaf in self.leaves}
         self.in_leaves = {weight for weights in self.of_leaf.values() for weight in weights}
-        self.fetched = {
-            module: sorted(set(self.of_leaf.get(module, self.own[module])), key=lambda weight: -weight.number)
-            for module in modules
-        }
+        self.fetched = {module: _last_first(self.of_leaf.get(module, self.own[module])) for module in modules}
         self.recomputed: dict[SizedModule, set[Weight]] = {module: set() for module in modules}
         self.remaining, self.waiting = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
         self.coming: dict[Weight, Gather] = {}
         self.in_backward: dict[SizedModule, bool] = {}
+        self.running: list[SizedModule] = []
         self.order: list[SizedModule] = []
         self.recorded: list[tuple[Weight, int]] = []
         self.queue: deque[tuple[Weight, int]] = deque()
@@ -214,19 +226,39 @@ class ShardedEngine:
             weight.parameter.storage, weight.status = self.nothing, Status.AWAY
             if weight.is_trained:
                 weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._take(weight))
+        Running.meter.add_temporary(self._count_making() * size)
         if not settings.weights_on_host:
-            self.states.append(Storage(sum(map(self.count_share, self.weights)) * size))
+            self.states.append(Storage(sum(map(self.count_share, self.weights)) * size, PARAMETERS))
         self.groups = list(self._list_groups())
         on_disk = [group for group in self.groups if has_file(4 * sum(map(self.count_share, group)))]
         self.swapped = {weight for group in on_disk for weight in group if settings.states_on_disk}
         if not settings.states_on_host:
             for group in self.groups:
-                self.states.append(Storage(4 * sum(map(self.count_share, group))))
-        self.bucket = make((settings.reduce_bucket,), settings.sent)
+                num_bytes = 4 * sum(map(self.count_share, group))
+                cast = Storage(num_bytes, STEPPED) if size < 4 else None
+                self.states.append(Storage(num_bytes, MASTER))
+                del cast
+        with tagged(*BUCKET):
+            self.bucket = make((settings.reduce_bucket,), settings.sent)
         if not settings.states_on_host:
-            self.states.append(Storage(sum(map(self.count_share, self.trained)) * settings.kept.itemsize))
+            self.states.append(Storage(sum(map(self.count_share, self.trained)) * settings.kept.itemsize, GRADIENTS))
         self.moments: list[Storage] = []
         self._gather_persistent()
+
+    def _count_making(self) -> int:
+        """The most elements while weights are made: each is whole before it is divided, and transformers gathers those
+        of a module to draw them. The matrix of a tied head is made too."""
+        settings, made, held = self.settings, 0, 0
+        on_host, ranks = settings.weights_on_host, settings.world_size
+        owners = Counter(weight for weights in self.own.values() for weight in weights)
+        for weight in sorted(self.weights, key=lambda weight: weight.number):
+            held += 0 if on_host else self.count_share(weight) * owners[weight]
+            made = max(made, held + weight.numel)
+        if ranks == 1 and not on_host:
+            return made
+        drawn = max(self.own.values(), key=lambda weights: sum(weight.numel for weight in weights))
+        arriving = sum(self.count_share(w, settings.replica_size) for w in drawn) if on_host and ranks > 1 else 0
+        return max(made, held + sum(weight.numel for weight in drawn) + arriving)
 
     def _list_groups(self) -> Iterable[list[Weight]]:
         """Weights that decay and others, each cut where a group is full."""
@@ -245,10 +277,10 @@ class ShardedEngine:
     def _gather_persistent(self) -> None:
         kept = [w for w in self.weights if w.is_persistent and w.status is Status.AWAY]
         on_host, ranks = self.settings.weights_on_host, self.settings.world_size
-        shares = [Storage(self.count_share(w) * w.dtype.itemsize) for w in kept if on_host and ranks > 1]
+        shares = [Storage(self.count_share(w) * w.dtype.itemsize, GATHERED) for w in kept if on_host and ranks > 1]
         for weight in kept:
             if ranks > 1 or on_host:
-                weight.parameter.storage = Storage(self.count_share(weight) * ranks * weight.dtype.itemsize)
+                weight.parameter.storage = Storage(self.count_share(weight) * ranks * weight.dtype.itemsize, GATHERED)
             weight.status = Status.HERE
         del shares
 
@@ -256,8 +288,12 @@ class ShardedEngine:
 
     def call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """In place of a module's forward."""
-        if module not in self.own or module in self.inside:
+        if module not in self.own:
             return module.forward(*args, **named)
+        with tagged(AGAIN if self.runs_backward else FORWARD, self.places[module]):
+            return module.forward(*args, **named) if module in self.inside else self._call(module, args, named)
+
+    def _call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if module is self.root:
             self._begin_step()
         if self.is_recording:
@@ -267,8 +303,10 @@ class ShardedEngine:
         args = tuple(self._watch_input(module, each) if isinstance(each, Tensor) else each for each in args)
         if module in self.leaves and Running.grad:
             args = tuple(_LeafHook(self, module).watch(each) if isinstance(each, Tensor) else each for each in args)
+        self.running.append(module)
         out = module.forward(*args, **named)
         del args
+        self.running.pop()
         self._release(module, is_forward=True)
         if isinstance(out, tuple):
             return tuple(self._watch_output(module, each) if isinstance(each, Tensor) else each for each in out)
@@ -309,6 +347,19 @@ class ShardedEngine:
 
         return watch(t, run)
 
+    def _list_inside(self, module: SizedModule) -> list[Weight]:
+        return [*dict.fromkeys(weight for inner in module.modules() for weight in self.own[inner])]
+
+    def read(self, parameter: Parameter) -> None:
+        """A weight that is read outside of its own module belongs to the module that reads it, from then on."""
+        weight = self.numbered.get(id(parameter))
+        if weight is None or weight.status is not Status.AWAY or self.running[:1] != [self.root] or self.runs_backward:
+            return
+        module = self.running[-1]
+        self.own[module].append(weight)
+        self.fetched[module] = _last_first([*self.fetched[module], weight])
+        self._gather([weight])
+
     # --- weights that come and go
 
     def _begin_step(self) -> None:
@@ -321,8 +372,8 @@ class ShardedEngine:
                     for weight in sorted(self.fetched[module], key=lambda weight: weight.number)
                 ]
                 self.reuse = Reuse(self.own[module] for module in self.order)
-                # a leaf's is measured over everything inside each module that follows
-                self.reuse_of_leaves = Reuse(self.whole[module] for module in self.order) if self.leaves else self.reuse
+                of_leaves = (self._list_inside(module) for module in self.order)
+                self.reuse_of_leaves = Reuse(of_leaves) if self.leaves else self.reuse
                 self.is_complete, self.is_recording = True, False
             else:
                 self.is_recording = True
@@ -389,11 +440,11 @@ class ShardedEngine:
             weight.status = Status.COMING
         if settings.world_size == 1:
             for weight in weights:
-                whole = Storage(weight.numel * weight.dtype.itemsize) if settings.weights_on_host else self.nothing
-                weight.parameter.storage = whole
+                size = weight.numel * weight.dtype.itemsize
+                weight.parameter.storage = Storage(size, GATHERED) if settings.weights_on_host else self.nothing
             return Gather(weights, None)
         shares = [self.count_share(weight, ranks) * weight.dtype.itemsize for weight in weights]
-        buffer = Storage(sum(shares) * ranks)
+        buffer = Storage(sum(shares) * ranks, GATHERED)
         if settings.weights_on_host:
             Running.meter.add_temporary(sum(shares))
         if len(weights) == 1:
@@ -403,7 +454,8 @@ class ShardedEngine:
 
     def _release(self, module: SizedModule, *, is_forward: bool) -> None:
         weights = set(self.fetched[module])
-        gone = {weight for weight in weights if not self.is_complete or self._is_far(module, weight)}
+        reuse = self.reuse_of_leaves if module in self.leaves else self.reuse
+        gone = {weight for weight in weights if not self.is_complete or self._is_far(weight, reuse)}
         if not is_forward:
             again, self.recomputed[module] = self.recomputed[module], set()
             gone.update(weight for weight in again if not weight.is_persistent)
@@ -414,10 +466,10 @@ class ShardedEngine:
             if weight in gone:
                 self._release_weight(weight)
 
-    def _is_far(self, module: SizedModule, weight: Weight) -> bool:
+    def _is_far(self, weight: Weight, reuse: Reuse) -> bool:
         if weight.is_persistent or weight.fetched_for > self.step:
             return False
-        distance = (self.reuse_of_leaves if module in self.leaves else self.reuse).find(weight, self.step)
+        distance = reuse.find(weight, self.step)
         return distance is None or distance >= self.settings.max_reuse_distance
 
     def _release_weight(self, weight: Weight) -> None:
@@ -429,7 +481,8 @@ class ShardedEngine:
         settings = self.settings
         if settings.replica_size < settings.world_size and weight.second is None:
             size = self.count_share(weight) * settings.world_size // settings.replica_size
-            weight.second = make((size,), weight.dtype, on_host=settings.weights_on_host)
+            with tagged(*SECOND):
+                weight.second = make((size,), weight.dtype, on_host=settings.weights_on_host)
         weight.parameter.storage, weight.status = self.nothing, Status.AWAY
 
     def end_evaluation(self) -> None:
@@ -492,7 +545,7 @@ class ShardedEngine:
         if len(weights) == 1 and weights[0].numel % ranks == 0:
             flat = grads[0].storage
         else:
-            flat = Storage(sum(map(self.count_share, weights)) * ranks * settings.sent.itemsize)
+            flat = Storage(sum(map(self.count_share, weights)) * ranks * settings.sent.itemsize, FLUSHED)
         parts = [Tensor((self.count_share(weight),), settings.sent, flat) for weight in weights]
         del flat
         return parts if settings.sent is settings.kept else [make(part.shape, settings.kept) for part in parts]
@@ -519,11 +572,11 @@ class ShardedEngine:
     def _step_group(self, number: int, group: list[Weight]) -> None:
         """Joins the gradients, casts them, and makes the moments where they do not exist yet."""
         size = sum(map(self.count_share, group))
-        joined = Storage(size * self.settings.kept.itemsize) if len(group) > 1 else None
-        cast = Storage(4 * size) if self.settings.kept is not FLOAT32 else joined
+        joined = Storage(size * self.settings.kept.itemsize, STEPPED) if len(group) > 1 else None
+        cast = Storage(4 * size, STEPPED) if self.settings.kept is not FLOAT32 else joined
         del joined
         if number == len(self.moments):
-            self.moments.append(Storage(count_moment_bytes(size, self.settings.optimizer)))
+            self.moments.append(Storage(count_moment_bytes(size, self.settings.optimizer), MOMENTS))
         del cast
 
 

@@ -4,14 +4,21 @@ the step that all later ones are like."""
 from __future__ import annotations
 
 import gc
-import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
+from ulysses_cli.plan.ledger.sized.adapters import add_adapters
+from ulysses_cli.plan.ledger.sized.lines import INPUTS, PARAMETERS, read_snapshots, tagged
 from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
+from ulysses_cli.plan.ledger.sized.quantized import quantize_layers
 from ulysses_cli.plan.ledger.sized.sharding import LinearOfShards, ShardedEngine, ShardSettings, multiply_sharded
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
@@ -22,13 +29,13 @@ from ulysses_cli.plan.sizes import products
 from ulysses_cli.plan.sizes.autograd import grad_mode
 from ulysses_cli.plan.sizes.dtypes import BFLOAT16, DEVICE, FLOAT32, INT64, UINT8, DType
 from ulysses_cli.plan.sizes.library import CustomOperator, Namespace, Nothing, Unknown
-from ulysses_cli.plan.sizes.meter import ByteMeter
-from ulysses_cli.plan.sizes.nn import Conv1d, Linear, SizedModule
+from ulysses_cli.plan.sizes.meter import ByteMeter, Tag
+from ulysses_cli.plan.sizes.nn import Linear, Parameter, SizedModule
 from ulysses_cli.plan.sizes.sources import ModelSources, make_config, make_model
-from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make
+from ulysses_cli.plan.sizes.tensor import Running, Tensor, make
 
 DTYPES: Mapping[int, DType] = {2: BFLOAT16, 4: FLOAT32}
-BETWEEN = "between"
+LOAD, BETWEEN = "load", "between"
 # Rotation and gated activations as transformers computes them take at least as much memory as in one kernel.
 FUSED = {"rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers"}
 # DeepSpeed's own leaf modules (runtime/zero/leaf_module_config.py).
@@ -37,35 +44,51 @@ PLAIN = dict.fromkeys(FUSED, "transformers")
 LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 
 
+@dataclass(frozen=True)
+class SizedStep:
+    """Peaks by phase, as tensors without data have them, on the device and on the host; and the fullest moments."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    snapshots: dict[str, MemorySnapshot]
+
+
 def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
-    """The peak of each phase on one rank, as tensors without data have it. Raises UnknownOperator for what has no
-    sizes yet."""
-    job = make_job(recipe, shape, levers)
-    obstacle = find_obstacle(recipe, job)
-    if obstacle:
-        raise UnknownOperator(obstacle)
+    """The peak of each phase on one rank."""
+    return run_step(recipe, make_job(recipe, shape, levers), rank).device
+
+
+def run_step(recipe: Recipe, job: Job, rank: int, *, with_lines: bool = False) -> SizedStep:
+    """Raises UnknownOperator for what has no sizes yet."""
     with _alone():
+        meter = Running.meter
+        meter.events = [] if with_lines else None
         run = _Run(recipe, job, rank)
         run.step()
-        run.meter.device.peaks.clear()
+        held: Counter[Tag] = Counter()
+        for num_bytes, _, tag in meter.events or ():
+            held[tag] += num_bytes
+        meter.events = [] if with_lines else None
+        for place in (meter.device, meter.host):
+            place.peaks = {phase: peak for phase, peak in place.peaks.items() if phase == LOAD}
         if job.evaluates:
             run.evaluate()
         run.step()
-        run.meter.enter(BETWEEN)
-        return {phase: peak for phase, peak in run.meter.device.peaks.items() if phase != BETWEEN}
-
-
-def find_obstacle(recipe: Recipe, job: Job) -> str:
-    """What this engine does not know, or ''."""
-    if recipe.lora is not None:
-        return "adapters"
-    return ""
+        meter.enter(BETWEEN)
+        device, host = (
+            {phase: peak for phase, peak in place.peaks.items() if phase != BETWEEN}
+            for place in (meter.device, meter.host)
+        )
+        snapshots = read_snapshots(held, meter.events or ())
+        meter.events = None
+        snapshots.pop(BETWEEN, None)
+        return SizedStep(device, host, snapshots)
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """Bytes are freed by references alone, and what the last run left is gone."""
-    gc.collect()
+    pass
     gc.disable()
     Running.meter, Running.device, Running.dtype = ByteMeter(), DEVICE, FLOAT32
     Running.hooks, Running.grad, Running.sequence, Running.acts_as_gpu = [], True, 0, False
@@ -74,7 +97,8 @@ def _alone() -> Iterator[None]:
     try:
         yield
     finally:
-        Unknown.running, SizedModule.call, Linear.compute = False, None, staticmethod(products.linear)
+        Unknown.running, SizedModule.call, SizedModule.read = False, None, None
+        Linear.compute = staticmethod(products.linear)
         CustomOperator.inside = {}
         gc.enable()
 
@@ -82,42 +106,56 @@ def _alone() -> Iterator[None]:
 class _Run:
     def __init__(self, recipe: Recipe, job: Job, rank: int) -> None:
         self.recipe, self.job, self.meter = recipe, job, Running.meter
-        self.meter.enter("load")
+        self.meter.enter(LOAD)
         leaves: list[SizedModule] = []
-        self.sources = ModelSources(given=_give_deepspeed(leaves.append))
+        self.sources = ModelSources(given=_give_others(leaves.append))
         Unknown.running = False  # files are executed and models made
         self._stand_in(is_gpu=recipe.run.device != "cpu")
         attention = self._register_attention(rank)
         Running.dtype = DTYPES[job.dtype_bytes]
         config = make_config(self.sources, recipe.model.config or {})
         config._attn_implementation = attention
-        model = make_model(self.sources, config)
-        Running.dtype = FLOAT32
+        with tagged(*PARAMETERS):
+            model = make_model(self.sources, config)
+            if job.quantized is not None:
+                quantize_layers(model, job.quantized)
+        Running.dtype, made = FLOAT32, list(list_as_made(model))
+        for parameter in made if job.zero_stage == 3 else ():  # made in one type, whatever type a file asks for
+            parameter.dtype = DTYPES[job.dtype_bytes]
         self.module = self._apply_levers(model)
         leaves += [module for module in model.modules() if type(module).__name__ in WHOLE]
         are_alike = job.zero_stage == 3 and job.layout.dp_replicate_size == 1
         self.micro_steps = 1 if are_alike else min(2, job.accumulation)
-        self.engine = self._make_engine(_read_settings(job, rank), leaves)
+        self.engine = self._make_engine(_read_settings(job, rank), leaves, made)
+        self.meter.device.peak = self.meter.device.now
         self.engine.start()
-        SizedModule.call = self.engine.call
+        SizedModule.call, SizedModule.read = self.engine.call, self.engine.read
+        groups = SimpleNamespace(sp_axis=self.axis, ring_axis=self.ring_axis)
+        self._load("assembly.head").check_head(self.module.model, self.rule, groups, DEVICE)
         self.meter.enter(BETWEEN)
         Unknown.running = True
 
-    def _make_engine(self, settings: ShardSettings, leaves: list[SizedModule]) -> ShardedEngine | WholeEngine:
+    def _make_engine(
+        self, settings: ShardSettings, leaves: list[SizedModule], made: list[Parameter]
+    ) -> ShardedEngine | WholeEngine:
         if self.job.zero_stage < 3:
             return WholeEngine(self.module, settings, self.job.zero_stage, self.micro_steps)
         Linear.compute = staticmethod(multiply_sharded)
-        return ShardedEngine(self.module, settings, leaves, self.outer_weights)
+        engine = ShardedEngine(self.module, settings, leaves, made)
+        for parameter in self.module.parameters():  # a weight is divided as soon as it is made
+            parameter.storage = engine.nothing
+        return engine
 
     def _load(self, name: str) -> Any:
         return self.sources.load_own(f"ulysses_cli.train.{name}")
 
     def _stand_in(self, *, is_gpu: bool) -> None:
         """What has no sizes: streams, collectives, host buffers, and the inside of a GPU's kernels."""
+        self.sources.load_own("ulysses_cli.prove.trace.few_tiles").keep_few_tiles()
         offload = self._load("memory.offload")
         offload.HostPool = _HostPool
         collectives = dict.fromkeys(("all_to_all_single", "all_gather"), lambda *_, **__: _Stream())
-        vars(self.sources.torch["torch.distributed"]).update(collectives)
+        vars(self.sources.torch["torch.distributed"]).update(collectives, get_backend=lambda: "fake")
         if is_gpu:
             Running.sees_kernels = True
             CustomOperator.inside = {"ulysses::attend": _count_forward, "ulysses::attend_backward": _count_backward}
@@ -135,12 +173,12 @@ class _Run:
 
         outer, inner = divmod(rank % layout.sp_size, layout.ulysses_size)
         kernel = self.recipe.model.attn_implementation
-        self.axis = make_axis(layout.sp_size, rank % layout.sp_size)
+        self.axis, self.ring_axis = make_axis(layout.sp_size, rank % layout.sp_size), make_axis(layout.ring_size, outer)
         name: str = self._load("attention.interface").register_attention(
             make_axis(layout.ulysses_size, inner),
             LARGEST_KERNEL if kernel == "auto" else kernel,
             self.job.levers.head_chunks,
-            ring=make_axis(layout.ring_size, outer),
+            ring=self.ring_axis,
         )
         return name
 
@@ -148,12 +186,15 @@ class _Run:
         shape, recipe = self.job.shape, self.recipe
         self._serve_recurrences(model)
         self._load("attention.rotary").serve_rotary(model, self.axis)
+        if recipe.lora is not None:
+            with tagged(*PARAMETERS):
+                add_adapters(model, recipe.lora)
         elementwise = self._load("elementwise.interface")
         elementwise.recognise_norm_class = recognise_norm
         elementwise.serve_elementwise(model, FUSED if recipe.model.fused_kernels else PLAIN)
-        rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, recipe.train.z_loss_weight)
+        self.rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, recipe.train.z_loss_weight)
         plan = settle(recipe, shape, self.job.levers)
-        loss = self._load("assembly.levers").apply_levers(model, plan, rule, DEVICE)
+        loss = self._load("assembly.levers").apply_levers(model, plan, self.rule, DEVICE)
         module = self._load("assembly.loss_model").LossModel(model, loss)
         module.train()
         return module
@@ -170,17 +211,15 @@ class _Run:
             ways |= {name: "packed" for name in fake.STAND_INS if name in ways}
             ways |= {name: "by document" for name in ways if name == recurrence.CONVOLUTION}
         recurrence.serve_recurrent_layers(model, self.axis, ways)
-        self.outer_weights = {
-            layer: [weight for child in layer.children() if isinstance(child, Conv1d) for weight in child.parameters()]
-            for _, layer in recurrence.list_recurrent_layers(model)
-        }
 
     def _make_rows(self) -> tuple[Any, ...]:
         job = self.job
         lengths, ring = (job.row_tokens,) * job.batch, Ring(job.layout.ring_size, job.shape.window_counts)
-        ids, positions, labels = (make((job.batch, job.row_tokens // job.layout.sp_size), INT64) for _ in range(3))
         order = deal_rows(lengths, job.batch, ring)
-        return ids, positions, labels, self._load("attention.documents").make_documents(lengths, DEVICE, order=order)
+        with tagged(*INPUTS):
+            ids, positions, labels = (make((job.batch, job.row_tokens // job.layout.sp_size), INT64) for _ in range(3))
+            documents = self._load("attention.documents").make_documents(lengths, DEVICE, order=order)
+        return ids, positions, labels, documents
 
     def step(self) -> None:
         for number in range(self.micro_steps):
@@ -201,19 +240,29 @@ class _Run:
             self.engine.end_evaluation()
 
 
-# What each formula of a norm allocates for 5 rows of 8 numbers in bfloat16.
-NORMS = {
-    (160, 160, 20, 20, 20, 160, 80, 80): "rounded",
-    (160, 160, 20, 20, 20, 160, 160, 80): "precise",
-    (160, 160, 20, 20, 20, 160, 32, 32, 160, 80): "offset",
+def list_as_made(module: SizedModule) -> Iterator[Parameter]:
+    """Parameters in the order in which modules are made: those of inner modules first."""
+    for child in module.children():
+        yield from list_as_made(child)
+    yield from module.parameters(recurse=False)
+
+
+# What each formula of a norm allocates for 5 rows of 8 numbers in bfloat16, and how many copies of its weight it makes.
+ROUNDED, PRECISE = (160, 160, 20, 20, 20, 160, 80, 80), (160, 160, 20, 20, 20, 160, 160, 80)
+NORMS: Mapping[tuple[tuple[int, ...], int], str] = {
+    (ROUNDED, 0): "rounded",
+    (PRECISE, 0): "precise",
+    (PRECISE, 1): "precise",
+    (PRECISE, 2): "offset",
 }
+OF_WEIGHT = 32
 
 
 @cache
 def recognise_norm(norm_class: Any) -> str | None:
     """The formula of a norm by what it allocates, where the real one is found by its numbers
     (train/elementwise/interface.py)."""
-    if len(inspect.signature(norm_class.forward).parameters) != 2:
+    if len(signature(norm_class.forward).parameters) != 2:
         return None
     before = Running.meter, Running.dtype, SizedModule.call
     Running.meter, Running.dtype, SizedModule.call = ByteMeter([]), BFLOAT16, None
@@ -222,9 +271,9 @@ def recognise_norm(norm_class: Any) -> str | None:
         Running.meter = ByteMeter([])
         with grad_mode(False):
             kept = norm(hidden)
-        made = tuple(change for change, *_ in Running.meter.events or () if change > 0)
+        made = [change for change, *_ in Running.meter.events or () if change > 0]
         del kept
-        return NORMS.get(made)
+        return NORMS.get((tuple(size for size in made if size != OF_WEIGHT), made.count(OF_WEIGHT)))
     except Exception:  # noqa: BLE001 - a class that cannot be made or run so is no plain norm
         return None
     finally:
@@ -252,14 +301,16 @@ def _read_settings(job: Job, rank: int) -> ShardSettings:
     )
 
 
-def _give_deepspeed(add_leaf: Callable[[SizedModule], None]) -> dict[str, Namespace]:
-    """What this package's levers import of DeepSpeed."""
+def _give_others(add_leaf: Callable[[SizedModule], None]) -> dict[str, Namespace]:
+    """What this package's levers import of DeepSpeed, and what compares values of ranks, which nothing here has."""
 
     def set_leaf(module: SizedModule, flag: bool = True) -> None:
         add_leaf(module)
 
     linear = Namespace("linear", zero3_linear_wrap=multiply_sharded, LinearFunctionForZeroStage3=LinearOfShards)
+    consistency = "ulysses_cli.train.processes.consistency"
     return {
+        consistency: Namespace(consistency),
         "deepspeed.runtime.zero": Namespace("deepspeed.runtime.zero", linear=linear),
         "deepspeed.utils": Namespace("deepspeed.utils", set_z3_leaf_module=set_leaf),
     }
