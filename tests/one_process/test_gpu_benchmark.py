@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from support.forked import write_program
 from support.paths import ROOT
+from support.served import write_python
 from support.tiers import FULL, TIER, sample
 
 from ulysses_cli.hardware_table import load_hardware
@@ -185,8 +185,11 @@ def test_a_part_that_was_cut_off_gets_twice_the_time() -> None:
 
 
 @pytest.mark.check
-def test_tests_that_have_passed_are_not_run_again(call: Any, tmp_path: Path) -> None:
+def test_tests_that_have_passed_are_not_run_again(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their rows stay."""
+    monkeypatch.setattr(gpu, "PYTHON", str(write_python()))
     part = gpu.make_tests("tests", "test_gpu_levers.py", 60.0)
     file = tmp_path / "results" / "gpu-nvidia-h200.json"
     entry = call([part])[1]["tests"]
@@ -332,7 +335,7 @@ def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.check
 def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([str(write_python()), str(SCRIPT)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "no GPU here" in done.stderr
 
@@ -384,10 +387,10 @@ def test_a_faster_kernel_has_a_higher_bar(kernel: str, share: int) -> None:
 def test_a_suite_can_be_rehearsed_without_a_gpu(suite: str, tmp_path: Path) -> None:
     words = ["--suite", suite, "--rehearse", "--results", str(tmp_path / "results")]
     command = [sys.executable, str(SCRIPT), *words]
-    if TIER < FULL:  # a run's processes are forked from its command, which saves half of the time
-        program = str(write_program(tmp_path / "bin"))
-        start = f"import sys, gpu; gpu.ULYSSES = ({program!r},); sys.argv[0] = 'gpu.py'; sys.exit(gpu.main())"
-        command = [sys.executable, "-c", start, *words]
+    if TIER < FULL:  # a tenth of the time
+        python = str(write_python())
+        start = f"import sys, gpu; gpu.PYTHON = {python!r}; gpu.ULYSSES = (gpu.PYTHON, '-m', 'ulysses_cli'); "
+        command = [python, "-c", f"{start}sys.argv[0] = 'gpu.py'; sys.exit(gpu.main())", *words]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", SCRIPT.parent)))
     environ = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3000)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.blocks import list_blocks
-from support.forked import write_program
+from support.served import write_program
 from support.generated_docs import DOCS
 from support.house import ROOT
 

@@ -15,7 +15,7 @@ import yaml
 from support import slurm
 from support.blocks import list_blocks
 from support.faults import RECIPE
-from support.forked import write_program
+from support.served import write_program
 from support.generated_docs import DOCS
 from support.paths import ROOT
 from typer.testing import CliRunner

@@ -1,5 +1,5 @@
-"""Runs the command in this process: its words, its streams, its exit code. `run_process` starts a process of its own,
-for tests of what a start costs."""
+"""Runs the command in this process: its words, its streams, its exit code. What it starts is forked from a server, except
+in `make test-full`. `run_process` starts a process of its own, for tests of what a start costs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from support.paths import ROOT
+from support.served import ServedPopen
 from support.tiers import FULL, TIER
 from ulysses_cli import cli
 
@@ -30,6 +31,7 @@ def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.
         mock.patch.object(sys, "argv", ["ulysses", *words]),
         redirect_stdout(out),
         redirect_stderr(err),
+        mock.patch.object(subprocess, "Popen", subprocess.Popen if TIER == FULL else ServedPopen),
     ):
         try:
             cli.run()

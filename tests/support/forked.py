@@ -61,16 +61,16 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
                     os.setsid()
                 if umask >= 0:
                     os.umask(umask)
-                _take_files((p2cread, c2pwrite, errwrite), set(pass_fds))
-                _be_new(cwd, env)
-                _run(words[2], words[3:])
+                take_files((p2cread, c2pwrite, errwrite), set(pass_fds))
+                be_new(cwd, env)
+                run(words[1:])
             finally:
                 os._exit(1)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
 
-def _take_files(given: Sequence[int], kept: set[int]) -> None:
+def take_files(given: Sequence[int], kept: set[int]) -> None:
     """Points the files that exec would close to the null device: objects of the parent may still close their numbers
     without harm."""
     taken = [os.dup(own if own != -1 else at) for at, own in enumerate(given)]
@@ -82,7 +82,7 @@ def _take_files(given: Sequence[int], kept: set[int]) -> None:
             os.dup2(nowhere, int(name), inheritable=False)
 
 
-def _be_new(cwd: Any, env: Mapping[str, str] | None) -> None:
+def be_new(cwd: Any, env: Mapping[str, str] | None) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,15 +94,25 @@ def _be_new(cwd: Any, env: Mapping[str, str] | None) -> None:
         os.environ.update(env)
 
 
-def _run(module: str, words: Sequence[str]) -> NoReturn:
+def run(words: Sequence[str]) -> NoReturn:
+    """Does what an interpreter does with `-m MODULE`, `-c CODE` or `FILE`, and their words."""
     code: Any = 0
-    sys.argv = [module, *words]
+    kind, *rest = words
+    sys.argv = rest if kind == "-m" else ["-c", *rest[1:]] if kind == "-c" else [*words]
     try:
-        for call in on_start:
-            call(module, dict(os.environ))
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if kind == "-m":
+            for call in on_start:
+                call(rest[0], dict(os.environ))
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            exec(rest[0], {"__name__": "__main__"})
+        else:
+            sys.path.insert(0, str(Path(kind).resolve().parent))
+            runpy.run_path(kind, run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - as an interpreter would
         traceback.print_exc()
         code = 1
@@ -110,22 +120,6 @@ def _run(module: str, words: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def write_program(folder: Path) -> Path:
-    """Writes `ulysses` for a cluster's own programs to start. It finds this module by PYTHONPATH."""
-    folder.mkdir()
-    start = "import sys; from support import forked; forked.run_command(sys.argv[1:])"
-    program = folder / "ulysses"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{start}" "$@"\n')
-    program.chmod(0o755)
-    return program
-
-
-def run_command(words: Sequence[str]) -> NoReturn:
-    """Becomes the command `ulysses WORDS`, whose agent and ranks are forked from it: one import for all."""
-    preload()
-    _run("ulysses_cli", words)
 
 
 def preload() -> None:
@@ -222,11 +216,11 @@ def _be_command(words: Sequence[str], cwd: str, env: Mapping[str, str], files: S
         os.dup2(handle, number)
         os.close(handle)
     sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
-    _be_new(cwd, env)
+    be_new(cwd, env)
     if network := env.get(networks.NETWORK):
         networks.enter(network)
         if host := env.get(networks.HOST):
             networks.take_host_name(host, Path(files[0]).with_name("hosts"), env.get(networks.KNOWN, ""))
     preload()
     on_start.append(kill_points.arm)
-    _run("ulysses_cli", words)
+    run(["-m", "ulysses_cli", *words])
