@@ -79,7 +79,10 @@ bench: install  ## benchmarks: ratios against named peers
 gpu: install  ## a GPU: does it run, then SUITE=measure, each figure beside its prediction; WORDS=--rehearse needs none
 	env -u OMP_NUM_THREADS python benchmarks/gpu.py --suite $(SUITE) $(WORDS)
 
-check: lint types demo real-model test-check  ## all that CI runs
+# The demo before the tests: they must pass next to the results of earlier runs.
+check: install  ## all that CI runs
+	$(MAKE) --jobs 2 --output-sync=target demo lint types real-model
+	$(MAKE) test-check
 
 clean:  ## delete .venv, builds, runs and caches
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

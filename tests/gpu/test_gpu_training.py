@@ -3,6 +3,7 @@ weights of one rank. They say nothing about speed."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def compare_with_one_rank(folder: Path, device: str, case: str) -> None:
+def compare_with_one_rank(folder: Path, device: str, case: str, python: str = sys.executable) -> None:
     num_ranks, words = CASES[case]
     one = [word for word in words if not word.startswith("parallel.")]
     rows = num_ranks // 2  # of a step, on one rank as on all
     found: list[dict[str, Any]] = []
     for ranks, settings in ((1, [*one, f"train.gradient_accumulation_steps={rows}"]), (num_ranks, [*words])):
         file = folder / f"{ranks}.pt"
-        run_sharing_ranks(SCRIPT, ranks, [device, str(file), *settings])
+        run_sharing_ranks(SCRIPT, ranks, [device, str(file), *settings], python)
         found.append(torch.load(file))
     expected, shared = found
     loss_bar, weight_bar = (0.02, 0.02) if "bfloat16" in case else (1e-4, 1e-3)

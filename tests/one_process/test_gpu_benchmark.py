@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support.paths import ROOT
 from support.served import write_python
-from support.tiers import FULL, TIER, sample
+from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -185,9 +185,7 @@ def test_a_part_that_was_cut_off_gets_twice_the_time() -> None:
 
 
 @pytest.mark.check
-def test_tests_that_have_passed_are_not_run_again(
-    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tests_that_have_passed_are_not_run_again(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their rows stay."""
     monkeypatch.setattr(gpu, "PYTHON", str(write_python()))
     part = gpu.make_tests("tests", "test_gpu_levers.py", 60.0)
@@ -386,11 +384,9 @@ def test_a_faster_kernel_has_a_higher_bar(kernel: str, share: int) -> None:
 @pytest.mark.parametrize("suite", sample(gpu.SUITES, quick=(), checked=("proof", "measure")))
 def test_a_suite_can_be_rehearsed_without_a_gpu(suite: str, tmp_path: Path) -> None:
     words = ["--suite", suite, "--rehearse", "--results", str(tmp_path / "results")]
-    command = [sys.executable, str(SCRIPT), *words]
-    if TIER < FULL:  # a tenth of the time
-        python = str(write_python())
-        start = f"import sys, gpu; gpu.PYTHON = {python!r}; gpu.ULYSSES = (gpu.PYTHON, '-m', 'ulysses_cli'); "
-        command = [python, "-c", f"{start}sys.argv[0] = 'gpu.py'; sys.exit(gpu.main())", *words]
+    python = str(write_python())
+    start = f"import sys, gpu; gpu.PYTHON = {python!r}; gpu.ULYSSES = (gpu.PYTHON, '-m', 'ulysses_cli'); "
+    command = [python, "-c", f"{start}sys.argv[0] = 'gpu.py'; sys.exit(gpu.main())", *words]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", SCRIPT.parent)))
     environ = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3000)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.blocks import list_blocks
-from support.served import write_program
 from support.generated_docs import DOCS
 from support.house import ROOT
+from support.served import write_program, write_python
 
 quickstart = (DOCS / "quickstart.md").read_text()
 
@@ -22,6 +22,7 @@ def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(list_blocks(quickstart, "yaml")[0])
     (tmp_path / "use.py").write_text(list_blocks(quickstart, "python")[0])
     ulysses = write_program(tmp_path / "bin")
+    (ulysses.parent / "python").symlink_to(write_python())
     path = os.pathsep.join([str(ulysses.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environ = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.real_model import READY, needs_real_model
+from support.served import write_python
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -48,7 +48,7 @@ def test_an_answer_beyond_the_models_positions_is_said(tmp_path: Path, monkeypat
 @needs_real_model
 def test_a_chat_model_without_its_template() -> None:
     command = [
-        sys.executable,
+        str(write_python()),
         "-m",
         "ulysses_cli",
         "sample",

@@ -17,9 +17,9 @@ from support import networks
 from support.blocks import list_blocks
 from support.faults import Runs, wait_until
 from support.forked import Command
-from support.served import write_program
 from support.generated_docs import DOCS
 from support.paths import ROOT
+from support.served import write_program
 
 from ulysses_cli.launch.rendezvous import LOST_SECONDS
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.rank_pool import run_on_ranks
+from support.served import write_python
 from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments
 
 from ulysses_cli import SequenceParallel
@@ -68,7 +69,7 @@ def run_ranks(folder: Path, text: str) -> None:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
     command = [
-        sys.executable,
+        str(write_python()),
         "-m",
         "torch.distributed.run",
         "--nproc-per-node=2",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT
+from support.served import write_python
 from support.shared_gpu import run_sharing_ranks
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
@@ -20,7 +21,7 @@ from test_gpu_training import CASES, compare_with_one_rank
     [pytest.param(case, marks=pytest.mark.check if case == "sp 2, levers" else pytest.mark.full) for case in CASES],
 )
 def test_ranks_train_as_one(case: str, tmp_path: Path) -> None:
-    compare_with_one_rank(tmp_path, "cpu", case)
+    compare_with_one_rank(tmp_path, "cpu", case, str(write_python()))
 
 
 def test_a_rank_that_fails_is_shown_and_ends_the_others(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import yaml
 from support import slurm
 from support.blocks import list_blocks
 from support.faults import RECIPE
-from support.served import write_program
 from support.generated_docs import DOCS
 from support.paths import ROOT
+from support.served import write_program
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app

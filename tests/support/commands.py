@@ -1,5 +1,5 @@
-"""Runs the command in this process: its words, its streams, its exit code. What it starts is forked from a server, except
-in `make test-full`. `run_process` starts a process of its own, for tests of what a start costs."""
+"""Runs the command in this process: its words, its streams, its exit code. What it starts is served.py's.
+`run_process` starts a process of its own, for tests of what a start costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.
         mock.patch.object(sys, "argv", ["ulysses", *words]),
         redirect_stdout(out),
         redirect_stderr(err),
-        mock.patch.object(subprocess, "Popen", subprocess.Popen if TIER == FULL else ServedPopen),
+        mock.patch.object(subprocess, "Popen", ServedPopen),
     ):
         try:
             cli.run()

@@ -38,7 +38,8 @@ on_start: list[Callable[[str, Mapping[str, str]], None]] = []  # called in each 
 
 
 class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """Forks `[sys.executable, "-m", MODULE, ...]` and runs any other command as usual."""
+    """Forks `[sys.executable, "-m", MODULE, ...]` and `[sys.executable, FILE, ...]`, and runs any other command as
+    usual."""
 
     def _execute_child(  # type: ignore[override]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
@@ -47,7 +48,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         umask, start_new_session = rest[13:15]
         words = [os.fspath(word) for word in args] if not isinstance(args, str) else []
         words = [word for word in words if word != "-u"]
-        if words[:2] != [sys.executable, "-m"]:
+        if words[:1] != [sys.executable] or not (words[1] == "-m" or words[1].endswith(".py")):
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
             )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from support import forked, networks
+from support.tiers import FULL, TIER
 from ulysses_cli.prove.ranks.rank_server import start_process
 
 CLIENT = """\
@@ -57,8 +58,10 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 
 def write_python() -> Path:
     """Returns a program that stands for this interpreter, for `-m MODULE`, `-c CODE` or `FILE` and their words. Its
-    server is started when it is first asked for, and ends with this process."""
+    server is started when it is first asked for, and ends with this process. `make test-full` takes the interpreter."""
     global _folder
+    if TIER == FULL:
+        return Path(sys.executable)
     if _folder is None:
         _folder = tempfile.TemporaryDirectory(prefix="served-")  # Linux allows a socket's path 107 characters
         folder = Path(_folder.name)

@@ -17,7 +17,7 @@ from ulysses_cli.run_folder.seal import KEY
 SECONDS, AFTER_FAILURE = 240, 5
 
 
-def run_sharing_ranks(script: Path, num_ranks: int, words: Sequence[str] = ()) -> None:
+def run_sharing_ranks(script: Path, num_ranks: int, words: Sequence[str] = (), python: str = sys.executable) -> None:
     """Returns when all have ended well, and raises with what they have printed otherwise."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -30,7 +30,7 @@ def run_sharing_ranks(script: Path, num_ranks: int, words: Sequence[str] = ()) -
         files = [Path(folder) / f"rank-{rank}" for rank in range(num_ranks)]
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(script), *words],
+                [python, str(script), *words],
                 env={**os.environ, **here, "RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"},
                 stdout=file.open("w", encoding="utf-8"),
                 stderr=subprocess.STDOUT,

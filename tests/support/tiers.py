@@ -13,8 +13,9 @@ import pytest
 QUICK, CHECK, FULL = 0, 1, 2
 # Whole runs, the longest file first. A worker that takes one of them last works alone while the others are idle.
 LONGEST_FIRST = (
-    "test_slurm.py", "test_resume_walk.py", "test_quickstart.py", "test_train_command.py", "test_trace.py",
-    "test_python_page.py", "test_uploads.py", "test_evaluate_command.py", "test_swapped_activations.py",
+    "test_real_model.py", "test_slurm.py", "test_resume_walk.py", "test_gpu_benchmark.py", "test_quickstart.py",
+    "test_train_command.py", "test_trace.py", "test_python_page.py", "test_uploads.py", "test_evaluate_command.py",
+    "test_swapped_activations.py",
 )  # fmt: skip
 FOLDERS = ("ranks", "one_process", "unit", "gpu")
 TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYSSES_CHECK") else QUICK

@@ -321,7 +321,7 @@ def test_the_command(tmp_path: Path, words: list[str]) -> None:
         (("run.gpu=null",), "H100"),
         (("run.gpu=h200",), "H200"),
         # an H100 does not hold it
-        pytest.param(("run.gpu=null", "data.max_length=1Mi", "parallel.sp_size=1"), "B200", marks=pytest.mark.check),
+        pytest.param(("run.gpu=null", "data.max_length=1Mi", "parallel.sp_size=1"), "B200", marks=pytest.mark.full),
         (("run.gpu=mi300x",), "MI300X"),  # named
         (("--gpu", "rtx-4090"), "RTX4090"),
     ],

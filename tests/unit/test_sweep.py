@@ -1,6 +1,7 @@
 """Tests memory against length: the table and the picture where a row cannot be indexed."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.report.sweep import compute_sweeps, format_sweep, make_sweep_page
 
 
+@cache
 def sweep(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[tuple[Estimate, LengthSweep]]:
     recipe = load_recipe(RECIPES / f"{name}.yaml", overrides).recipe
     return compute_sweeps([compute_estimate(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu(gpu))])
@@ -69,8 +71,7 @@ def test_a_cell_is_the_estimate_of_its_length() -> None:
     assert not curve.fits[curves.lengths.index(8_388_608)]
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("device", ["optimizer", "param"])
+@pytest.mark.parametrize("device", sample(["optimizer", "param"], quick=(), checked=["optimizer"]))
 def test_what_is_given_to_a_disk_stays_there(device: str, tmp_path: Path) -> None:
     words = (f"memory.offload_{device}=nvme", f"memory.nvme_path={tmp_path}")
     ((_, on_disk),) = sweep("qwen3-8b-64k-sp4-dp2", *words)
@@ -96,7 +97,12 @@ def test_memory_is_not_spent_along_a_curve() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sample(["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"], quick=["tiny-cpu"])
+    "name",
+    sample(
+        ["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"],
+        quick=["tiny-cpu"],
+        checked=["qwen3-32b-128k-4x8gpu"],
+    ),
 )
 def test_the_pictures_titles_and_legends_are_complete(name: str) -> None:
     page = make_sweep_page(sweep(name, gpu="a100-40gb"))
