@@ -26,7 +26,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 import gpu
 import gpu_run
 
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
 PARTS = [part for suite in gpu.SUITES.values() for part in suite]
 SHOW = "import json; show = lambda **row: print(json.dumps(row), flush=True); "
 
@@ -331,9 +330,19 @@ def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
         gpu.read_training(resumed)
 
 
+def start(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script, whose processes cost no import."""
+    python = str(write_python())
+    code = f"import sys, gpu; gpu.PYTHON = {python!r}; gpu.ULYSSES = (gpu.PYTHON, '-m', 'ulysses_cli'); "
+    command = [python, "-c", f"{code}sys.argv[0] = 'gpu.py'; sys.exit(gpu.main())", *words]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
+    environ = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3000)
+
+
 @pytest.mark.check
 def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([str(write_python()), str(SCRIPT)], capture_output=True, text=True, timeout=120)
+    done = start()
     assert done.returncode == 2
     assert "no GPU here" in done.stderr
 
@@ -384,12 +393,7 @@ def test_a_faster_kernel_has_a_higher_bar(kernel: str, share: int) -> None:
 @pytest.mark.parametrize("suite", sample(gpu.SUITES, quick=(), checked=("proof", "measure")))
 def test_a_suite_can_be_rehearsed_without_a_gpu(suite: str, tmp_path: Path) -> None:
     words = ["--suite", suite, "--rehearse", "--results", str(tmp_path / "results")]
-    python = str(write_python())
-    start = f"import sys, gpu; gpu.PYTHON = {python!r}; gpu.ULYSSES = (gpu.PYTHON, '-m', 'ulysses_cli'); "
-    command = [python, "-c", f"{start}sys.argv[0] = 'gpu.py'; sys.exit(gpu.main())", *words]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", SCRIPT.parent)))
-    environ = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3000)
+    done = start(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "results" / "gpu-none.json").read_text())["parts"]
     assert parts.keys() == {part.name for part in gpu.SUITES[suite]}

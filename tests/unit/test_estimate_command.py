@@ -286,7 +286,7 @@ def test_a_plan_takes_the_first_method_that_fits() -> None:
     assert "assumed: --method qlora: no plan that trains all weights fits" in done.stdout
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_the_longest_row() -> None:
     done = run("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--gpus", "h100-80gb:8,rtx-4090:1", "--format", "json")
     answer = json.loads(done.stdout)["longest"]
