@@ -8,6 +8,7 @@ streams and exit code, and dead when the client is killed.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -19,9 +20,10 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import forkserver, process, util
+from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,7 +53,7 @@ if code < 0:
 os._exit(code)
 """
 START_SECONDS = 120.0
-MAX_FILES = 64
+MAX_FILES, MANY = 64, 256  # files of a client; a number above all of them
 _spawn = util.spawnv_passfds  # type: ignore[attr-defined]
 _folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -139,20 +141,32 @@ def _look_after(client: socket.socket) -> NoReturn:
 
 
 def _be(request: dict[str, Any], client: int, files: Sequence[int]) -> NoReturn:
-    os.setsid()
-    process.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may start ranks
-    networks.join(client)
-    for own, at in zip([os.dup(file) for file in files], request["files"], strict=True):
-        os.dup2(own, at)  # `at` may be one of `files`, of which there are copies by now
-        os.close(own)
-    os.umask(request["umask"])
+    try:
+        os.setsid()
+        process.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may start ranks
+        resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined] # a file may get its number
+        networks.join(client)
+        _take_files(files, request["files"])
+        os.umask(request["umask"])
+        forked.be_new(request["cwd"], request["env"])
+        paths = request["env"].get("PYTHONPATH", "").split(os.pathsep)
+        sys.path += [path for path in paths if path not in sys.path]
+        words = request["words"]
+        forked.run(words[1:] if words[0] == "-u" else words)
+    except BaseException:  # noqa: BLE001 - nothing of the server goes on here
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _take_files(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Gives this process's files the numbers that they have in the client."""
+    for copy, number in zip([fcntl.fcntl(file, fcntl.F_DUPFD, MANY) for file in files], numbers, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
     sys.stdin, sys.stdout, sys.stderr = (
         open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
         for number, mode in enumerate("rww")
     )
-    forked.be_new(request["cwd"], request["env"])
-    sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    forked.run([word for word in request["words"] if word != "-u"])
 
 
 def _start_helper(path: Any, args: Sequence[Any], kept: Sequence[int]) -> int:
