@@ -42,6 +42,7 @@ def test_a_trace_counts_files_as_the_formula_does(words: tuple[str, ...]) -> Non
     assert files["weights"] == pytest.approx(compute_weight_file_bytes(job), rel=0.05)
 
 
+@pytest.mark.check
 def test_without_files_none_is_counted() -> None:
     traced, _, _ = trace_and_make_job("memory.offload_param=cpu", "memory.nvme_path=null")
     assert traced["disk"] == {"activations": 0, "states": 0, "weights": 0}

@@ -55,7 +55,9 @@ def list_living(*words: str) -> list[str]:
     "words",
     [
         SAVED,
-        pytest.param(("memory.offload_optimizer=cpu", *SAVED), marks=pytest.mark.operator("cpu_adam")),
+        pytest.param(
+            ("memory.offload_optimizer=cpu", *SAVED), marks=[pytest.mark.check, pytest.mark.operator("cpu_adam")]
+        ),
         pytest.param(("lora={r: 4}",), marks=pytest.mark.check),
         pytest.param(("parallel.zero_stage=2",), marks=pytest.mark.check),
         pytest.param(("parallel.zero_stage=1",), marks=pytest.mark.check),
@@ -101,6 +103,7 @@ def measure_peaks(*words: str) -> list[int]:
     return peaks
 
 
+@pytest.mark.check
 def test_a_second_engine_has_the_peak_of_the_first() -> None:
     for first, *others in run_on_ranks(2, measure_peaks, *SAVED, "parallel.sp_size=2"):
         assert first > 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def make_moves(drawn: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 @given(Moves)
+@pytest.mark.check
 def test_reserved_bytes_equal_those_of_the_map(drawn: list[tuple[int, int, int]]) -> None:
     distinct = [(size + 4096 * at, stream, dying) for at, (size, stream, dying) in enumerate(drawn)]
     moves = make_moves(distinct)

@@ -232,6 +232,7 @@ def test_a_search_over_all_kinds_does_not_grow_unseen() -> None:
     assert measure_cpu_seconds(*words) < 12 * NOISE
 
 
+@pytest.mark.check
 def test_the_longest_row_names_positions_and_the_method_that_fits() -> None:
     """All weights do not fit an RTX 4090; the base in 4 bits leaves room for the longest row."""
     words = ("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--gpus", "rtx-4090:1")

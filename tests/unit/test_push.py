@@ -236,6 +236,7 @@ def push_until(number: int, hub: Hub, folder: Path) -> bool:
     return was_killed
 
 
+@pytest.mark.check
 def test_a_push_can_be_killed_at_any_moment(hub: Hub, run_dir: Path) -> None:
     """The repository holds nothing or everything, and the next call completes it."""
     names = {"README.md", "config.json", "model.safetensors"}

@@ -80,6 +80,7 @@ print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, t
 """
 
 
+@pytest.mark.check
 def test_no_use_of_a_template_takes_memory_or_time_of_this_process() -> None:
     templates = list(FOLDED.values())
     done = subprocess.run(

@@ -39,7 +39,7 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [("nemotron-3-nano-256k-2x8gpu", "h200"), pytest.param("tiny-cpu", "h100-80gb", marks=pytest.mark.check)],
+    sample([("nemotron-3-nano-256k-2x8gpu", "h200"), ("tiny-cpu", "h100-80gb")], quick=()),
 )
 def test_with_every_lever_a_row_is_indexed_wherever_it_is_with_fewer(name: str, gpu: str) -> None:
     """The set that needs least for a short row may be one with which kernels cannot index a long one."""
@@ -49,6 +49,7 @@ def test_with_every_lever_a_row_is_indexed_wherever_it_is_with_fewer(name: str, 
     assert None not in [least for least, peak in zip(every.peaks, fewer.peaks, strict=True) if peak is not None]
 
 
+@pytest.mark.check
 def test_chunks_that_the_recipe_sets_are_named_where_they_end_a_curve() -> None:
     (swept,) = sweep("llama-3.1-8b-5m-8gpu", gpu="h200")
     assert "which kernels cannot index while memory.attention_head_chunks is 4" in format_sweep(*swept)
