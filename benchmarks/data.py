@@ -2,7 +2,8 @@
 
 The peers are the bare tokenizer and a CPU training step in the same run. Bars: preparing text reaches 80 % of the bare
 `tokenizers` batch rate per worker; a 50 MB document takes linear time; rows are read 50x faster than a CPU training
-step takes them. The bars of packing.py, which runs too, also count.
+step takes them; a chat of an agent, 60 calls and 125,000 characters, takes at most 10 renderings. The bars of
+packing.py, which runs too, also count. `--chats-only` measures chats alone.
 
     python benchmarks/data.py [--megabytes 64] [--workers 2] [--json FILE]
 """
@@ -10,6 +11,7 @@ step takes them. The bars of packing.py, which runs too, also count.
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import sysconfig
@@ -224,6 +226,79 @@ def measure_against_training(folder: Path) -> dict[str, float]:
     }
 
 
+def make_chat(seed: int) -> list[dict[str, Any]]:
+    """60 rounds of thoughts, calls of three tools and results, in one round of the user."""
+    draw = random.Random(seed)
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "nobody", "looks")
+
+    def say(num_chars: int) -> str:
+        return " ".join(draw.choice(words) for _ in range(num_chars // 5))
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "You are an agent."}]
+    messages.append({"role": "user", "content": say(2000)})
+    for at in range(60):
+        name = ("bash", "edit", "find")[at % 3]
+        arguments = {"bash": {"command": say(200)}, "edit": {"path": "a/b", "line": at, "new": say(200)}}
+        function = {"name": name, "arguments": arguments.get(name, {"path": say(20), "number": at})}
+        call = {"id": f"c{at}", "type": "function", "function": function}
+        content = say(40) if at % 3 else ""
+        messages.append({"role": "assistant", "content": content, "reasoning_content": say(300), "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"c{at}", "name": name, "content": say(1400)})
+    return [*messages, {"role": "assistant", "content": "All done.", "reasoning_content": say(200)}]
+
+
+AGENT_TEMPLATE = """\
+{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}
+{%- endif %}{%- endfor %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content and loop.index0 > ns.last %}{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}
+{%- endif %}{{- m.content }}{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def measure_chats(folder: Path, num_chats: int) -> dict[str, float]:
+    """Returns the chats that one core prepares in a second, and how often one is rendered."""
+    from ulysses_cli.data.prepare import prepare_data
+    from ulysses_cli.data.tokenizing.chat import make_render
+    from ulysses_cli.data.tokenizing.targets import TargetChoice, render_chat
+    from ulysses_cli.plan.recipe.loader import parse_recipe
+
+    chats = [make_chat(seed) for seed in range(num_chats)]
+    file, template = folder / "chats.jsonl", folder / "agent.jinja"
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    template.write_text(AGENT_TEMPLATE)
+    text = RECIPE.format(folder=folder, file=file, workers=1, store="chats").replace("32Ki", "128Ki")
+    extra = ["data.assistant_only_loss=true", f"data.chat_template={template}"]
+    start = os.times()
+    with Clock() as clock:
+        recipe = parse_recipe(text, "r.yaml", extra).recipe
+        report = prepare_data(recipe, 128, lambda _: None).report
+    end = os.times()
+    assert report["sources"][0]["turns"]["trained"] == 61 * num_chats
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.chat_template = AGENT_TEMPLATE
+    plain, num_renderings = make_render(tokenizer, None), 0
+
+    def render(*words: Any, **more: Any) -> str:
+        nonlocal num_renderings
+        num_renderings += 1
+        return plain(*words, **more)
+
+    with Clock() as alone:
+        render_chat(tokenizer, render, chats[0], None, ["<|im_end|>"], TargetChoice(answers_only=True))
+    children = end.children_user + end.children_system - start.children_user - start.children_system
+    return {
+        "agent_chat_characters": sum(len(json.dumps(message)) for message in chats[0]),
+        "agent_chat_renderings": num_renderings,
+        "agent_chat_rendering_seconds": alone.cpu,
+        "agent_chats_per_cpu_second": num_chats / (clock.cpu + children),
+        "agent_chats_per_second": num_chats / clock.wall,
+        "agent_chats_prepared": num_chats,
+    }
+
+
 def run_packing(folder: Path) -> dict[str, float]:
     file = folder / "packing.json"
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "packing.py"), "--json", str(file)], check=False)
@@ -235,15 +310,24 @@ def main() -> int:
     parser.add_argument("--megabytes", type=float, default=64)
     parser.add_argument("--document-megabytes", type=float, default=50)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--chats", type=int, default=2000)
+    parser.add_argument("--chats-only", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if options.chats_only:
+            train_tokenizer(folder)
+            chats = measure_chats(folder, options.chats)
+            for key, value in chats.items():
+                print(f"{key:<48} {value:.6g}")
+            return int(chats["agent_chat_renderings"] > 10)
         packing = run_packing(folder)  # first, because a process is charged with the memory of the one that starts it
         result = measure_preparing(folder, train_tokenizer(folder), int(options.megabytes * 1e6), options.workers)
         result |= measure_long_documents(folder, int(options.document_megabytes * 1e6))
         result |= measure_against_training(folder)
+        result |= measure_chats(folder, options.chats)
         result |= packing
     for key, value in result.items():
         print(f"{key:<48} {value:.6g}")
@@ -253,6 +337,7 @@ def main() -> int:
         "prepare at 80 % of the bare rate, one worker": result["share_of_bare_rate_1_worker"] >= 0.8,
         "one document in linear time (within 15 %)": result["one_document_time_per_byte_against_a_tenth"] <= 1.15,
         "rows read 50x faster than a CPU step": result["reading_faster_than_training"] >= 50,
+        "a chat of 60 calls in 10 renderings": result["agent_chat_renderings"] <= 10,
         "rows 99 % full": result["packing_efficiency"] >= 0.99,
         "work per rank within 3 %": result["packing_work_per_rank_above_mean"] <= 0.03,
         "a million lengths in 20 s": result["packing_pack_seconds"] < 20,

@@ -26,6 +26,8 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError
+from ulysses_cli.report.data_report import format_report, format_sample
+from ulysses_cli.report.page.data_page import make_data_page
 from ulysses_cli.validate import validate_recipe
 
 Row = dict[str, Any]
@@ -344,3 +346,28 @@ def test_rules_of_recipes() -> None:
         assert parse_recipe(VALID, "r.yaml", [alias]).recipe.data.train_on_turns == "last"
     assert parse_recipe(VALID, "r.yaml", ["data.mask_reasoning_content=true"]).recipe.data.thoughts == "mask"
     assert parse_recipe(VALID, "r.yaml", ["data.split_thinking=true"]).recipe.data.on_rewritten_turns == "split"
+
+
+def test_a_row_is_shown_as_it_is_trained(tmp_path: Path) -> None:
+    prepare(tmp_path, [[USER, turn("a")], TWO], LAST_ROUND, "data.on_rewritten_turns=split")
+    recipe = parse_recipe(RECIPE.replace("FOLDER", str(tmp_path)), "r.yaml", ["data.on_rewritten_turns=split"]).recipe
+    report = prepare_data(recipe, 8, lambda _: None, show=(0, 2)).report
+    first, last = report["samples"]
+    assert "[[<think>" in format_sample(first) and "Done.<|im_end|>" in format_sample(first)  # noqa: PT018
+    assert "((<call>" in format_sample(last) and "[[<think>\n  | Hm." in format_sample(last)  # noqa: PT018
+    assert "is said by the assistant and not supervised" in format_sample(last)
+    with pytest.raises(RecipeError, match="nothing was made of that row"):
+        prepare_data(recipe, 8, lambda _: None, show=(0, 9))
+    with pytest.raises(RecipeError, match="there is no source 3"):
+        prepare_data(recipe, 8, lambda _: None, show=(3, 1))
+
+
+def test_each_class_of_turns_is_counted(tmp_path: Path) -> None:
+    chats = [[USER, turn("a", weight=0), USER, turn("b")], TWO]
+    prepared = prepare(tmp_path, chats, LAST_ROUND, "data.on_rewritten_turns=split")
+    for shown in (format_report(prepared.report), make_data_page(prepared.report)):
+        for line in (
+            *("5 turns of the assistant in", "3 with a thought, 1 with calls", "4 turns trained"),
+            *("1 not trained, as a field", "2 of which the template shows less", "2 chats in 3 texts"),
+        ):
+            assert line in shown

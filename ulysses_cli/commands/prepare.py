@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import tempfile
@@ -14,6 +15,7 @@ import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, check_page, or_exit, write_page
 from ulysses_cli.plan.exit_codes import DONE, USAGE, get_signal_code
+from ulysses_cli.plan.problem import Problem
 
 ENDED_BY_USER = tuple(code for number in (signal.SIGINT, signal.SIGTERM) for code in (get_signal_code(number), -number))
 
@@ -34,6 +36,12 @@ def prepare(
     samples: Annotated[
         int, typer.Option(min=0, max=1000, help="documents of each source to print, with their targets marked")
     ] = 1,
+    show: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE:ROW", help="print a row as it is trained, whole: 0:17 is row 17 of the first source"
+        ),
+    ] = None,
     output: FormatOption = Format.text,
 ) -> None:
     """Tokenize and pack a recipe's data into rows on disk, and account for every token.
@@ -46,6 +54,7 @@ def prepare(
       ulysses prepare recipes/tiny-cpu.yaml
       ulysses prepare my.yaml data.max_length=256Ki data.on_bad_row=skip --html report.html
       ulysses prepare my.yaml --samples 5
+      ulysses prepare my.yaml --show 0:17
       ulysses prepare my.yaml --format json
     """
     from ulysses_cli.launch.downloads import bring_inputs
@@ -57,6 +66,9 @@ def prepare(
     if len(files) != 1:
         printing.print_problems([several_recipes(files) if files else no_recipe(words)])
         raise typer.Exit(USAGE)
+    if show is not None and not re.fullmatch(r"[0-9]+:[0-9]+", show):
+        printing.print_problems([Problem("", f"--show {show} is no SOURCE:ROW", "write two numbers, such as 0:17")])
+        raise typer.Exit(USAGE)
     or_exit(lambda: check_page(html), output)
     or_exit(lambda: bring_inputs(files[0], overrides, printing.print_message), output)
     result = validate_recipe(files[0], overrides, online=True)
@@ -66,26 +78,29 @@ def prepare(
         else:
             printing.print_problems(result.problems)
         raise typer.Exit(USAGE)
-    done = prepare_recipe(files[0], overrides, samples)
+    done = prepare_recipe(files[0], overrides, samples, show)
     if output is Format.json:
         printing.print_json(done.report)
     elif done.exit_code == DONE:
-        printing.print_data(data_report.format_report(done.report))
+        shown = data_report.format_report(done.report) if show is None else data_report.format_row(done.report)
+        printing.print_data(printing.color_classes(shown))
     if html is not None and done.exit_code == DONE:
         write_page(html, data_page.make_data_page(done.report))
     raise typer.Exit(done.exit_code)
 
 
-def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 1) -> PreparedData:
-    """For a recipe that passed validation. `num_samples`: documents shown of each source. Progress and problems go to
-    stderr; nothing is written to stdout."""
+def prepare_recipe(
+    file: str, overrides: Sequence[str] = (), num_samples: int = 1, show: str | None = None
+) -> PreparedData:
+    """For a recipe that passed validation. `num_samples`: documents shown of each source; `show`: a row, SOURCE:ROW.
+    Progress and problems go to stderr; nothing is written to stdout."""
     import json
 
     from ulysses_cli.host import children
-    from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, run_end
 
     words = [file, *overrides, "--format", "json", f"--samples={num_samples}"]
+    words += [f"--show={show}"] if show else []
     with tempfile.TemporaryFile() as place:  # the key of the source that is read now, for a child that is killed
         words.append(f"--place={place.fileno()}")
         pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.packer import WORK
 from ulysses_cli.data.rows import PackedRows
-from ulysses_cli.data.store import TARGET, Ids, TokenStore
+from ulysses_cli.data.store import SAID, TARGET, Ids, TokenStore
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -142,16 +142,31 @@ def _has_mixed_mask(rows: PackedRows, piece: Piece) -> bool:
     return flags is not None and 0 < int(np.count_nonzero(flags & TARGET)) < len(flags)
 
 
+def show_row(store: TokenStore, row: int, decode: Decode) -> list[dict[str, Any]]:
+    """All documents that were made of one row of a source, whole. `row`: the number of its line or row."""
+    documents = np.flatnonzero(store.lines == row).tolist()
+    return [_describe_piece(store, at, Piece(at, 0, int(store.lengths[at])), decode, is_whole=True) for at in documents]
+
+
 def _show_piece(rows: PackedRows, piece: Piece, decode: Decode) -> dict[str, Any]:
-    """The piece in runs of targets and runs of other tokens. Of a long run both ends are shown: every bound of the loss
-    mask is visible. Of very many runs the middle ones are left out."""
     store, number = rows.find_document(piece.document)
+    return _describe_piece(store, number, piece, decode)
+
+
+def _describe_piece(
+    store: TokenStore, number: int, piece: Piece, decode: Decode, *, is_whole: bool = False
+) -> dict[str, Any]:
+    """The piece in runs of targets, of what the assistant says besides, and of other tokens. Of a long run both ends
+    are shown: every bound of the loss mask is visible. Of very many runs the middle ones are left out. `is_whole`:
+    nothing is."""
     ids, flags = store.read(number, piece.start, piece.stop)
     targets = np.ones(len(ids), bool) if flags is None else (flags & TARGET) > 0
-    changes = (np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist()
+    answers = np.zeros(len(ids), bool) if flags is None else (flags & SAID) > 0
+    kinds = np.where(targets, 2, answers.astype(int))
+    changes = (np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist()
     runs = list(pairwise([0, *changes, len(ids)]))
-    shown = runs if len(runs) <= MAX_RUNS else [*runs[: MAX_RUNS // 2], *runs[-MAX_RUNS // 2 :]]
-    size = max(LEAST_TOKENS, SHOWN_TOKENS // len(shown) // 2)
+    shown = runs if is_whole or len(runs) <= MAX_RUNS else [*runs[: MAX_RUNS // 2], *runs[-MAX_RUNS // 2 :]]
+    size = len(ids) if is_whole else max(LEAST_TOKENS, SHOWN_TOKENS // len(shown) // 2)
     read = partial(_read_masked, ids, decode, collect_secrets({}, os.environ))
     described, is_masked = list[dict[str, Any]](), False
     for at, (start, stop) in enumerate(shown):
@@ -164,6 +179,7 @@ def _show_piece(rows: PackedRows, piece: Piece, decode: Decode) -> dict[str, Any
         described.append(
             {
                 "is_target": bool(targets[start]),
+                "is_answer": bool(answers[start]),
                 "text": text,
                 "num_left_out": stop - start - 2 * size if is_cut else 0,
                 "end": end,

@@ -70,9 +70,11 @@ class _Context:
         return Encoder(self.tokenizer.loaded, self.settings)
 
 
-def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_samples: int = 1) -> Prepared:
-    """The report holds `num_samples` samples of each source. Raises RecipeError for a mistake in the recipe and
-    DataError for one in the data."""
+def prepare_data(
+    recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_samples: int = 1, show: tuple[int, int] | None = None
+) -> Prepared:
+    """The report holds `num_samples` samples of each source, or all that was made of `show`: the number of a source,
+    from 0, and of its row. Raises RecipeError for a mistake in the recipe and DataError for one in the data."""
     emit({"event": "stage", "stage": "tokenizer"})
     data = recipe.data
     root = Path(os.path.expanduser(data.store_dir))
@@ -103,11 +105,27 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
         **{name: manifest[name] for name in ("max_length", "packing", "attend_across_documents", "splits", "facts")},
         "leaked_documents": manifest["leaked_documents"],
         "layout": facts.compute_layout_facts(open_rows(path, "train"), recipe, pad_to_multiple_of),
-        "samples": facts.find_samples(open_rows(path, "train"), tokenizer.decode, num_samples),
+        "samples": [] if show else facts.find_samples(open_rows(path, "train"), tokenizer.decode, num_samples),
     }
+    if show is not None:
+        report["samples"] = _show_row(stores, described, show, tokenizer)
     tokenizer.save()
     report["notes"] = facts.list_notes(report, recipe)
     return Prepared(path, report)
+
+
+def _show_row(
+    stores: list[TokenStore], described: list[Event], show: tuple[int, int], tokenizer: KnownTokenizer
+) -> list[dict[str, Any]]:
+    number, row = show
+    if number >= len(stores):
+        message = f"--show {number}:{row}: there is no source {number}"
+        raise RecipeError([Problem("", message, f"the last one is {len(stores) - 1}")])
+    shown = facts.show_row(stores[number], row, tokenizer.decode)
+    if not shown:
+        hint = "name a row between the first and the last that was not left out"
+        raise RecipeError([Problem("", f"--show {number}:{row}: nothing was made of that row", hint)])
+    return [{**sample, "source": described[number]["key"]} for sample in shown]
 
 
 def _make_store(source: Source, context: _Context) -> TokenStore:

@@ -148,10 +148,16 @@ class TokenStore:
         part = self.flags[int(self.offsets[document]) : int(self.offsets[document + 1])]
         return [int(at) for at in np.flatnonzero(part & TURN)]
 
+    @cached_property
+    def lines(self) -> NDArray[np.int64]:
+        """The line or row that each document came from."""
+        lines: NDArray[np.int64] = np.load(self.folder / "lines.npy", mmap_mode="r")
+        return lines
+
     def locate(self, document: int) -> Where:
         """The file and line, or row, that a document came from."""
         name = self.manifest["files"][int(np.load(self.folder / "files.npy", mmap_mode="r")[document])]
-        line = int(np.load(self.folder / "lines.npy", mmap_mode="r")[document])
+        line = int(self.lines[document])
         if not line:
             return Where(name)
         return Where(name, line, 1) if self.manifest.get("has_lines", True) else Where(f"{name}, row {line}")

@@ -17,6 +17,13 @@ BAR_CELLS = 40
 LINE_CHARS = 100
 SHOWN_BAD = 20
 LOST = {"thought": "thoughts", "calls": "tool calls", "text": "the text"}
+TURNS = {
+    "masked by a field": "not trained, as a field of the message says",
+    "masked by choice": "not trained, as data.train_on_turns says",
+    "rewritten": "of which the template shows less inside of the chat than when the model writes them",
+    "other prompt": "behind another prompt than the model gets; data.on_rewritten_turns: split shows them as it does",
+    "unread variables": "chats with variables that the template never reads",
+}
 Report = Mapping[str, Any]
 
 
@@ -31,6 +38,7 @@ def format_report(report: Report) -> str:
         *map(format_sample, report["samples"]),
         format_bad(report["sources"]),
         format_lost(report["sources"]),
+        format_turns(report["sources"]),
         _format_notes(report["notes"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -173,11 +181,18 @@ def format_sample(sample: Mapping[str, Any]) -> str:
     shown = ""
     for run in sample["runs"]:
         text = run["text"] + (_format_gap(run["num_left_out"]) + run["end"] if run["num_left_out"] else "")
-        shown += f"[[{text}]]" if run["is_target"] else text
+        shown += f"[[{text}]]" if run["is_target"] else f"(({text}))" if run.get("is_answer") else text
         shown += f"\n{_format_gap(run['num_skipped'])}\n" if run["num_skipped"] else ""
     head = f"sample {clean_text(sample['where'])}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
     head += f"{format_count(sample['num_tokens'], 'token')} are supervised, shown in [[ ]]"
+    if any(run.get("is_answer") and not run["is_target"] for run in sample["runs"]):
+        head += "; (( )) is said by the assistant and not supervised"
     return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
+
+
+def format_row(report: Report) -> str:
+    """All that was made of one row."""
+    return "\n\n".join(map(format_sample, report["samples"]))
 
 
 def _format_gap(num_tokens: int) -> str:
@@ -219,6 +234,26 @@ def format_lost(sources: Sequence[Mapping[str, Any]]) -> str:
             place = f"{file}{':' if source['has_lines'] else ', row '}{line}"
             lines.append(
                 clean_text(f"  in {format_count(lost['num_chats'], 'chat')}, such as {place}, turn {turn}: {words}")
+            )
+    return "\n".join(lines)
+
+
+def format_turns(sources: Sequence[Mapping[str, Any]]) -> str:
+    """What became of the assistant's turns in the chats of each source."""
+    lines = []
+    for source in sources:
+        turns = source["turns"]
+        if not turns.get("turns"):
+            continue
+        said = f"{format_count(turns['turns'], 'turn')} of the assistant in {clean_text(source['name'])}"
+        lines.append(f"{said}, {turns['thoughts']:,} with a thought, {turns['calls']:,} with calls")
+        if "trained" in turns:
+            lines.append(f"  {format_count(turns['trained'], 'turn')} trained")
+        lines += [f"  {turns[name]:,} {words}" for name, words in TURNS.items() if turns.get(name)]
+        if turns.get("texts", 0) > turns.get("chats", 0):
+            growth = turns["shown characters"] / turns["characters"]
+            lines.append(
+                f"  {format_count(turns['chats'], 'chat')} in {turns['texts']:,} texts, {growth:.1f} x the characters"
             )
     return "\n".join(lines)
 

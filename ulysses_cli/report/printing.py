@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,8 @@ from ulysses_cli.plan.secrets import MASK, collect_secrets, mask_text
 
 LINES = "\n\t"
 JOINERS = "\u200c\u200d"  # join letters in Persian and Hindi, and parts of emoji
-STYLES = {"bold": "1", "red": "31", "yellow": "33"}
+STYLES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
+CLASSES = {"green": re.compile(r"\[\[.*?\]\]", re.S), "yellow": re.compile(r"\(\(.*?\)\)", re.S)}
 
 
 def print_data(text: str) -> None:
@@ -135,6 +137,13 @@ def print_problems(problems: Sequence[Problem]) -> None:
 def paint(text: str, style: str, stream: Any) -> str:
     """Colour for a terminal, plain text for everything else."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and stream.isatty() else text
+
+
+def color_classes(text: str) -> str:
+    """Samples for a terminal: targets green, what the assistant says besides yellow."""
+    for style, marks in CLASSES.items():
+        text = marks.sub(paint(r"\g<0>", style, sys.stdout), text)
+    return text
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

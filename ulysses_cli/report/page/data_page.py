@@ -13,6 +13,7 @@ from ulysses_cli.report.data_report import (
     format_lost,
     format_quantiles,
     format_sample,
+    format_turns,
     sum_histogram,
     tabulate_sources,
     tabulate_split,
@@ -102,4 +103,5 @@ def _draw_choices(report: Report) -> Chart:
 
 def _list_bad(report: Report) -> list[Preformatted]:
     texts = {"bad rows": format_bad(report["sources"]), "not shown": format_lost(report["sources"])}
+    texts["turns of the assistant"] = format_turns(report["sources"])
     return [Preformatted(text, title) for title, text in texts.items() if text]
