@@ -54,10 +54,10 @@ class Group:
 
 
 class WholeEngine:
-    """In place of ShardedEngine. `micro_steps`: so many backwards before the optimizer steps."""
+    """In place of ShardedEngine."""
 
-    def __init__(self, root: SizedModule, settings: ShardSettings, stage: int, micro_steps: int) -> None:
-        self.settings, self.stage, self.micro_steps = settings, stage, micro_steps
+    def __init__(self, root: SizedModule, settings: ShardSettings, stage: int) -> None:
+        self.settings, self.stage = settings, stage
         named = [(name, p) for name, p in root.named_parameters() if p.requires_grad]
         self.trained = [Weight(parameter, number) for number, (_, parameter) in enumerate(named)]
         kinds = {weight: decays(name, p) for weight, (name, p) in zip(self.trained, named, strict=True)}
@@ -80,7 +80,7 @@ class WholeEngine:
 
     @property
     def is_last(self) -> bool:
-        return self.number == self.micro_steps
+        return self.number == self.settings.micro_steps
 
     @property
     def reduces(self) -> bool:

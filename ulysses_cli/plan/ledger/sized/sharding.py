@@ -39,7 +39,8 @@ SMALLEST_FILE_BYTES, FILE_BLOCK_BYTES = 1 << 20, 1024  # swap_tensor/utils.py: M
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """`sent`: the type in which gradients travel; `kept`: in which they are summed."""
+    """`sent`: the type in which gradients travel; `kept`: in which they are summed. The optimizer steps after so many
+    `micro_steps`."""
 
     world_size: int
     replica_size: int
@@ -54,6 +55,7 @@ class ShardSettings:
     max_reuse_distance: int
     persistence_threshold: int
     sub_group: int
+    micro_steps: int
     sent: DType
     kept: DType
 
@@ -206,7 +208,7 @@ class ShardedEngine:
         self.queue: deque[tuple[Weight, int]] = deque()
         self.reuse = self.reuse_of_leaves = Reuse(())
         self.is_recording = self.is_complete = self.runs_backward = False
-        self.step = self.num_live = 0
+        self.step = self.num_live = self.num_backwards = 0
         self.filled: list[Weight] = []
         self.num_filled = 0
         self.leaving: dict[Weight, Tensor] = {}  # gradients on their way to a disk
@@ -495,6 +497,7 @@ class ShardedEngine:
 
     def run_backward(self, loss: Tensor) -> None:
         self.runs_backward = True
+        self.num_backwards += 1
         autograd.backward([loss], [make((), FLOAT32)])
         self.runs_backward = False
         self._flush()
@@ -529,8 +532,9 @@ class ShardedEngine:
         for weight, part in zip(weights, parts, strict=True):
             if settings.states_on_host and self.count_share(weight) * settings.rank < weight.numel:
                 copied = make(part.shape, settings.kept)  # the share on the host, copied back
-                Running.meter.add_temporary(8 * min(part.numel(), NORM_ELEMENTS))
-                if weight in self.swapped:
+                is_last = self.num_backwards % settings.micro_steps == 0
+                Running.meter.add_temporary(is_last * 8 * min(part.numel(), NORM_ELEMENTS))
+                if is_last and weight in self.swapped:
                     self.leaving[weight] = copied if settings.kept is FLOAT32 else make(part.shape, FLOAT32)
                 del copied
             weight.parameter.grad = None

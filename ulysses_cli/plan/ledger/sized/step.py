@@ -126,7 +126,7 @@ class _Run:
         leaves += [module for module in model.modules() if type(module).__name__ in WHOLE]
         are_alike = job.zero_stage == 3 and job.layout.dp_replicate_size == 1
         self.micro_steps = 1 if are_alike else min(2, job.accumulation)
-        self.engine = self._make_engine(_read_settings(job, rank), leaves, made)
+        self.engine = self._make_engine(_read_settings(job, rank, self.micro_steps), leaves, made)
         self.meter.device.peak = self.meter.device.now
         self.engine.start()
         SizedModule.call, SizedModule.read = self.engine.call, self.engine.read
@@ -139,7 +139,7 @@ class _Run:
         self, settings: ShardSettings, leaves: list[SizedModule], made: list[Parameter]
     ) -> ShardedEngine | WholeEngine:
         if self.job.zero_stage < 3:
-            return WholeEngine(self.module, settings, self.job.zero_stage, self.micro_steps)
+            return WholeEngine(self.module, settings, self.job.zero_stage)
         Linear.compute = staticmethod(multiply_sharded)
         engine = ShardedEngine(self.module, settings, leaves, made)
         for parameter in self.module.parameters():  # a weight is divided as soon as it is made
@@ -280,7 +280,7 @@ def recognise_norm(norm_class: Any) -> str | None:
         Running.meter, Running.dtype, SizedModule.call = before
 
 
-def _read_settings(job: Job, rank: int) -> ShardSettings:
+def _read_settings(job: Job, rank: int, micro_steps: int) -> ShardSettings:
     engine, levers = job.engine, job.levers
     return ShardSettings(
         world_size=job.world_size,
@@ -296,6 +296,7 @@ def _read_settings(job: Job, rank: int) -> ShardSettings:
         max_reuse_distance=engine.max_reuse_distance,
         persistence_threshold=engine.persistence_threshold,
         sub_group=engine.sub_group,
+        micro_steps=micro_steps,
         sent=DTYPES[engine.communication_bytes],
         kept=DTYPES[engine.gradient_bytes],
     )
