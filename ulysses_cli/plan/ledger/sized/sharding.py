@@ -34,13 +34,12 @@ from ulysses_cli.plan.sizes.views import raw_reshape
 
 NEVER = -(10**10)
 NORM_ELEMENTS = 250_000_000  # a gradient's norm on the host is taken of so many at once
-SMALLEST_FILE_BYTES, FILE_BLOCK_BYTES = 1 << 20, 1024  # swap_tensor/utils.py: MIN_AIO_BYTES, AIO_ALIGNED_BYTES
+SMALLEST_FILE, FILE_BLOCK = 1 << 20, 1024  # swap_tensor/utils.py: MIN_AIO_BYTES, AIO_ALIGNED_BYTES
 
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """`sent`: the type in which gradients travel; `kept`: in which they are summed. The optimizer steps after so many
-    `micro_steps`."""
+    """`sent`: the type in which gradients travel; `kept`: in which the `micro_steps` of a step are summed."""
 
     world_size: int
     replica_size: int
@@ -155,10 +154,6 @@ def count_moment_bytes(size: int, optimizer: str) -> int:
     return 8 * size if optimizer == "adamw" else 2 * size + 8 * -(-size // 256)
 
 
-def has_file(num_bytes: int) -> bool:
-    return num_bytes >= SMALLEST_FILE_BYTES
-
-
 def decays(name: str, parameter: Parameter) -> bool:
     """train/assembly/optimizer.py"""
     return len(parameter.shape) >= 2 and not name.endswith("bias")
@@ -232,7 +227,7 @@ class ShardedEngine:
         if not settings.weights_on_host:
             self.states.append(Storage(sum(map(self.count_share, self.weights)) * size, PARAMETERS))
         self.groups = list(self._list_groups())
-        on_disk = [group for group in self.groups if has_file(4 * sum(map(self.count_share, group)))]
+        on_disk = [group for group in self.groups if 4 * sum(map(self.count_share, group)) >= SMALLEST_FILE]
         self.swapped = {weight for group in on_disk for weight in group if settings.states_on_disk}
         if not settings.states_on_host:
             for group in self.groups:
@@ -539,7 +534,7 @@ class ShardedEngine:
                 del copied
             weight.parameter.grad = None
         # what is too small for a file, or fills no whole number of blocks, stays until the optimizer's step
-        self.leaving = {w: t for w, t in self.leaving.items() if t.nbytes % FILE_BLOCK_BYTES or not has_file(t.nbytes)}
+        self.leaving = {w: t for w, t in self.leaving.items() if t.nbytes % FILE_BLOCK or t.nbytes < SMALLEST_FILE}
         self.filled, self.num_filled = [], 0
 
     def _scatter(self, weights: list[Weight]) -> list[Tensor]:
