@@ -840,6 +840,19 @@ def test_check_loss_mask() -> None:
     assert check("data.assistant_only_loss=true") == []  # auto is decided once rows are read
 
 
+def test_check_turns() -> None:
+    needs_mask = "chooses among what the assistant says, but every token of a chat is learned"
+    for name, value in (("train_on_turns", "last"), ("thoughts", "mask"), ("on_rewritten_turns", "split")):
+        problem = only(f"data.{name}={value}", "data.datasets.0.type=chat")
+        assert f"data.{name}: {value} {needs_mask}" in problem
+        assert problem.endswith("hint: set data.assistant_only_loss: true")
+        assert check(f"data.{name}={value}", "data.assistant_only_loss=true") == []
+    cut = ("data.train_on_turns=last", "data.assistant_only_loss=true", "data.excess_length_strategy=truncate")
+    assert "truncate cuts off the end of a long chat, and only its last turn is a target" in only(*cut)
+    crossing = ("data.on_rewritten_turns=split", "data.assistant_only_loss=true", "data.attend_across_documents=true")
+    assert "a split chat repeats its turns" in only(*crossing)
+
+
 def test_check_output_dir(tmp_path: Path) -> None:
     here = f"run.output_dir={tmp_path}"
     ours = compute_recipe_hash(load(here).recipe)

@@ -351,3 +351,44 @@ def test_validate_config_says_whether_it_fits() -> None:
     assert memory["verdict"] == estimate["verdict"]
     assert memory["levers"] == estimate["levers"]
     assert run("validate-config", RECIPE, "--gpu", "h2000").returncode == 2
+
+
+PHI = {
+    "model_type": "phi", "architectures": ["PhiForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 4096, "max_position_embeddings": 2048,
+}  # fmt: skip
+UNKNOWN_OPTIONS = ("--max-length", "2Ki", "--num-processes", "2", "--format", "json")
+
+
+def write_model(folder: Path, **config: object) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_model_without_a_formula_is_run_on_sizes(tmp_path: Path) -> None:
+    done = run("estimate-memory", "--model", write_model(tmp_path, **PHI), *UNKNOWN_OPTIONS)
+    assert (done.returncode, done.stderr) == (0, "")
+    (result,) = json.loads(done.stdout)["results"]
+    assert list(result["phases"]) == ["load", "forward", "backward", "optimizer_step"]
+    assert max(sum(lines.values()) for lines in result["phases"].values()) == result["gpu_peak_bytes"]
+    assert {"parameters", "saved_by_attention", "gradients"} <= result["phases"]["backward"].keys()
+    assert result["peak_moment"].startswith("backward of ")
+
+
+@pytest.mark.parametrize("on_sizes", sample([True], [], []))
+def test_its_bytes_are_those_of_its_trace(tmp_path: Path, on_sizes: bool) -> None:
+    options = ("estimate-memory", "--model", write_model(tmp_path, **PHI), *UNKNOWN_OPTIONS)
+    (result,) = json.loads(run(*options).stdout)["results"]
+    (traced,) = json.loads(run(*options, "--trace").stdout)["results"]
+    unseen = ("cuda_context", "nccl", "allocator", "cublas_workspace")
+    for phase, num_bytes in traced["trace"]["phases"].items():
+        lines = result["phases"][phase]
+        assert sum(lines.values()) - sum(lines.get(name, 0) for name in unseen) == pytest.approx(num_bytes, rel=1e-3)
+
+
+def test_what_has_no_sizes_is_refused_by_name(tmp_path: Path) -> None:
+    stable = {**PHI, "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "num_key_value_heads": 8}
+    done = run("estimate-memory", "--model", write_model(tmp_path, **stable), *UNKNOWN_OPTIONS)
+    assert done.returncode == 2
+    assert "StableLmAttention" in done.stderr
+    assert "--trace" in done.stderr

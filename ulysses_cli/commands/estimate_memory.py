@@ -24,6 +24,7 @@ from ulysses_cli.plan.exit_codes import DONE, FAILED
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Gpu, Hardware
+    from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.models.shape import ModelShape
     from ulysses_cli.plan.planner.estimate import Estimate
@@ -107,8 +108,9 @@ def estimate_memory(
     if not named and recipe.run.gpu is None:
         notes.append(f"no --gpu is named: {DEFAULT_GPU}")
     notes += [*describe_calibration(), *list_untested(gpus)]
-    if trace and not is_known(shape):
-        raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))
+    if not is_known(shape):
+        show = _show_trace_alone if trace else _show_moments_alone
+        raise typer.Exit(show(valid, gpus, output, strict=strict, online=online))
     results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
     if sweep:
         _show_sweep(results, output)
@@ -179,6 +181,42 @@ def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, stri
         printing.print_json({"results": results})
     else:
         printing.print_data(traced.format_verdicts(results) + "\n\n" + traced.format_trace(peaks, None))
+    return FAILED if strict and any(result["verdict"] != "fits" for result in results) else DONE
+
+
+def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool, online: bool) -> int:
+    """The same without torch: the model's own code runs on sizes alone."""
+    from ulysses_cli import hub
+    from ulysses_cli.plan.ledger.job import make_job
+    from ulysses_cli.plan.ledger.sized.moments import find_moments
+    from ulysses_cli.plan.models.shape import find_text_part
+    from ulysses_cli.plan.planner.lever_choice import read_levers
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.sizes.tensor import UnknownOperator
+    from ulysses_cli.report import printing, traced
+
+    if valid.loaded is None or valid.shape is None:
+        raise AssertionError("no recipe")
+    recipe, shape = valid.loaded.recipe, valid.shape
+    job = make_job(recipe, shape, read_levers(recipe, shape)[0], needs_formula=False)
+    config = find_text_part(or_exit(lambda: hub.find_model_config(recipe, online=online)[0]))
+
+    def run() -> dict[str, MemorySnapshot]:
+        try:
+            return find_moments(recipe, job, config)
+        except UnknownOperator as error:
+            message = (
+                f"the memory of {shape.name}, a model of type {shape.model_type}, is not known without torch: {error}"
+            )
+            hint = "estimate-memory --trace runs a step of it on tensors without data; it takes minutes"
+            raise RecipeError([Problem("model.name_or_path", message, hint)]) from None
+
+    moments = or_exit(run)
+    results = [traced.judge_moments(moments, gpu) for gpu in gpus]
+    if output is Format.json:
+        printing.print_json({"results": results})
+    else:
+        printing.print_data(traced.format_moments(results, moments))
     return FAILED if strict and any(result["verdict"] != "fits" for result in results) else DONE
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
@@ -105,7 +106,9 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         *([("layout", format_inside(estimate.inside, job.layout.ring_size))] if estimate.inside else []),
     ]
     text = "\n".join(f"{label:<10} {value}" for label, value in rows)
-    text += "\n\n" + _format_phases(estimate) + "\n\n" + _format_levers(estimate)
+    text += (
+        "\n\n" + format_phases(estimate.ledger.phases, estimate.ledger.host_phases) + "\n\n" + _format_levers(estimate)
+    )
     if estimate.suggestion:
         text += "\n\nthe cheapest change that fits:\n\n" + "\n".join(
             f"  {line}" for line in estimate.suggestion.splitlines()
@@ -179,10 +182,9 @@ def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
     return rows
 
 
-def _format_phases(estimate: Estimate) -> str:
+def format_phases(phases: Mapping[str, MemorySnapshot], hosts: Mapping[str, Lines] | None = None) -> str:
     """A table of GiB with a row per ledger line and a column per phase. Leaves out lines that are 0.00 in every
     phase."""
-    phases = estimate.ledger.phases
     names = list(dict.fromkeys(name for moment in phases.values() for name in moment.lines))
     shown = [name for name in names if any(moment.lines.get(name, 0) >= VISIBLE_BYTES for moment in phases.values())]
 
@@ -191,8 +193,8 @@ def _format_phases(estimate: Estimate) -> str:
 
     rows = [(_spell_key(name), *(cell(moment.lines.get(name, 0)) for moment in phases.values())) for name in shown]
     rows.append(("sum", *(format_gib(moment.num_bytes, 2) for moment in phases.values())))
-    hosts = estimate.ledger.host_phases
-    rows.append(("host, per node", *(format_gib(sum(hosts[phase].values()), 2) for phase in phases)))
+    if hosts is not None:
+        rows.append(("host, per node", *(format_gib(sum(hosts[phase].values()), 2) for phase in phases)))
     return format_table(("GiB per GPU", *(_spell_key(phase) for phase in phases)), rows)
 
 

@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.ledger.device import CONTEXT_BYTES, DEVICE_LINES, DEVICE_SHARE_UNSURE, SHARE_UNSURE
+from ulysses_cli.plan.ledger.device import (
+    CONTEXT_BYTES,
+    DEVICE_LINES,
+    DEVICE_SHARE_UNSURE,
+    SHARE_UNSURE,
+    compute_uncertainty,
+)
 from ulysses_cli.plan.ledger.ledger import Ledger
+from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.report.ledger import VERDICTS
+from ulysses_cli.plan.planner.fit import compare
+from ulysses_cli.report.ledger import VERDICTS, format_phases
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib
 
@@ -51,23 +59,43 @@ def judge_trace(trace: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
     """The verdict by the trace alone: the allocator's memory and the CUDA context. NCCL's buffers are not known."""
     peak = trace["reserved"]["expandable_segments"] + CONTEXT_BYTES
     uncertainty = round(SHARE_UNSURE * peak + DEVICE_SHARE_UNSURE * CONTEXT_BYTES)
+    phase = max(trace["device"], key=lambda phase: trace["device"][phase])
+    return {**_judge(gpu, peak, uncertainty), "peak_phase": phase, "trace": describe_trace(trace, None)}
+
+
+def judge_moments(moments: Mapping[str, MemorySnapshot], gpu: Gpu) -> dict[str, Any]:
+    """The verdict by a run of the model's own layers on sizes alone."""
+    fullest = max(moments.values(), key=lambda moment: moment.num_bytes)
+    judged = _judge(gpu, fullest.num_bytes, compute_uncertainty(fullest.lines))
+    phases = {phase: dict(moment.lines) for phase, moment in moments.items()}
+    return {**judged, "peak_phase": fullest.phase, "peak_moment": fullest.name, "phases": phases}
+
+
+def _judge(gpu: Gpu, peak: int, uncertainty: int) -> dict[str, Any]:
     margin = gpu.memory_bytes - peak
-    verdict = "fits" if margin >= uncertainty else "too_close" if margin > -uncertainty else "does_not_fit"
     return {
         "gpu": gpu.key,
         "gpu_name": gpu.name,
-        "verdict": verdict,
+        "verdict": compare(margin, uncertainty),
         "gpu_peak_bytes": peak,
         "gpu_capacity_bytes": gpu.memory_bytes,
         "margin_bytes": margin,
         "uncertainty_bytes": uncertainty,
-        "peak_phase": max(trace["device"], key=lambda phase: trace["device"][phase]),
-        "trace": describe_trace(trace, None),
     }
 
 
-def format_verdicts(results: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["no formula describes this model; this is a trace of its real layers"]
+def format_moments(results: Sequence[Mapping[str, Any]], moments: Mapping[str, MemorySnapshot]) -> str:
+    fullest = max(moments.values(), key=lambda moment: moment.num_bytes)
+    first = "the GPU's memory alone, of this model's own layers: time, price and host memory are not predicted for it"
+    peak = f"peak in {fullest.phase.replace('_', ' ')}, {fullest.name}"
+    return f"{format_verdicts(results, first)}\n{peak}\n\n{format_phases(moments)}"
+
+
+def format_verdicts(
+    results: Sequence[Mapping[str, Any]],
+    first: str = "no formula describes this model; this is a trace of its real layers",
+) -> str:
+    lines = [first]
     for result in results:
         memory = f"{_gib(result['gpu_peak_bytes'])} of {_gib(result['gpu_capacity_bytes'])} GiB"
         verdict = f"{VERDICTS[result['verdict']]}: {memory}, uncertain by {_gib(result['uncertainty_bytes'])}"

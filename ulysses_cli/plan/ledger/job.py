@@ -271,9 +271,7 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
         return
     why = f": {reason}" if (reason := _explain_unknown(shape)) else ""
     message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
-    hint = (
-        "estimate-memory --trace needs none; formulas know most attention and recurrences, with dense MLPs or experts"
-    )
+    hint = "estimate-memory needs none; formulas know most attention and recurrences, with dense MLPs or experts"
     raise RecipeError([Problem(key, message, hint)])
 
 
@@ -300,14 +298,18 @@ def read_adapters(recipe: Recipe, shape: ModelShape) -> Adapters | None:
     if lora is None:
         return None
     names = () if lora.target_modules == "all-linear" else lora.target_modules
-    targets = tuple(name_linear(name, FAMILIES[shape.model_type]) for name in names)
+    family = FAMILIES.get(shape.model_type)
+    targets = tuple(names if family is None else (name_linear(name, family) for name in names))
     saved = tuple(sorted(lora.modules_to_save))
     return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=saved, has_lengths=lora.use_dora)
 
 
-def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
+def make_job(
+    recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8, needs_formula: bool = True
+) -> Job:
     """For a recipe that passed its checks, with settled levers."""
-    check_known(shape)
+    if needs_formula:
+        check_known(shape)
     return Job(
         shape=shape,
         layout=choose_layout(recipe, shape),

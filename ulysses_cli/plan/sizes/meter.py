@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +21,13 @@ class Place:
 
 class ByteMeter:
     """`events`: where it is a list, bytes are noted there in order as they come (above 0) and go (below 0), with the
-    phase and the storage's tag."""
+    phase and the storage's tag. `held`: by tag, what is there before the first event."""
 
     def __init__(self, events: list[tuple[int, str, Tag]] | None = None) -> None:
         self.device, self.host = Place(), Place()
         self.phase, self.events = "", events
         self.tag: Tag = ("", "")
+        self.held: Counter[Tag] = Counter()
 
     def add(self, num_bytes: int, tag: Tag, *, on_host: bool) -> None:
         place = self.host if on_host else self.device
@@ -39,6 +41,15 @@ class ByteMeter:
         """Memory that an operator takes and gives back."""
         self.add(num_bytes, self.tag, on_host=False)
         self.add(-num_bytes, self.tag, on_host=False)
+
+    def forget(self, *kept: str) -> None:
+        """Forgets events and the peaks of all phases but these."""
+        for num_bytes, _, tag in self.events or ():
+            self.held[tag] += num_bytes
+        self.events = None if self.events is None else []
+        for place in (self.device, self.host):
+            place.peak = place.now
+            place.peaks = {phase: peak for phase, peak in place.peaks.items() if phase in kept}
 
     def enter(self, phase: str) -> str:
         """Begins a phase and returns the one before."""

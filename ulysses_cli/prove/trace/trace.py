@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config
-from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import make_engine
+from ulysses_cli.plan.ledger.job import make_engine, make_job
+from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, find_text_part, read_model_shape
 from ulysses_cli.plan.nouns import format_count
@@ -257,45 +257,10 @@ def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str
 
 
 def list_ranks(request: Mapping[str, Any]) -> list[int]:
-    """The ranks of which one needs most memory. Under ZeRO-3, the first one whose share of the work is the largest.
-    Below it also the last rank, which holds the gradients of the last layers, computed first; and of its own group the
-    one with the largest share."""
-    from ulysses_cli.plan.resolved import choose_layout
-
-    layout = choose_layout(
-        Recipe.model_validate_json(json.dumps(request["recipe"])),
-        read_model_shape(request["config"], "the traced model"),
-    )
-    widest, last = find_widest_ranks(request, layout), layout.world_size - 1
-    if request["recipe"]["parallel"]["zero_stage"] == 3:
-        return [widest[0]]
-    return [last] if layout.sp_size - 1 in widest else [last, last + 1 - layout.sp_size + widest[0]]
-
-
-def find_widest_ranks(request: Mapping[str, Any], layout: Layout) -> list[int]:
-    """Of an sp group, the ranks with the most key/value heads in a chunk, since heads may not divide evenly over ranks;
-    on a ring, of the shares that hold most keys at once."""
-    from ulysses_cli.plan.resolved import compute_row_tokens
-    from ulysses_cli.plan.rows.order import Ring, deal_row
-    from ulysses_cli.plan.rows.ring_share import count_held_keys
-    from ulysses_cli.train.attention.heads import plan_heads
-
-    shape, recipe = (
-        read_model_shape(request["config"], "the traced model"),
-        Recipe.model_validate_json(json.dumps(request["recipe"])),
-    )
-    size, num_chunks = layout.ulysses_size, int(request["levers"]["head_chunks"])
-    chunks = plan_heads(shape.num_heads, shape.num_kv_heads, size, num_chunks).chunks
-    heads = [max(chunk.keys[rank].num_heads for chunk in chunks) for rank in range(size)]
-    lengths, window = (compute_row_tokens(recipe),), shape.window_counts[0][0]
-    order = deal_row(lengths, Ring(layout.ring_size, shape.window_counts))
-    keys = [count_held_keys(lengths, order, window, rank) for rank in range(layout.ring_size)]
-    return [
-        outer * size + inner
-        for outer in range(layout.ring_size)
-        for inner in range(size)
-        if (keys[outer], heads[inner]) == (max(keys), max(heads))
-    ]
+    """The ranks of which one needs most memory."""
+    recipe = Recipe.model_validate_json(json.dumps(request["recipe"]))
+    shape = read_model_shape(request["config"], "the traced model")
+    return find_fullest_ranks(make_job(recipe, shape, Levers(**request["levers"]), needs_formula=False))
 
 
 def join_ranks(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

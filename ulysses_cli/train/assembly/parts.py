@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from ulysses_cli.plan.attention import list_needs
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.job import is_known, make_job
 from ulysses_cli.plan.ledger.layer import is_one_kernel
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -114,6 +114,8 @@ def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device, norm
 def describe_plain_norms(plan: RunPlan, choice: ElementwiseChoice, norms: Collection[NormKind]) -> str:
     """What it costs that norms run by transformers' own code where the ledger counted on fused ones, or ''. The
     installed transformers may have norms that no formula is recognised in."""
+    if not is_known(plan.shape):
+        return ""
     is_served = bool(norms) and all(choice.ways[kind] != "transformers" for kind in norms)
     job = make_job(plan.recipe, plan.shape, plan.levers)
     plain = replace(job, fused_norms=False)

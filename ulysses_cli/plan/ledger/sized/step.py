@@ -4,7 +4,6 @@ the step that all later ones are like."""
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from ulysses_cli.plan.sizes import products
 from ulysses_cli.plan.sizes.autograd import grad_mode
 from ulysses_cli.plan.sizes.dtypes import BFLOAT16, DEVICE, FLOAT32, INT64, UINT8, DType
 from ulysses_cli.plan.sizes.library import CustomOperator, Namespace, Nothing, Unknown
-from ulysses_cli.plan.sizes.meter import ByteMeter, Tag
+from ulysses_cli.plan.sizes.meter import ByteMeter
 from ulysses_cli.plan.sizes.nn import Linear, Parameter, SizedModule
 from ulysses_cli.plan.sizes.sources import ModelSources, make_config, make_model
 from ulysses_cli.plan.sizes.tensor import Running, Tensor, make
@@ -58,19 +57,17 @@ def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -
     return run_step(recipe, make_job(recipe, shape, levers), rank).device
 
 
-def run_step(recipe: Recipe, job: Job, rank: int, *, with_lines: bool = False) -> SizedStep:
-    """Raises UnknownOperator for what has no sizes yet."""
+def run_step(
+    recipe: Recipe, job: Job, rank: int, config: Mapping[str, Any] | None = None, *, with_lines: bool = False
+) -> SizedStep:
+    """`config`: the model's, where the recipe names a model instead. Raises UnknownOperator for what has no sizes."""
     with _alone():
         meter = Running.meter
         meter.events = [] if with_lines else None
-        run = _Run(recipe, job, rank)
+        run = _Run(recipe, job, rank, config or recipe.model.config or {})
+        snapshots = read_snapshots(meter.held, meter.events or ())
         run.step()
-        held: Counter[Tag] = Counter()
-        for num_bytes, _, tag in meter.events or ():
-            held[tag] += num_bytes
-        meter.events = [] if with_lines else None
-        for place in (meter.device, meter.host):
-            place.peaks = {phase: peak for phase, peak in place.peaks.items() if phase == LOAD}
+        meter.forget(LOAD)
         if job.evaluates:
             run.evaluate()
         run.step()
@@ -79,10 +76,9 @@ def run_step(recipe: Recipe, job: Job, rank: int, *, with_lines: bool = False) -
             {phase: peak for phase, peak in place.peaks.items() if phase != BETWEEN}
             for place in (meter.device, meter.host)
         )
-        snapshots = read_snapshots(held, meter.events or ())
+        snapshots |= read_snapshots(meter.held, meter.events or ())
         meter.events = None
-        snapshots.pop(BETWEEN, None)
-        return SizedStep(device, host, snapshots)
+        return SizedStep(device, host, {phase: snapshots[phase] for phase in device if phase in snapshots})
 
 
 @contextmanager
@@ -104,7 +100,7 @@ def _alone() -> Iterator[None]:
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, job: Job, rank: int) -> None:
+    def __init__(self, recipe: Recipe, job: Job, rank: int, values: Mapping[str, Any]) -> None:
         self.recipe, self.job, self.meter = recipe, job, Running.meter
         self.meter.enter(LOAD)
         leaves: list[SizedModule] = []
@@ -113,7 +109,7 @@ class _Run:
         self._stand_in(is_gpu=recipe.run.device != "cpu")
         attention = self._register_attention(rank)
         Running.dtype = DTYPES[job.dtype_bytes]
-        config = make_config(self.sources, recipe.model.config or {})
+        config = make_config(self.sources, values)
         config._attn_implementation = attention
         with tagged(*PARAMETERS):
             model = make_model(self.sources, config)
@@ -127,7 +123,7 @@ class _Run:
         are_alike = job.zero_stage == 3 and job.layout.dp_replicate_size == 1
         self.micro_steps = 1 if are_alike else min(2, job.accumulation)
         self.engine = self._make_engine(_read_settings(job, rank, self.micro_steps), leaves, made)
-        self.meter.device.peak = self.meter.device.now
+        self.meter.forget()
         self.engine.start()
         SizedModule.call, SizedModule.read = self.engine.call, self.engine.read
         groups = SimpleNamespace(sp_axis=self.axis, ring_axis=self.ring_axis)
