@@ -116,8 +116,8 @@ class _Run:
             if job.quantized is not None:
                 quantize_layers(model, job.quantized)
         Running.dtype, made = FLOAT32, list(list_as_made(model))
-        for parameter in made if job.zero_stage == 3 else ():  # made in one type, whatever type a file asks for
-            parameter.dtype = DTYPES[job.dtype_bytes]
+        for parameter in made:  # the engine makes all in one type, whatever type a file asks for
+            parameter.dtype = DTYPES[job.dtype_bytes] if parameter.dtype.is_floating_point else parameter.dtype
         self.module = self._apply_levers(model)
         leaves += [module for module in model.modules() if type(module).__name__ in WHOLE]
         are_alike = job.zero_stage == 3 and job.layout.dp_replicate_size == 1
