@@ -424,6 +424,14 @@ def test_data_that_one_machine_cannot_read_is_a_difference_and_no_lone_error(tmp
         compare_machines([(name, {"the content of the data": it}) for name, it in (("a", "1"), ("b", missing))])
 
 
+def test_sample_prompts_have_the_variables_of_the_template() -> None:
+    """Else a run would be shown answers to prompts that it does not train on."""
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if plan is defined %} [{{ plan }}]{% endif %}"
+    (prompt,) = encode_prompts(tokenizer, ["a"], as_chat=True, variables={"plan": "brief"})
+    assert tokenizer.decode(prompt.tokens) == "a [brief]"
+
+
 def test_the_template_of_sample_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As every use of a template: it is a program that comes with the model."""
     monkeypatch.setattr(renderer, "SECONDS", 1.0)

@@ -24,7 +24,7 @@ from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import explain_memory
-from ulysses_cli.plan.recipe.recipe import Run, Train
+from ulysses_cli.plan.recipe.recipe import Recipe, Run, Train
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
@@ -138,7 +138,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     judge_loss, judge_score = reversed(judges) if settings.keep_best == SCORE else judges
     evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, judge_loss)
     stop_tokens = agree_on_stop_tokens(state.engine, inputs.tokenizer)
-    samples = make_samples(inputs, settings, stop_tokens, record)
+    samples = make_samples(inputs, connected.plan.recipe, stop_tokens, record)
     suite = make_suite(inputs, connected, stop_tokens, record, judge_score)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
@@ -205,17 +205,21 @@ def make_suite(
     recipe = connected.plan.recipe
     lengths = recipe.run.eval_suite_lengths or (recipe.data.max_length,)
     amount = Amount(tuple(lengths), recipe.run.eval_suite_samples, recipe.run.seed)
-    return EvalSuite(recipe.run.eval_suite, amount, inputs.tokenizer, stop_tokens, record.write_quality, judge)
+    variables = recipe.data.chat_template_kwargs
+    return EvalSuite(
+        recipe.run.eval_suite, amount, inputs.tokenizer, stop_tokens, record.write_quality, judge, variables
+    )
 
 
-def make_samples(inputs: Inputs, settings: Run, stop_tokens: set[int], record: Record) -> Samples:
+def make_samples(inputs: Inputs, recipe: Recipe, stop_tokens: set[int], record: Record) -> Samples:
+    settings, variables = recipe.run, recipe.data.chat_template_kwargs
     tokenizer, texts = inputs.tokenizer, settings.sample_prompts
     if texts and settings.sample_as_chat and tokenizer.chat_template is None:
         raise StartError(
             "run.sample_as_chat: the tokenizer has no chat template: set data.chat_template, or leave it out"
         )
     try:
-        prompts = encode_prompts(tokenizer, texts, as_chat=settings.sample_as_chat)
+        prompts = encode_prompts(tokenizer, texts, as_chat=settings.sample_as_chat, variables=variables)
     except TemplateProblem as error:
         raise StartError(f"run.sample_as_chat: the tokenizer's template cannot be used: {error}") from None
     return Samples(prompts, stop_tokens, settings.sample_max_new_tokens, tokenizer.decode, record.write_samples)

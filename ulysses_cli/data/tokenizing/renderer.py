@@ -64,7 +64,11 @@ class Renderer:
     """Renders chats with a tokenizer's template in a child process, which starts with the first chat and ends with this
     process. Announced chats are sent together, and the child renders them while this process works on earlier ones."""
 
-    def __init__(self, tokenizer: Any, specials: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, specials: Sequence[str] = (), variables: Mapping[str, Any] | None = None
+    ) -> None:
+        """`variables`: data.chat_template_kwargs, for texts alone; a request's own settings win."""
+        self.variables = variables or {}
         self.tokenizer, self.specials, self.failure = tokenizer, tuple(specials), ""
         self.connection: Connection | None = None
         self.end: Callable[[], object] = lambda: None
@@ -83,7 +87,7 @@ class Renderer:
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """The text alone. `settings`: what tokenizer.apply_chat_template takes. Raises as `render` does."""
-        chat = [dict(message) for message in messages]
+        chat, settings = [dict(message) for message in messages], {**self.variables, **settings}
         return str(self._ask(RenderRequest(chat, choice=None, settings=settings))["text"])
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from statistics import fmean
 from typing import Any
@@ -33,11 +33,12 @@ class EvalSuite:
         stop_tokens: Collection[int],
         write: Callable[[dict[str, Any]], None],
         judge: Callable[[TrainState], None] = lambda _: None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.amount, self.stop_tokens, self.write, self.judge = amount, stop_tokens, write, judge
         self.plan = plan_suites(list(names), Sources())
         if self.plan.tasks:
-            with closing(Renderer(tokenizer)) as renderer:
+            with closing(Renderer(tokenizer, variables=variables)) as renderer:
                 letters = list_parting_letters(tokenizer)
                 self.prompter = Prompter(tokenizer, renderer.render_text, letters=letters)
             try:

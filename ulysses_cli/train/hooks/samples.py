@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +21,13 @@ class SamplePrompt:
     tokens: tuple[int, ...]
 
 
-def encode_prompts(tokenizer: Any, texts: Sequence[str], *, as_chat: bool) -> list[SamplePrompt]:
-    """With `as_chat` a text is what a user says, in the tokenizer's chat template. Otherwise it is the beginning of a
-    document, and an end that the tokenizer appends is taken off. Raises TemplateProblem."""
+def encode_prompts(
+    tokenizer: Any, texts: Sequence[str], *, as_chat: bool, variables: Mapping[str, Any] | None = None
+) -> list[SamplePrompt]:
+    """With `as_chat` a text is what a user says, in the tokenizer's chat template with its `variables`. Otherwise it is
+    the beginning of a document, and an end that the tokenizer appends is taken off. Raises TemplateProblem."""
     prompts = []
-    with closing(Renderer(tokenizer)) as renderer:
+    with closing(Renderer(tokenizer, variables=variables)) as renderer:
         for text in texts:
             if as_chat:
                 said = renderer.render_text([{"role": "user", "content": text}], add_generation_prompt=True)
