@@ -80,6 +80,7 @@ def test_every_alias_is_accepted_and_shown() -> None:
         "lora.target_modules": "[q_proj]",
         "lora.modules_to_save": "[norm]",
         "lora.dropout": "0.5",
+        "data.chat_template_kwargs": "{a: 1}",
     }
     num_aliases = 0
     for setting in walk_settings():
@@ -221,7 +222,7 @@ def test_missing_sections_list_their_settings() -> None:
     assert complain("model: {name_or_path: x}\ndata: {max_length: 8}\n") == [
         "r.yaml:2:7: data.datasets: required and not written\n\n"
         "hint: write datasets, a list, each element with path, name, split, type, columns, data_files, weight, "
-        "join_files, streaming"
+        "train_field, chat_template_kwargs, join_files, streaming"
     ]
 
 
