@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -299,27 +300,26 @@ class _TurnFinder:
     def _mark_turn(self, index: int) -> str:
         turns = [*self.messages]
         turns[index] = {**turns[index], "content": MARK}
-        try:
+        with _explained(f"refuses a changed content of turn {index + 1}"):
             return self.render(turns)
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a template may raise any exception
-            raise InexactTemplate(
-                f"the chat template refuses a changed content of turn {index + 1}: {cut_message(error)}"
-            ) from None
 
     def _find_prompt(self, index: int) -> str | None:
         """The generation prompt after the first `index` messages; None if the template changes those messages, too."""
-        try:
+        with _explained(f"cannot render the first {index} turns alone"):
             before, after = self._render_first(index), self._render_first(index, prompt=True)
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a template may raise any exception
-            raise InexactTemplate(
-                f"the chat template cannot render the first {index} turns alone: {cut_message(error)}"
-            ) from None
         before = _leave_out_end(before, after, self.specials)
         return after[len(before) :] if after.startswith(before) else None
+
+
+@contextmanager
+def _explained(refusal: str) -> Iterator[None]:
+    """The error of a template that runs inside says what it refuses."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a template may raise any exception
+        raise InexactTemplate(f"the chat template {refusal}: {cut_message(error)}") from None
 
 
 def _describe(message: Mapping[str, Any]) -> tuple[object, ...]:

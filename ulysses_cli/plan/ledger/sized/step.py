@@ -12,12 +12,14 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
+from ulysses_cli.plan.ledger import device as gpu
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
 from ulysses_cli.plan.ledger.sized.adapters import add_adapters
 from ulysses_cli.plan.ledger.sized.lines import INPUTS, PARAMETERS, read_snapshots, tagged
 from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
 from ulysses_cli.plan.ledger.sized.quantized import quantize_layers
+from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
 from ulysses_cli.plan.ledger.sized.sharding import LinearOfShards, ShardedEngine, ShardSettings, multiply_sharded
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
@@ -31,7 +33,7 @@ from ulysses_cli.plan.sizes.library import CustomOperator, Namespace, Nothing, U
 from ulysses_cli.plan.sizes.meter import ByteMeter
 from ulysses_cli.plan.sizes.nn import Linear, Parameter, SizedModule
 from ulysses_cli.plan.sizes.sources import ModelSources, make_config, make_model
-from ulysses_cli.plan.sizes.tensor import Running, Tensor, make
+from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make
 
 DTYPES: Mapping[int, DType] = {2: BFLOAT16, 4: FLOAT32}
 LOAD, BETWEEN = "load", "between"
@@ -79,6 +81,30 @@ def run_step(
         snapshots |= read_snapshots(meter.held, meter.events or ())
         meter.events = None
         return SizedStep(device, host, {phase: snapshots[phase] for phase in device if phase in snapshots})
+
+
+def find_moments(recipe: Recipe, job: Job, config: Mapping[str, Any]) -> dict[str, MemorySnapshot]:
+    """Of each phase, that of the rank which is fullest then. Raises UnknownOperator, also where the model's code asks
+    for what nobody has foreseen."""
+    found: dict[str, MemorySnapshot] = {}
+    for rank in find_fullest_ranks(job):
+        try:
+            step = run_step(recipe, job, rank, config, with_lines=True)
+        except UnknownOperator:
+            raise
+        except Exception as error:
+            raise UnknownOperator(f"its code ends with {type(error).__name__}: {error}") from error
+        for phase, moment in step.snapshots.items():
+            if phase not in found or moment.num_bytes > found[phase].num_bytes:
+                found[phase] = moment
+    return {phase: moment._replace(lines=_add_device_lines(job, moment)) for phase, moment in found.items()}
+
+
+def _add_device_lines(job: Job, moment: MemorySnapshot) -> dict[str, int]:
+    lines = {**moment.lines, "cublas_workspace": gpu.compute_cublas(job)}
+    lines["allocator"] = sum(lines.values()) // 100
+    lines["cuda_context"] = gpu.compute_context(job)
+    return {**lines, "nccl": gpu.compute_nccl(job)} if job.world_size > 1 else lines
 
 
 @contextmanager
