@@ -60,6 +60,8 @@ class EvalResult:
     perplexity: float | None = None
     tokens: int = 0
     by_position: Mapping[str, Any] | None = None
+    by_class: Mapping[str, Any] | None = None
+    by_turn: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

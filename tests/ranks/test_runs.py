@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.prepared import make_prepared
 from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
 from support.small_run import CONFIG
 from support.training import MemoryRows, make_recipe, measure_difference
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.data.rows import open_rows
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.processes.consistency import compare_facts
 
@@ -81,6 +90,53 @@ def test_parameter_copies_keep_gathers_inside_a_replica_and_change_no_value() ->
         assert set(ours[2]) == {(0, 1, 2, 3), replica}
         # Only the first forward of a step crosses replicas. Five more passes (2 forwards, 3 backwards) stay inside.
         assert ours[2].count((0, 1, 2, 3)) * 4 <= ours[2].count(replica), ours[2]
+
+
+CLASSES = {"thoughts": 4 | 8, "calls": 4 | 16, "answers": 4}
+# Two chats, of a user's words (0) and the assistant's: turns 1, 2 and 1 to 4.
+CHAT_FLAGS = [
+    [0] * 9 + [13] * 7 + [21] * 4 + [0] * 6 + [5] * 8,
+    [0, 0, 5, 5, 0, 21, 21, 21, 0, 0, 13, 5, 0, 4, 4, 4, 0],
+]
+
+
+def evaluate_chats(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an evaluation on the ranks finds, and what the plain model says of each token."""
+    generator = np.random.default_rng(2)
+    documents = [generator.integers(0, 64, len(flags)).tolist() for flags in CHAT_FLAGS]
+    recipe = make_recipe("parallel.sp_size=2")
+    harness = RunHarness(recipe, MemoryRows(ROWS), 1)
+    state = harness.train_state
+    if state.groups.is_first:
+        make_prepared(folder, [documents], flags=[CHAT_FLAGS], max_length=64)
+    dist.barrier()
+    batching = make_eval_batching(harness.plan.shape, harness.plan.resolved)
+    found = evaluate(state.engine, state.groups, open_rows(folder / "rows" / "r", "train"), batching)
+    plain = AutoModelForCausalLM.from_config(deepcopy(harness.built.config), attn_implementation="eager").eval()
+    plain.load_state_dict({name.removeprefix("model."): p for name, p in harness.read_weights().items()}, strict=False)
+    losses: dict[str, dict[str, list[float]]] = {"by_class": defaultdict(list), "by_turn": defaultdict(list)}
+    for tokens, flags in zip(documents, CHAT_FLAGS, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([tokens]), use_cache=False).logits[0].double()
+        each = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none").tolist()
+        for at, loss in enumerate(each, 1):
+            if flags[at] & 1:
+                turn = sum(bool(now & 4) > bool(before & 4) for before, now in pairwise([0, *flags[: at + 1]]))
+                losses["by_turn"][str(turn) if turn < 3 else "3-4"].append(loss)
+                kind = next(name for name, bits in CLASSES.items() if flags[at] & bits == bits)
+                losses["by_class"][kind].append(loss)
+    return found, losses
+
+
+@pytest.mark.check
+def test_an_evaluation_tells_losses_by_class_and_by_turn(tmp_path: Path) -> None:
+    for found, losses in run_on_ranks(2, evaluate_chats, tmp_path):
+        for key in ("by_class", "by_turn"):
+            assert found[key].keys() == losses[key].keys()
+            for name, own in losses[key].items():
+                assert found[key][name]["tokens"] == len(own)
+                assert found[key][name]["loss"] == pytest.approx(sum(own) / len(own), rel=1e-5)
+        assert found["tokens"] == sum(map(len, losses["by_class"].values()))
 
 
 class PoisonedRows(MemoryRows):

@@ -20,6 +20,7 @@ class Part:
     input_ids: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
+    classes: np.ndarray | None = None
 
 
 class MemoryRows:

@@ -90,6 +90,35 @@ def test_rows_hold_the_documents_tokens(
                 assert shown.tolist() == padded[first:last]
 
 
+@settings(max_examples=count_examples(60))
+@given(st.data(), PACKINGS, st.integers(4, 50))
+def test_rows_tell_what_the_assistant_does_in_each_label(data: st.DataObject, packing: str, max_length: int) -> None:
+    """4: it says this; 8: as a thought; 16: as a call. Turns are its runs of 4, counted from the document's begin."""
+    documents = data.draw(SOURCE)
+    codes = st.sampled_from([0, 2, 4, 5, 13, 21])
+    flags = [[data.draw(codes) for _ in document] for document in documents]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"max_length": max_length, "packing": packing, "skip_untrainable": True}
+        try:
+            path = make_prepared(Path(folder), [documents], flags=[flags], **settings)
+        except DataError as error:
+            assert "no row is left" in str(error)
+            return
+        rows = open_rows(path, "train")
+        for row in range(len(rows)):
+            expected = []
+            for number, start, stop in rows.pieces(row):
+                for at in range(start + 1, stop):
+                    said = "".join("x" if mark & 4 else " " for mark in flags[number][: at + 1])
+                    expected.append((flags[number][at], max(0, len(said.split()) - 1)))
+                expected.append(None)
+            first = data.draw(st.integers(0, len(expected) - 1))
+            part = rows.read(row, first, len(expected))
+            assert part.classes is not None
+            for code, wanted in zip(part.classes.tolist(), expected[first:], strict=True):
+                assert wanted is None or (code & 255, code >> 8) == wanted
+
+
 @settings(max_examples=count_examples(50))
 @given(
     st.lists(SOURCE, min_size=1, max_size=2),

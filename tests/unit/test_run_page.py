@@ -197,6 +197,19 @@ def test_one_evaluation_is_bars_by_position(tmp_path: Path) -> None:
     assert all(name in page for name in BUCKETS)
 
 
+def test_one_evaluation_of_chats_is_bars_by_class_and_by_turn(tmp_path: Path) -> None:
+    parts = {
+        "by_class": {"thoughts": {"loss": 1.25, "tokens": 4}, "calls": {"loss": 0.5, "tokens": 2}},
+        "by_turn": {"1": {"loss": 2.0, "tokens": 4}, "over 64": {"loss": 0.25, "tokens": 9}},
+    }
+    folder = write_run(tmp_path / "run", 3)
+    write_lines(folder, {"step": 3, "loss": 2.0, **parts}, name="eval.jsonl")
+    _, page = make(folder)
+    assert "Evaluation loss by what the assistant writes" in page
+    assert "Evaluation loss by turn of the assistant" in page
+    assert all(word in page for word in ("thoughts", "calls", "over 64", "1.25", "0.25"))
+
+
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, words in (

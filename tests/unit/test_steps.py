@@ -19,6 +19,7 @@ class Part:
     input_ids: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
+    classes: None = None
 
 
 class Rows:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.data.store import SAID, TARGET, TURN_BITS, TokenStore
 from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.rows.packing import Piece, RowPieces
 
@@ -28,11 +28,14 @@ PARTS = ("documents", "starts", "stops", "offsets", "targets")
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Tokens [start, stop) of a row, int64 each. labels[i] is the token that position i must predict, or -100."""
+    """Tokens [start, stop) of a row, int64 each. labels[i] is the token that position i must predict, or -100.
+    `classes`, of that token in a chat: its flags in the store, and above TURN_BITS which turn of the assistant it is
+    in, from 0; None where there are no flags."""
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     positions: NDArray[np.int64]
+    classes: NDArray[np.int64] | None = None
 
 
 class PackedRows:
@@ -99,6 +102,7 @@ class PackedRows:
         labels = np.full(size, IGNORE_INDEX, np.int64)
         positions = np.arange(start, stop, dtype=np.int64)
         positions[max(0, num_tokens - start) :] -= num_tokens
+        classes = np.zeros(size, np.int64) if any(store.flags is not None for store in self.stores) else None
         for at in range(int(np.searchsorted(ends, start, "right")), end_piece - first_piece):
             end = int(ends[at])
             begin = end - int(self._stops[first_piece + at] - self._starts[first_piece + at])
@@ -109,11 +113,14 @@ class PackedRows:
             tokens, targets = self._read_piece(first_piece + at, first - begin, last + 1 - begin)
             ids[here] = tokens[: last - first]
             labels[first - start : first - start + len(targets) - 1] = targets[1:]
+            if classes is not None:
+                found = self._classify(first_piece + at, first - begin, last + 1 - begin)[1:]
+                classes[first - start : first - start + len(found)] = found
             if self.is_joined and last == end < num_tokens:
                 labels[here.stop - 1] = self._read_piece(first_piece + at + 1, 0, 1)[1][0]
             if not self.is_joined:
                 positions[here] -= begin
-        return RowSlice(ids, labels, positions)
+        return RowSlice(ids, labels, positions, classes)
 
     def _read_piece(self, index: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens [start, stop) of a piece, or fewer at its end, and the same tokens with -100 where one is no target.
@@ -124,6 +131,19 @@ class PackedRows:
         tokens = ids.astype(np.int64)
         targets = tokens if flags is None else np.where(flags & TARGET, tokens, IGNORE_INDEX)
         return tokens, targets
+
+    def _classify(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Flags and turns of tokens [start, stop) of a piece. A turn begins where the assistant begins to say
+        something, counted from the document's begin."""
+        store, document = self.find_document(int(self._documents[index]))
+        begin, end = int(self._starts[index]), int(self._stops[index])
+        _, flags = store.read(document, 0, min(begin + stop, end))
+        if flags is None:
+            return np.zeros(0, np.int64)
+        is_said = (flags & SAID) > 0
+        turns = np.cumsum(np.diff(is_said, prepend=False) & is_said) - 1
+        codes: NDArray[np.int64] = flags.astype(np.int64) | np.maximum(turns, 0) << TURN_BITS
+        return codes[begin + start :]
 
     def _bounds(self, row: int) -> tuple[int, int]:
         if not 0 <= row < len(self):

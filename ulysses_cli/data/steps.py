@@ -67,7 +67,7 @@ class StepPlan:
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """This rank's share of the rows of one micro-step. `lengths` are the documents of the whole rows, with padding;
-    `order` says which of their tokens each rank of the ring holds."""
+    `order` says which of their tokens each rank of the ring holds; `classes` are those of RowSlice."""
 
     input_ids: Numbers  # [B, local tokens]
     labels: Numbers
@@ -75,6 +75,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
     order: Order = ()
+    classes: Numbers | None = None  # None where rows have none
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
     members = plan.shares[group][micro_step]
     shape = (len(members), local)
     ids, labels, positions = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX), np.zeros(shape, np.int64)
+    classes = np.zeros(shape, np.int64)
     ring_rank, inner_rank = divmod(sp_rank, sp_size // plan.ring.size)
     documents: list[int] = []
     for at, member in enumerate(members):
@@ -177,6 +179,8 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
                 continue
             part = rows.read(plan.rows[member], start, stop)
             ids[here], labels[here], positions[here] = part.input_ids, part.labels, part.positions
+            if part.classes is not None:
+                classes[here] = part.classes
     numbers = tuple(plan.rows[member] if member != NO_ROW else NO_ROW for member in members)
     order = deal_rows(documents, len(members), plan.ring)
-    return MicroBatch(ids, labels, positions, tuple(documents), numbers, order)
+    return MicroBatch(ids, labels, positions, tuple(documents), numbers, order, classes)

@@ -22,6 +22,7 @@ from ulysses_cli.plan.problem import Where
 FORMAT = 4
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
 SAID, THOUGHT, CALL = 4, 8, 16  # the assistant says it; as a thought; as a call of a tool
+TURN_BITS = 8  # flags of a token have so many bits
 Ids = NDArray[Any]
 Flags = NDArray[np.uint8]
 

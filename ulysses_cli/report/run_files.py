@@ -165,7 +165,7 @@ def _parse_line(text: str) -> Line | None:
         return None
     if not isinstance(line, dict) or not is_number(line.get("step")):
         return None
-    for name in ("step_parts", "by_position"):
+    for name in ("step_parts", "by_position", "by_class", "by_turn"):
         if isinstance(line.get(name), dict):
             line[name] = {mask_text(part): value for part, value in line[name].items()}
     return line

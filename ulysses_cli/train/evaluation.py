@@ -1,19 +1,22 @@
-"""Loss on the held-out split by the same sharded forward: one sum over one count, in total and by position in a
-document.
+"""Loss on the held-out split by the same sharded forward: one sum over one count, in total, by position in a document,
+and in chats by what the assistant does and by its turn.
 
-The later buckets show what a longer context is worth.
+The later buckets of positions show what a longer context is worth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
+from ulysses_cli.data.store import CALL, SAID, THOUGHT, TURN_BITS
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.processes.consistency import compare_facts, gather_values
@@ -22,6 +25,9 @@ from ulysses_cli.train.train_state import TrainState
 
 FIRST_BOUND = 2048
 MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows
+CLASSES = ("thoughts", "calls", "answers")  # of what the assistant says
+TURN_BOUNDS = [1, 2, 4, 8, 16, 32, 64, 1 << 55]  # upper bounds of the assistant's turns, from 0
+TURN_NAMES = ["1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "over 64"]
 
 
 def list_bounds(longest: int) -> list[int]:
@@ -48,7 +54,8 @@ def evaluate(
     stop = stop or StopConditions()
     longest = max(max(rows.get_lengths(row)) for row in range(len(rows)))
     bounds = torch.tensor(list_bounds(longest))
-    sums = torch.zeros(len(bounds), 2, dtype=torch.float64, device=engine.device)
+    first_class, first_turn = len(bounds), len(bounds) + len(CLASSES)
+    sums = torch.zeros(first_turn + len(TURN_BOUNDS), 2, dtype=torch.float64, device=engine.device)
     position = 0
     while position < len(rows):
         report(f"evaluation, row {position + 1} of {len(rows)}")
@@ -59,11 +66,40 @@ def evaluate(
             batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
             losses, positions = engine.evaluate_micro_batch(batch)
             buckets = torch.bucketize(positions, bounds.to(positions.device), right=True)
-            sums[:, 0].index_add_(0, buckets, losses.double())
-            sums[:, 1].index_add_(0, buckets, torch.ones_like(losses, dtype=torch.float64))
+            _add(sums, buckets, losses)
+            if batch.classes is not None:
+                codes = batch.classes[batch.labels >= 0]
+                is_said = torch.from_numpy((codes & SAID) > 0).to(losses.device)
+                kinds, turns = (torch.from_numpy(each).to(losses.device) for each in _classify(codes))
+                _add(sums, first_class + kinds[is_said], losses[is_said])
+                _add(sums, first_turn + turns[is_said], losses[is_said])
         position = plan.next_position
     sums = engine.sum_over_ranks(sums).cpu()
-    return summarize(sums, bounds.tolist())
+    by_class, by_turn = sums[first_class:first_turn], sums[first_turn:]
+    return {
+        **summarize(sums[:first_class], bounds.tolist()),
+        **({"by_class": _list_losses(CLASSES, by_class), "by_turn": _list_losses(TURN_NAMES, by_turn)}
+           if by_class[:, 1].any() else {}),
+    }  # fmt: skip
+
+
+def _add(sums: torch.Tensor, at: torch.Tensor, losses: torch.Tensor) -> None:
+    sums[:, 0].index_add_(0, at, losses.double())
+    sums[:, 1].index_add_(0, at, torch.ones_like(losses, dtype=torch.float64))
+
+
+def _classify(codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of what the assistant says: its class, and its bucket of turns."""
+    kinds = np.select([(codes & THOUGHT) > 0, (codes & CALL) > 0], [0, 1], 2)
+    return kinds.astype(np.int64), np.searchsorted(TURN_BOUNDS, codes >> TURN_BITS, "right")
+
+
+def _list_losses(names: Sequence[str], sums: torch.Tensor) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"loss": part / number, "tokens": int(number)}
+        for name, (part, number) in zip(names, sums.tolist(), strict=True)
+        if number
+    }
 
 
 def summarize(sums: torch.Tensor, bounds: list[int]) -> dict[str, Any]:
@@ -74,11 +110,7 @@ def summarize(sums: torch.Tensor, bounds: list[int]) -> dict[str, Any]:
         "loss": loss,
         "perplexity": math.exp(min(loss, MAX_PERPLEXITY_LOSS)) if count else math.nan,
         "tokens": count,
-        "by_position": {
-            name_bucket(low, high): {"loss": part / number, "tokens": int(number)}
-            for low, high, (part, number) in zip(lows, bounds, sums.tolist(), strict=True)
-            if number
-        },
+        "by_position": _list_losses([name_bucket(*ends) for ends in zip(lows, bounds, strict=True)], sums),
     }
 
 

@@ -22,6 +22,11 @@ model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 ```"""
 LAST_HEADING = "\n## Recipe\n"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+LOSS_TABLES = {
+    "by_position": "position in the document",
+    "by_class": "what the assistant writes",
+    "by_turn": "turn of the assistant",
+}
 SHOWN_VERSIONS = ("ulysses", "torch", "transformers", "deepspeed", "peft", "python")
 
 
@@ -83,9 +88,11 @@ def _write_losses(run: RecordedRun) -> list[str]:
     before = f" Before step 1: {_format(first.get('loss'))}." if first["step"] == 0 < last["step"] else ""
     lines = ["## Loss on held-out documents", "", f"After step {last['step']}: {_format(last.get('loss'))}, "
              f"perplexity {_format(last.get('perplexity'))}.{before}", ""]  # fmt: skip
-    buckets = last.get("by_position")
-    if isinstance(buckets, dict) and buckets:
-        lines += ["| position in the document | loss | tokens |", "| --- | --- | --- |"]
+    for key, title in LOSS_TABLES.items():
+        buckets = last.get(key)
+        if not isinstance(buckets, dict) or not buckets:
+            continue
+        lines += [f"| {title} | loss | tokens |", "| --- | --- | --- |"]
         for place, facts in buckets.items():
             loss, tokens = (facts.get("loss"), facts.get("tokens")) if isinstance(facts, dict) else (facts, None)
             lines.append(f"| {place} | {_format(loss)} | {f'{tokens:,}' if isinstance(tokens, int) else ''} |")

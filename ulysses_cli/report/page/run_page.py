@@ -34,6 +34,11 @@ from ulysses_cli.report.run_summary import list_figures, list_step_parts, list_v
 MIN_STEPS_TO_SMOOTH = 200
 MAX_STACKS = 24
 MAX_SAMPLED = 6
+LOSS_PARTS = {
+    "by_position": ("Evaluation loss by position in the document", "position"),
+    "by_class": ("Evaluation loss by what the assistant writes", "class"),
+    "by_turn": ("Evaluation loss by turn of the assistant", "turn"),
+}
 SPIKY = 20  # a maximum of so many times the median gets a logarithmic axis
 
 
@@ -104,7 +109,8 @@ def _show_learning(run: RecordedRun) -> list[Block]:
         series.append(evals)
     if list_values(run.metrics, "loss") or evals.xs:
         blocks.append(_plot("Loss", series, "nats per supervised token"))
-    blocks += _show_positions(run.evals)
+    for key, (title, noun) in LOSS_PARTS.items():
+        blocks += _show_losses(run.evals, key, title, noun)
     blocks += _plot_key("Learning rate", run, "learning_rate", "learning rate")
     norms = [value for value in list_values(run.metrics, "grad_norm") if value > 0]
     is_spiky = bool(norms) and max(norms) > SPIKY * statistics.median(norms)
@@ -127,11 +133,12 @@ def _smooth(series: Series, width: int) -> Series:
     return Series(f"mean of {width}", xs, means)
 
 
-def _show_positions(evals: Sequence[Line]) -> list[Block]:
-    """The evaluation loss by position: shows whether the model learns at the far positions of long rows, too."""
+def _show_losses(evals: Sequence[Line], key: str, title: str, noun: str) -> list[Block]:
+    """The evaluation loss by position shows whether the model learns at the far positions of long rows, too; by class
+    and by turn, what of chats it learns."""
     curves: dict[str, Series] = {}
     for line in evals:
-        buckets = line.get("by_position")
+        buckets = line.get(key)
         for name, bucket in buckets.items() if isinstance(buckets, dict) else ():
             loss = bucket.get("loss") if isinstance(bucket, dict) else None
             if is_number(loss):
@@ -139,12 +146,12 @@ def _show_positions(evals: Sequence[Line]) -> list[Block]:
                 curves[name] = Series(name, [*old.xs, line["step"]], [*old.ys, loss])
     if not curves:
         return []
-    title, label = "Evaluation loss by position in the document", "nats per supervised token"
+    label = "nats per supervised token"
     if max(len(series.xs) for series in curves.values()) > 1:
         return [_plot(title, list(curves.values()), label)]
     last = [series.ys[-1] for series in curves.values()]
     svg = charts.draw_bars(title, list(curves), last, label)
-    return [Chart(svg, "", tabulate_bars(list(curves), {"loss": last}, label, "position"))]
+    return [Chart(svg, "", tabulate_bars(list(curves), {"loss": last}, label, noun))]
 
 
 def _show_quality(run: RecordedRun) -> list[Block]:
