@@ -305,6 +305,14 @@ def test_the_card_holds_the_recipe_without_what_names_the_machine() -> None:
     assert make_public(recipe).keys() == recipe.keys()
 
 
+def test_the_card_says_what_a_server_passes_to_the_template() -> None:
+    shape = read_model_shape(CONFIG, "test")
+    recipe = make_recipe("data.chat_template_kwargs={keep: true, effort: low}").model_dump(mode="json")
+    said = '`"chat_template_kwargs": {"keep": true, "effort": "low"}`'
+    assert said in make_card(recipe, "mine", shape, shape.vocab_size)
+    assert 'chat_template_kwargs":' not in make_card(make_recipe().model_dump(mode="json"), "mine", shape, 64)
+
+
 def test_cores_near_a_device_are_read_in_the_kernels_format(tmp_path: Path) -> None:
     assert read_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     (tmp_path / "0000:1b:00.0").mkdir()

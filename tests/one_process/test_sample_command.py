@@ -7,15 +7,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from support.real_model import READY, needs_real_model
 from support.served import write_python
+from support.small_run import BYTES_CONFIG as CONFIG
+from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.commands import sample
 from ulysses_cli.commands.sample import describe_empty
-from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
+from ulysses_cli.evaluate.sample import Sample
+from ulysses_cli.evaluate.suites import Amount, Sources
+from ulysses_cli.prove.quality.evaluation import ModelEvaluation
 from ulysses_cli.train.export import sampling
 
 EMPTY = "empty: the model ends at once, since an end is its most likely token there"
@@ -42,6 +48,37 @@ def test_an_answer_beyond_the_models_positions_is_said(tmp_path: Path, monkeypat
         assert result.exit_code == 0, result.output
         note = f"note: an answer has 36 tokens with its prompt, more than the 16 positions that {tmp_path} was made for"
         assert (note in " ".join(result.stderr.split())) is is_beyond
+
+
+TEMPLATE = "{{- 'a' * (8 if long else 1) }}{%- for m in messages %}{{- m.content }}{%- endfor %}"
+
+
+def test_a_model_is_asked_with_the_templates_variables_of_its_training(tmp_path: Path) -> None:
+    """They are in its folder. A training of that model without variables writes none."""
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "base")
+    settings = {"data.chat_template": TEMPLATE, "model.tokenizer": str(tmp_path / "base")}
+    recipes = {}
+    for name, variables in (("with", "{long: true}"), ("without", "{}")):
+        words = [f"{key}={value}" for key, value in settings.items()]
+        recipe = recipes[name] = make_recipe(*words, f"data.chat_template_kwargs={variables}", config=CONFIG)
+        load_tokenizer(recipe.model, recipe.data).save_pretrained(tmp_path / name)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path / name)
+        settings["model.tokenizer"] = str(tmp_path / name)  # the next training begins with this one's model
+    request = {"prompts": ["b"], "as_chat": True, "device": "cpu", "dtype": None, "trust_remote_code": False}
+    sizes = [
+        sampling.answer({**request, "model": str(tmp_path / name), "max_new_tokens": 1})["longest"]
+        for name in ("with", "without")
+    ]
+    assert sizes == [8 + 1 + 1, 1 + 1 + 1]
+    prompts = []
+    for name in ("with", "without"):
+        words = [f"model.tokenizer={tmp_path / name}"]
+        text = yaml.safe_dump(make_recipe(*words, config=CONFIG).model_dump(mode="json", exclude_unset=True))
+        evaluation = ModelEvaluation(text, ("vt",), Amount((300,)), Sources(), 1, "")
+        own = load_tokenizer(make_recipe(*words, config=CONFIG).model, make_recipe().data, is_finished=True)
+        prompts.append(evaluation.make_prompter(own).render(Sample("vt", "b", ("c",), "all", 1))[0])
+    assert prompts == ["a" * 8 + "b", "ab"]
 
 
 @pytest.mark.check

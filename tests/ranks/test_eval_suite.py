@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from support.commands import run
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
@@ -229,8 +230,51 @@ def test_a_killed_run_has_the_scores_of_an_uninterrupted_one(tmp_path: Path, mom
     assert [(line["step"], line["score"]) for line in killed] == [(line["step"], line["score"]) for line in whole]
 
 
+TEMPLATE = """\
+{%- for m in messages %}{{- '<' + m.role[0] + '>' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- (call.function | tojson) }}{%- endfor %}{{- eos_token }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<a>' }}{%- endif %}"""
+
+
+@pytest.mark.full
+def test_a_model_that_has_learned_a_chat_makes_its_calls_in_the_run_and_afterwards(tmp_path: Path) -> None:
+    """Training fits the one chat, so that greedy answers are its calls."""
+    made = {"name": "find", "arguments": {"path": "a/b", "n": 3}}
+    chat = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": made}]},
+        {"role": "tool", "content": "no"},
+        {"role": "assistant", "content": "Oh."},
+    ]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    recipe = make_settings(
+        {**BYTES_CONFIG, "initializer_range": 0.1},
+        parallel={"sp_size": 2},
+        data={
+            **{"datasets": [{"path": "d.jsonl"}], "eval_datasets": [{"path": "d.jsonl"}], "max_length": 400},
+            **{"chat_template": TEMPLATE, "assistant_only_loss": True},
+        },
+        train={"max_steps": 60, "learning_rate": 0.02, "lr_scheduler_type": "constant", "adam_epsilon": 1e-8},
+        run={
+            **{"eval_suite": ["calls"], "eval_suite_lengths": [400], "rehearsal": False},
+        },
+    )
+    runs = Runs(tmp_path)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    code, output = runs.train("run")
+    assert code == 0, output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "quality.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["score"]) for line in lines] == [(60, 1)]
+    assert (lines[0]["scores"][0]["task"], lines[0]["scores"][0]["names"]) == ("calls", 1)
+    words = ["--suite", "calls", "--dtype", "float32", "--device", "cpu", "--sp-size", "2", "--format", "json"]
+    done = run("evaluate", "run", *words, "--output", "found", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (score,) = json.loads(done.stdout)["scores"]
+    assert (score["task"], score["n"], score["score"], score["names"]) == ("calls", 1, 1, 1)
+
+
 def test_tasks_of_a_run_are_those_that_need_no_file() -> None:
-    names = get_args(EvalTask)
+    names = [name for name in get_args(EvalTask) if name != "calls"]  # of held-out chats
     assert len(plan_suites(names, Sources()).tasks) == len([name for name in names if name not in ("ruler", "niah")])
     assert {"ruler", "niah", "graphs"} == SEEDED.keys() - {"code"}
 

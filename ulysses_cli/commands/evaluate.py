@@ -65,7 +65,8 @@ def evaluate(
     path: Annotated[
         str | None,
         typer.Option(
-            help="file, folder or hub data set: questions of a suite, documents for loss; lm-eval: its task files"
+            help="file, folder or hub data set: questions of a suite, documents for loss, chats for calls; task files "
+            "of lm-eval"
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="text for haystacks: a file, or a folder of .txt files")] = None,
@@ -119,7 +120,7 @@ def evaluate(
     questions and documents, and writes the results; each has the model.
 
     \b
-    Suites: ruler, niah, graphs, code, loss.
+    Suites: ruler, niah, graphs, code, loss, calls.
     Tasks of lm-eval: lm-eval:TASK, such as lm-eval:hellaswag.
     \b
     From files or the hub: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks.
@@ -148,7 +149,7 @@ def evaluate(
     from ulysses_cli.commands.children.questions import list_uncounted, plan_questions, predict_evaluation
     from ulysses_cli.commands.children.training import Machine
     from ulysses_cli.evaluate.files import FILE_SUITES
-    from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, SUITES, Amount, Plan, Sources
+    from ulysses_cli.evaluate.suites import CALLS, DEFAULT_SAMPLES, SUITES, Amount, Plan, Sources
     from ulysses_cli.launch import launcher
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
@@ -166,7 +167,8 @@ def evaluate(
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     if not suites:
         end_with([Problem("--suite", "no suite is named", f"use some of: {', '.join(SUITES)}")], output)
-    made = [DEFAULT_LENGTH] if set(suites) - set(FILE_SUITES) else []  # of what is not read from files
+    read = {*FILE_SUITES, CALLS}
+    made = [DEFAULT_LENGTH] if set(suites) - read else []  # of what is not read from files
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, made), output)
     sources, plan = Sources(text, squad, hotpotqa, code), Plan((), (), ())
     amount = Amount((), samples or DEFAULT_SAMPLES, seed, of_files=samples)
@@ -175,7 +177,7 @@ def evaluate(
     if nodes.count > 1:
         printing.print_message(f"machines: {nodes.describe()}")
     folder = to or Path("runs/evaluations") / name_results(model, suites)
-    reads_files = bool(set(suites) & set(FILE_SUITES))
+    reads_files = bool(set(suites) & read)
     question = ModelQuestion(
         sp_size, num_ranks, max(lengths, default=0) + thinking, dtype.value, tokenizer, "cuda" if slots else "cpu",
         trust_remote_code, offload_weights, uses_positions=reads_files and max_length is None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.data.store import SAID, TARGET, TURN_BITS, TokenStore
+from ulysses_cli.data.store import SAID, TARGET, TURN_BITS, Flags, Ids, TokenStore
 from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.rows.packing import Piece, RowPieces
 
@@ -86,6 +87,14 @@ class PackedRows:
         documents = np.asarray(self._documents)
         places = np.flatnonzero((documents >= self._bases[source]) & (documents < self._bases[source + 1]))[:limit]
         return [Piece(*(int(part[at]) for part in (self._documents, self._starts, self._stops))) for at in places]
+
+    def walk_documents(self) -> Iterator[tuple[Ids, Flags | None]]:
+        """The tokens and flags of each document in the rows, up to where it is cut."""
+        for row in range(len(self)):
+            for piece in self.pieces(row):
+                if not piece.start:
+                    store, document = self.find_document(piece.document)
+                    yield store.read(document, 0, piece.stop)
 
     def find_document(self, document: int) -> tuple[TokenStore, int]:
         """A document's store, and its number in that store."""

@@ -106,7 +106,8 @@ class Prompter:
     def read_answer(self, sample: Sample, tokens: Sequence[int]) -> tuple[str, bool]:
         """Returns the text that counts, and whether it was reached: a thought may use up its tokens."""
         if not self.thinks_about(sample):
-            return self.tokenizer.decode(tokens, skip_special_tokens=True), True
+            # marks of calls are special tokens
+            return self.tokenizer.decode(tokens, skip_special_tokens=sample.metric != "calls"), True
         answer = find_answer(self.render(sample)[0], self.tokenizer.decode(tokens, skip_special_tokens=False))
         text = answer or ""
         for special in self.tokenizer.all_special_tokens:

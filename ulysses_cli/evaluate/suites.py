@@ -35,14 +35,16 @@ DEFAULT_SAMPLES = 20
 MAX_TEXT_BYTES = 1 << 30  # of a haystack's file
 # Endings of the files that are read below a folder; a folder of code may hold checkpoints too.
 READ = {"text": (".txt",), "code": CODE_FILES, "path": (".json", ".jsonl", ".parquet")}
+CALLS = "calls"  # turns of held-out chats in which the assistant calls tools
 HARNESS = "lm-eval:"  # before the name of one of its tasks
-SUITES = (*SEEDED, LOSS, *FILE_SUITES, f"{HARNESS}TASK")
+SUITES = (*SEEDED, LOSS, CALLS, *FILE_SUITES, f"{HARNESS}TASK")
 
 
 @dataclass(frozen=True)
 class Sources:
     """The user's files. `text`: of haystacks; `squad`, `hotpotqa`: of the two question tasks; `code`: a folder; `path`:
-    of the suite that is read from files; `documents`: whose loss is measured, data sets as a recipe writes them;
+    of the suite that is read from files; `documents`: whose loss is measured, or chats whose calls are asked, data sets
+    as a recipe writes them;
     `harness`: a folder of task files for lm-eval."""
 
     text: Path | None = None
@@ -99,12 +101,13 @@ class Amount:
 @dataclass(frozen=True)
 class Plan:
     """What is evaluated. `notes`: what is left out, and why; `has_loss`: whether the documents' loss is measured;
-    `harness`: names of lm-eval's tasks."""
+    `has_calls`: whether their calls are asked; `harness`: names of lm-eval's tasks."""
 
     tasks: tuple[Task, ...]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     has_loss: bool = False
+    has_calls: bool = False
     harness: tuple[str, ...] = ()
 
 
@@ -125,10 +128,11 @@ def plan_suites(names: Sequence[str], sources: Sources, amount: Amount | None = 
             read = _choose_rows(read_suite(name, sources.path), amount)
             samples += read
             notes += list_file_notes(name, sources.path, read)
-        elif name == LOSS:
+        elif name in (LOSS, CALLS):
             if not sources.documents:
-                hint = "add --path with a file, a folder or a data set of documents"
-                problems.append(Problem("--suite", "loss is measured on documents, and none were named", hint))
+                noun = "documents" if name == LOSS else "chats"
+                hint = f"add --path with a file, a folder or a data set of {noun}"
+                problems.append(Problem("--suite", f"{name} is measured on {noun}, and none were named", hint))
         elif name.startswith(HARNESS):
             if find_spec("lm_eval") is None:
                 hint = "pip install 'ulysses-cli[lm-eval]'"
@@ -156,7 +160,7 @@ def plan_suites(names: Sequence[str], sources: Sources, amount: Amount | None = 
     if problems:
         raise RecipeError(problems)
     harness = tuple(name.removeprefix(HARNESS) for name in names if name.startswith(HARNESS))
-    return Plan(tuple(tasks), tuple(samples), tuple(notes), LOSS in names, harness)
+    return Plan(tuple(tasks), tuple(samples), tuple(notes), LOSS in names, CALLS in names, harness)
 
 
 def _choose_rows(samples: Sequence[Sample], amount: Amount) -> list[Sample]:

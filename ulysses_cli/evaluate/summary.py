@@ -55,6 +55,7 @@ def summarize(results: Sequence[Result], too_long: Sequence[Mapping[str, Any]] =
                     "low": interval.low,
                     "high": interval.high,
                     "teacher_forced": fmean(greedy) if greedy else None,
+                    "names": fmean(names) if (names := [each["names"] for each in own if "names" in each]) else None,
                     "empty": sum(not result["answer"].strip() for result in own),
                     "seconds": sum(result["seconds"] for result in own),
                 }

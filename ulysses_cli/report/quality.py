@@ -86,12 +86,13 @@ def _format_percent(value: float | None) -> str:
 
 
 def _make_score_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
-    header = ["task", "length", "n", "score", "95 % interval", "teacher-forced", "empty"]
+    has_names = any(row.get("names") is not None for row in findings["scores"])
+    header = ["task", "length", "n", "score", "95 % interval", "teacher-forced", "empty", *["right tool"] * has_names]
     cells = [
         [
             row["task"], format_binary(row["length"]), str(row["n"]), _format_percent(row["score"]),
             _format_ends(row), _format_percent(row["teacher_forced"]),
-            str(row["empty"] or ""),
+            str(row["empty"] or ""), *[_format_percent(row.get("names"))] * has_names,
         ]
         for row in findings["scores"]
     ]  # fmt: skip

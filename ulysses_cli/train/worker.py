@@ -207,8 +207,9 @@ def make_suite(
     amount = Amount(tuple(lengths), recipe.run.eval_suite_samples, recipe.run.seed)
     variables = recipe.data.chat_template_kwargs
     return EvalSuite(
-        recipe.run.eval_suite, amount, inputs.tokenizer, stop_tokens, record.write_quality, judge, variables
-    )
+        recipe.run.eval_suite, amount, inputs.tokenizer, stop_tokens, record.write_quality, judge, variables,
+        inputs.eval_rows.walk_documents() if inputs.eval_rows is not None else (),
+    )  # fmt: skip
 
 
 def make_samples(inputs: Inputs, recipe: Recipe, stop_tokens: set[int], record: Record) -> Samples:

@@ -127,7 +127,7 @@ def _keeps_base(recipe: Mapping[str, Any]) -> bool:
 def _describe_adapters(recipe: Mapping[str, Any], adapters: Path) -> FoundModel:
     model, lora = recipe["model"], {**recipe["lora"], "adapter_name_or_path": str(adapters.absolute())}
     own = {name: model[name] for name in ("revision", "tokenizer") if model.get(name)}
-    data = {name: recipe["data"][name] for name in ("added_tokens",) if recipe["data"].get(name)}
+    data = {name: recipe["data"][name] for name in ("added_tokens", "chat_template_kwargs") if recipe["data"].get(name)}
     return FoundModel(str(model["name_or_path"]), {"model": own, "data": data, "lora": lora})
 
 

@@ -20,12 +20,12 @@ def find_reader(suites: Sequence[str], path: str | None) -> str:
     """The suite that --path is read for; '' where no path is given."""
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.losses import TASK as LOSS
-    from ulysses_cli.evaluate.suites import HARNESS
+    from ulysses_cli.evaluate.suites import CALLS, HARNESS
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if path is None:
         return ""
-    readers = [name for name in suites if name in (LOSS, *FILE_SUITES)]
+    readers = [name for name in suites if name in (LOSS, CALLS, *FILE_SUITES)]
     readers += [name for name in suites if name.startswith(HARNESS)][:1]  # one folder serves all of lm-eval's tasks
     if len(readers) > 1:
         message = f"--path is read for one suite, and there are {', '.join(readers)}"
@@ -34,7 +34,8 @@ def find_reader(suites: Sequence[str], path: str | None) -> str:
 
 
 def find_documents(model: str, path: str | None) -> tuple[dict[str, Any], ...]:
-    """The data sets whose loss is measured: what --path names, else the held-out ones of the run whose model it is."""
+    """The data sets whose loss is measured, or whose calls are asked: what --path names, else the held-out ones of the
+    run whose model it is."""
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.recipe.data_section import Dataset
     from ulysses_cli.plan.rules.files import check_dataset
@@ -53,19 +54,19 @@ def plan_questions(
     """Finds the files and documents that --path names, and plans the suites. Raises RecipeError."""
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.losses import TASK as LOSS
-    from ulysses_cli.evaluate.suites import HARNESS, plan_suites
+    from ulysses_cli.evaluate.suites import CALLS, HARNESS, plan_suites
     from ulysses_cli.launch.suite_files import find_suite_path
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing
 
     reader = find_reader(suites, path)
-    documents = find_documents(model, path) if LOSS in suites else ()
+    documents = find_documents(model, path) if {LOSS, CALLS} & set(suites) else ()
     files = find_suite_path(path or "", printing.print_message) if reader in FILE_SUITES else None
     harness = Path(path) if path and reader.startswith(HARNESS) else None
     sources = replace(sources, path=files, harness=harness, documents=documents)
     plan = plan_suites(suites, sources, amount)
     if path is not None and not reader:
-        hint = f"leave it out, or add one of {', '.join((LOSS, *FILE_SUITES))}, {HARNESS}TASK"
+        hint = f"leave it out, or add one of {', '.join((LOSS, CALLS, *FILE_SUITES))}, {HARNESS}TASK"
         raise RecipeError([Problem("--path", f"no suite of {', '.join(suites)} reads files", hint)])
     return sources, plan
 
@@ -112,7 +113,8 @@ def predict_evaluation(
 
 def list_uncounted(plan: Plan, against: str | None, against_retrieval: bool) -> list[str]:
     """What a prediction leaves out, and what it counts twice."""
-    parts = ["the loss of documents"] * plan.has_loss + ["lm-eval's tasks"] * bool(plan.harness)
+    parts = ["the loss of documents"] * plan.has_loss + ["the calls of chats"] * plan.has_calls
+    parts += ["lm-eval's tasks"] * bool(plan.harness)
     parts += ["what --against-retrieval asks beside the whole context"] * against_retrieval
     notes = [f"{', '.join(parts)}: not in the time of the questions"] if parts else []
     return [*notes, *(["both models answer the questions, each in turn: their time is the sum"] * bool(against))]

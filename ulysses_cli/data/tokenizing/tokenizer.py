@@ -11,7 +11,13 @@ from typing import Any
 
 from ulysses_cli.data.hub_access import explain_absence, find_obstacle
 from ulysses_cli.plan.files.regular_files import read_regular
-from ulysses_cli.plan.models.chat_template import SHIPPED, explain_markers, find_missing_markers, read_template
+from ulysses_cli.plan.models.chat_template import (
+    OUR_VARIABLES,
+    SHIPPED,
+    explain_markers,
+    find_missing_markers,
+    read_template,
+)
 from ulysses_cli.plan.models.vocabulary import BYTE_SPECIALS, list_letters
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Data
@@ -20,6 +26,7 @@ from ulysses_cli.plan.recipe.recipe import Model
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "merges.txt", "special_tokens_map.json")
 MAX_GROWTH = 100  # Unicode's own longest is 18
 SPEC, MAX_SPEC_BYTES = "tokenizer.json", 1 << 28
+VARIABLES = "chat_template_kwargs"  # in tokenizer_config.json, as in a recipe
 BEGIN, END, PADDING = BYTE_SPECIALS
 BYTES_TEMPLATE = (
     "{% for message in messages %}{{ '<|begin|>' + message['role'] + '\\n' }}"
@@ -29,13 +36,25 @@ BYTES_TEMPLATE = (
 )
 
 
-def load_tokenizer(model: Model, data: Data | None = None) -> Any:
-    """A transformers tokenizer, with the added tokens and the chat template of `data`. Raises RecipeError when it
-    cannot be loaded."""
+def load_tokenizer(model: Model, data: Data | None = None, *, is_finished: bool = False) -> Any:
+    """A transformers tokenizer, with the added tokens and the chat template of `data`. `is_finished`: the model is used
+    as it was trained, with the template's variables of that training. Raises RecipeError when it cannot be loaded."""
     tokenizer = _load(model)
     if data is not None:
         _apply_settings(tokenizer, data, name_tokenizer(model))
+        if not is_finished:  # the base's own say nothing of this training
+            tokenizer.init_kwargs.pop(VARIABLES, None)
+        if data.chat_template_kwargs:
+            tokenizer.init_kwargs[VARIABLES] = dict(data.chat_template_kwargs)
     return tokenizer
+
+
+def get_variables(tokenizer: Any) -> dict[str, Any]:
+    """The variables with which a model's chats were rendered in training. They are saved with the tokenizer."""
+    found = getattr(tokenizer, "init_kwargs", {}).get(VARIABLES)
+    return (
+        {name: value for name, value in found.items() if name not in OUR_VARIABLES} if isinstance(found, dict) else {}
+    )
 
 
 def _check_growth(normalizer: Any, key: str, name: str) -> None:

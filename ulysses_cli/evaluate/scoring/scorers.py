@@ -11,6 +11,7 @@ from typing import Any
 
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring import infinite
+from ulysses_cli.evaluate.scoring.calls import score_calls
 from ulysses_cli.evaluate.scoring.rouge import measure_by_lines, measure_by_sets
 
 Facts = Mapping[str, Any]
@@ -173,6 +174,7 @@ SCORERS: dict[str, Callable[[str, Sequence[str], Facts], float]] = {
     "code_similarity": score_code,
     "sentence": score_sentence,
     "ordered_copy": score_copy,
+    "calls": score_calls,
     "choice": _leave_out_facts(infinite.score_choice),
     "debug": _leave_out_facts(infinite.score_debug),
     "first_integer": _leave_out_facts(infinite.score_first_integer),

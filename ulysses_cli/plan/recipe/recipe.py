@@ -141,10 +141,10 @@ class Parallel(Section):
     )
 
 
-# Those of ulysses_cli/evaluate/suites.py that need no file.
+# Those of ulysses_cli/evaluate/suites.py that need no file, and calls of held-out chats.
 EvalTask = Literal[
     "ruler", "niah", "graphs", "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",
-    "niah_multikey_3", "niah_multivalue", "niah_multiquery", "niah_none", "vt", "cwe", "fwe",
+    "niah_multikey_3", "niah_multivalue", "niah_multiquery", "niah_none", "vt", "cwe", "fwe", "calls",
 ]  # fmt: skip
 SchedulerName = Literal[
     "linear",
@@ -294,7 +294,7 @@ class Run(Section):
     sample_as_chat: bool = setting(False, "a sample prompt is what a user says, in the chat template")
     eval_suite: tuple[EvalTask, ...] = setting(
         (),
-        "questions from a seed that the model answers, as ulysses evaluate asks them",
+        "questions from a seed, as ulysses evaluate asks them; calls: whether held-out chats' calls of tools are made",
         unit="suites or tasks",
         max_length=16,
     )

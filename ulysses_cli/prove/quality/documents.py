@@ -20,15 +20,17 @@ from ulysses_cli.data.rows import RowSlice
 from ulysses_cli.data.sources.fingerprint import FileHashes
 from ulysses_cli.data.sources.sources import open_source
 from ulysses_cli.data.steps import IGNORE_INDEX, plan_step, read_micro_batch
-from ulysses_cli.data.store import TARGET
-from ulysses_cli.data.tokenizing.encoder import Encoder
+from ulysses_cli.data.store import TARGET, Flags, Ids
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.tokenizer import get_variables
 from ulysses_cli.data.tokenizing.workers import encode_block
 from ulysses_cli.evaluate.losses import TASK, describe_document, list_bounds
-from ulysses_cli.evaluate.prompts import name_prompt
+from ulysses_cli.evaluate.prompts import TaskPrompt, name_prompt
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.prove.quality.loading import EvaluatedModel
+from ulysses_cli.readers.columns import Reading
 from ulysses_cli.readers.problems import DataError
 
 OPTION = "--path"
@@ -56,10 +58,12 @@ class CutDocument:
 
 @dataclass(frozen=True)
 class Found:
-    """The documents of all lengths, the shortest length first, and what is said of the rest."""
+    """The documents of all lengths, the shortest length first, what is said of the rest, and the prompts of turns with
+    calls."""
 
     documents: tuple[CutDocument, ...]
     notes: tuple[str, ...]
+    prompts: tuple[TaskPrompt, ...] = ()
 
 
 def read_documents(sets: Sequence[Mapping[str, Any]], tokenizer: Any, lengths: Sequence[int], number: int) -> Found:
@@ -67,7 +71,9 @@ def read_documents(sets: Sequence[Mapping[str, Any]], tokenizer: Any, lengths: S
     them. Raises RecipeError where no document reaches any length, or a row cannot be read."""
     wanted: dict[int, list[CutDocument]] = {length: [] for length in sorted(lengths)}
     num_read = num_short = longest = 0
-    for tokens, targets, source in _walk(sets, tokenizer):
+    for ids, flags, source in _walk(sets, Encoder(tokenizer)):
+        tokens = np.asarray(ids, np.int64)
+        targets = tokens if flags is None else np.where(flags & TARGET, tokens, IGNORE_INDEX)
         num_read, longest = num_read + 1, max(longest, len(tokens))
         num_short += len(tokens) < min(wanted)
         for length, found in wanted.items():
@@ -90,26 +96,32 @@ def read_documents(sets: Sequence[Mapping[str, Any]], tokenizer: Any, lengths: S
     return Found(tuple(document for found in wanted.values() for document in found), tuple(notes))
 
 
-def _walk(sets: Sequence[Mapping[str, Any]], tokenizer: Any) -> Iterator[tuple[Numbers, Numbers, str]]:
-    """Yields each document's tokens, its targets, and where it stands."""
-    encoder, hashes = Encoder(tokenizer), FileHashes(Path(os.devnull))  # hashes are not kept
+def read_chats(sets: Sequence[Mapping[str, Any]], tokenizer: Any) -> Iterator[tuple[Ids, Flags | None]]:
+    """The chats of data sets as they are trained where each turn stands behind the prompt that the model gets."""
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True, on_rewritten_turns="split"))
+    for tokens, flags, _ in _walk(sets, encoder):
+        yield tokens, flags
+
+
+def _walk(sets: Sequence[Mapping[str, Any]], encoder: Encoder) -> Iterator[tuple[Ids, Flags | None, str]]:
+    """Yields each document's tokens, their flags, and where it stands."""
+    hashes = FileHashes(Path(os.devnull))  # hashes are not kept
     try:
         for number, settings in enumerate(sets):
             source = open_source(Dataset(**settings), OPTION, number, hashes)
-            kind = source.find_kind()
+            variables = {**get_variables(encoder.tokenizer), **source.variables}
+            kind, reading = source.find_kind(), Reading(source.columns, source.train_field, variables)
             for block in source.walk_blocks():
-                encoded = encode_block(encoder, kind, block)
+                encoded = encode_block(encoder, kind, block, reading)
                 if encoded.bad:
                     file, line, message = encoded.bad[0]
                     hint = "mend the row, or take it out"
                     raise RecipeError([Problem(OPTION, f"{file}, row {line}: {message}", hint)])
                 batch, end = encoded.batch, 0
                 for size, file, line in zip(batch.lengths, batch.files, batch.lines, strict=True):
-                    tokens = np.asarray(batch.ids[end : end + size], np.int64)
                     flags = None if batch.flags is None else batch.flags[end : end + size]
-                    targets = tokens if flags is None else np.where(flags & TARGET, tokens, IGNORE_INDEX)
+                    yield batch.ids[end : end + size], flags, f"{file}:{line}" if source.has_lines else file
                     end += size
-                    yield tokens, targets, f"{file}:{line}" if source.has_lines else file
     except DataError as error:
         raise RecipeError([Problem(OPTION, each.message, each.hint, each.where) for each in error.problems]) from None
     except RecipeError as error:

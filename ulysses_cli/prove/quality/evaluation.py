@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.renderer import Renderer
+from ulysses_cli.data.tokenizing.tokenizer import get_variables
 from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.losses import summarize_losses
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.retrieval import WHOLE, get_way, keep_whole, make_ways
-from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
+from ulysses_cli.evaluate.suites import CALLS, Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.files.weight_files import list_weight_files
 from ulysses_cli.plan.flops import compute_layers_flops
@@ -56,6 +57,7 @@ class ModelEvaluation:
     with_template: bool | None = None
     max_prompt_tokens: int = 0
     documents: tuple[CutDocument, ...] = ()
+    prompts: tuple[TaskPrompt, ...] = ()  # of turns with calls
     budgets: tuple[int, ...] = ()  # in tokens, of what BM25 finds; () asks no question about retrieval
     harness: Mapping[str, Any] | None = None  # what load_tasks takes
     harness_limit: int | None = None  # samples of each of lm-eval's tasks; None: all
@@ -67,7 +69,7 @@ class ModelEvaluation:
     def make_prompter(self, tokenizer: Any) -> Prompter:
         letters = list_parting_letters(tokenizer)
         settings: dict[str, Any] = {"with_template": self.with_template, "letters": letters, "thinking": self.thinking}
-        with closing(Renderer(tokenizer)) as renderer:
+        with closing(Renderer(tokenizer, variables=get_variables(tokenizer))) as renderer:
             return Prompter(tokenizer, renderer.render_text, **settings)
 
     def list_settings(self, tokenizer: Any) -> dict[str, Any]:
@@ -82,6 +84,7 @@ class ModelEvaluation:
             "seed": self.amount.seed,
             "tokenizer": vocabulary,
             "template": template,
+            **({"variables": variables} if (variables := get_variables(tokenizer)) else {}),
             "with_template": self.with_template,
             "thinking": self.thinking,
             "sources": self.sources.as_json(),
@@ -212,12 +215,14 @@ def split_results(results: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any
     return answers, losses
 
 
-def _compare_documents(documents: Sequence[CutDocument], results: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RecipeError where a document has changed since its loss was measured."""
-    before = {result["id"]: result["prompt_hash"] for result in results if result["task"] == LOSS}
-    for document in documents:
-        if before.get(document.name, document.digest) != document.digest:
-            message = f"{document.source} is not the document whose loss was measured before"
+def _compare_documents(evaluation: ModelEvaluation, results: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RecipeError where a document or a chat has changed since it was read."""
+    before = {result["id"]: result["prompt_hash"] for result in results if result["task"] in (LOSS, CALLS)}
+    now = [(each.name, each.digest, f"{each.source} is not the document whose loss") for each in evaluation.documents]
+    now += [(each.name, each.digest, f"{each.name} is not the turn whose answer") for each in evaluation.prompts]
+    for name, digest, what in now:
+        if before.get(name, digest) != digest:
+            message = f"{what} was measured before"
             raise RecipeError([Problem("--output", message, "name another folder, or remove this one")])
 
 
@@ -235,8 +240,9 @@ class _Questions:
         self.settings = evaluation.list_settings(tokenizer)
         self.file = ResultsFile(Path(evaluation.output) / "results.jsonl", self.settings)
         self.too_long: list[dict[str, Any]] = []
-        _compare_documents(evaluation.documents, self.file.results)
+        _compare_documents(evaluation, self.file.results)
         counts = count_prompts(self.plan, evaluation.amount) + Counter(each.length for each in evaluation.documents)
+        counts[0] += len(evaluation.prompts)
         self.time_left = TimeLeft(counts, lambda length: compute_layers_flops(model.shape, [length]))
         known = self._list_asked()
         for result in keep_whole(known):
@@ -254,6 +260,7 @@ class _Questions:
         amount = self.evaluation.amount
         made = {task.name for task in self.plan.tasks} | ({LOSS} if self.plan.has_loss else set())
         read = {(sample.task, sample.number) for sample in self.plan.samples}
+        read |= {(prompt.sample.task, prompt.index) for prompt in self.evaluation.prompts}
         return [
             result
             for result in self.file.results
@@ -284,6 +291,7 @@ class _Questions:
             yield prompt
             if budgets:
                 yield from self._make_ways(prompt)
+        yield from self.evaluation.prompts
 
     def _make_ways(self, prompt: TaskPrompt) -> Iterator[TaskPrompt]:
         for way in make_ways(prompt, self.prompter, self.evaluation.budgets):

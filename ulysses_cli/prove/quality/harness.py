@@ -17,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.data.tokenizing.renderer import Renderer, TemplateProblem
+from ulysses_cli.data.tokenizing.tokenizer import get_variables
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.prove.quality.documents import CutDocument, measure_documents
@@ -36,7 +37,7 @@ class ShardedLM(TemplateLM):
     def __init__(self, model: EvaluatedModel, report: Callable[[str], None] = lambda _: None) -> None:
         super().__init__()
         self.model, self.report, self.tokenizer = model, report, model.tokenizer
-        self.renderer = Renderer(self.tokenizer)
+        self.renderer = Renderer(self.tokenizer, variables=get_variables(self.tokenizer))
         self.is_asking = False
 
     @property

@@ -42,7 +42,7 @@ class EvaluatedModel:
 def load_for_evaluation(text: str, device: Any, report: Callable[[str], None]) -> EvaluatedModel:
     """Collective over all ranks. `text`: of a recipe; `report` is called on rank 0 alone."""
     recipe = parse_recipe(text, "evaluate", []).recipe
-    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    tokenizer = load_tokenizer(recipe.model, recipe.data, is_finished=True)
     shape = read_shape(recipe, load_model_config(recipe), tokenizer)
     groups = make_groups(choose_layout(recipe, shape), GROUP_TIMEOUT)
     plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)

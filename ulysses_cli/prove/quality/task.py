@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
+from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.losses import compare_losses
+from ulysses_cli.evaluate.prompts import TaskPrompt
 from ulysses_cli.evaluate.retrieval import check_retrieval, keep_whole, summarize_retrieval
-from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, check_samples
+from ulysses_cli.evaluate.suites import CALLS, Amount, Sources, check_lengths, check_samples
 from ulysses_cli.evaluate.summary import compare_all, compare_results
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.prove.quality.documents import Found, read_documents
+from ulysses_cli.prove.quality.documents import Found, read_chats, read_documents
 from ulysses_cli.prove.quality.evaluation import ModelEvaluation, run_evaluation, split_results
 from ulysses_cli.prove.ranks.machines import MachinePlace, Machines
+from ulysses_cli.train.generation.call_turns import make_call_prompts
 from ulysses_cli.train.telemetry.run_file import list_versions
 
 
 def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
     """Raises RecipeError for what is wrong with tasks, files, template, documents or lengths, before a model is loaded.
-    Returns the documents whose loss is measured, and notes."""
+    Returns the documents whose loss is measured, the prompts of turns with calls, and notes."""
     tokenizer = _load_tokenizer(evaluation.model)
     prompter = evaluation.make_prompter(tokenizer)
     if against and evaluation.thinking:
@@ -36,13 +39,24 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
         load_tasks(**evaluation.harness)
     notes = prompter.list_notes() if plan.samples or plan.tasks else []
     notes += check_retrieval(plan.samples, bool(plan.tasks)) if evaluation.budgets else []
-    if not plan.has_loss:
-        return Found((), tuple(notes))
-    if against and _load_tokenizer(against).get_vocab() != tokenizer.get_vocab():
-        message = "the two models have different tokenizers, so their losses per token cannot be compared"
-        raise RecipeError([Problem("--against", message, "leave loss out of --suite, or name a model of this family")])
-    found = read_documents(evaluation.sources.documents, tokenizer, amount.lengths, amount.num_samples)
-    return replace(found, notes=(*found.notes, *notes))
+    reads_tokens = [LOSS] * plan.has_loss + [CALLS] * plan.has_calls
+    if against and reads_tokens and _load_tokenizer(against).get_vocab() != tokenizer.get_vocab():
+        what = "losses per token" if plan.has_loss else "answers to the same tokens"
+        message = f"the two models have different tokenizers, so their {what} cannot be compared"
+        hint = f"leave {' and '.join(reads_tokens)} out of --suite, or name a model of this family"
+        raise RecipeError([Problem("--against", message, hint)])
+    sets, prompts = evaluation.sources.documents, list[TaskPrompt]()
+    if plan.has_calls:
+        limit, thinking = evaluation.max_prompt_tokens, evaluation.thinking
+        chats = read_chats(sets, tokenizer)
+        prompts, said = make_call_prompts(
+            chats, tokenizer, amount.num_samples, seed=amount.seed, limit=limit, thinking=thinking
+        )
+        notes += said
+    found = Found((), ())
+    if plan.has_loss:
+        found = read_documents(sets, tokenizer, amount.lengths, amount.num_samples)
+    return replace(found, notes=(*found.notes, *notes), prompts=tuple(prompts))
 
 
 def _name_harness(evaluation: ModelEvaluation) -> dict[str, Any] | None:
@@ -57,7 +71,7 @@ def _name_harness(evaluation: ModelEvaluation) -> dict[str, Any] | None:
 
 def _load_tokenizer(text: str) -> Any:
     recipe = parse_recipe(text, "evaluate", []).recipe
-    return load_tokenizer(recipe.model, recipe.data)
+    return load_tokenizer(recipe.model, recipe.data, is_finished=True)
 
 
 def _meet(place: MachinePlace, evaluations: Sequence[ModelEvaluation], report: Callable[[str], None]) -> Machines:
@@ -91,7 +105,7 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         report("making sure that each task fits")
         evaluation = replace(evaluation, harness=_name_harness(evaluation), harness_limit=options["harness_limit"])
         found = check_task(evaluation, against)
-        evaluation = replace(evaluation, documents=found.documents)
+        evaluation = replace(evaluation, documents=found.documents, prompts=found.prompts)
     other = replace(evaluation, model=against, output=str(Path(options["output"]) / "against")) if against else None
     other = replace(other, budgets=()) if other else None  # how it retrieves is not compared
     machines = _meet(place, [evaluation, *([other] if other else [])], report) if place else None

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.tokenizing.renderer import TemplateProblem
-from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens
+from ulysses_cli.data.tokenizing.tokenizer import get_variables, list_stop_tokens
 from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.assembly.loading import first_line, grow_embeddings
@@ -50,7 +50,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(torch, request["dtype"]) if request["dtype"] else "auto"
     model = load_model(request["model"], {"dtype": dtype, "device_map": device, **trust}).eval()
     stop_tokens, answers, longest = list_stop_tokens(tokenizer, model), [], 0
-    for prompt in encode_prompts(tokenizer, request["prompts"], as_chat=request["as_chat"]):
+    variables = get_variables(tokenizer)
+    for prompt in encode_prompts(tokenizer, request["prompts"], as_chat=request["as_chat"], variables=variables):
         ids = torch.tensor([prompt.tokens], device=next(model.parameters()).device)
         out = model.generate(
             input_ids=ids,

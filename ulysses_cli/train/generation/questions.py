@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
+from ulysses_cli.evaluate.scoring.calls import score_names
 from ulysses_cli.evaluate.scoring.scorers import score
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.generation.decoding import Generator, count_shared_tokens
@@ -200,6 +201,7 @@ def _describe(prompt: TaskPrompt, answer: Answer, prompter: Prompter) -> dict[st
         "log_probability": answer.log_probability,
         "is_greedy": answer.is_greedy,
         "seconds": round(answer.seconds, 4),
+        **({"names": score_names(text, sample.references[0])} if sample.metric == "calls" else {}),
         **({"has_answer": is_reached} if prompter.thinks_about(sample) else {}),
         **({"facts": dict(sample.facts)} if sample.facts else {}),
         **({"groups": dict(sample.groups)} if sample.groups else {}),

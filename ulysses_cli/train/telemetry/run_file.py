@@ -72,6 +72,10 @@ model.resize_token_embeddings({grown}, mean_resizing=False)
 for part in (model.get_input_embeddings(), model.get_output_embeddings()):
     rows = part.weight.data  # tokens that were added begin, and stay, at the mean of the others
     rows[{own}:] = rows[:{own}].double().mean(0).to(rows.dtype)"""
+VARIABLES_NOTE = """\
+Chats were rendered with variables of the template. A server gets them with each request, such as vLLM and SGLang by
+`"chat_template_kwargs": {variables}`, and transformers' `apply_chat_template` as arguments. tokenizer_config.json has
+them too, for `ulysses evaluate` and `ulysses sample`."""
 RECIPE_NOTE = "All defaults included; what names folders and services of the machine is left out:"
 
 
@@ -111,6 +115,9 @@ def make_card(
             growth=GROWTH.format(**sizes) if has_grown else "",
         )
         lines += ["## Loading", "", "```python", *code.splitlines(), "```", ""]
+    if variables := public["data"].get("chat_template_kwargs"):
+        written = json.dumps(variables, ensure_ascii=False)
+        lines += ["## Chat template", "", VARIABLES_NOTE.format(variables=written), ""]
     lines += ["## Recipe", "", RECIPE_NOTE, ""]
     written = yaml.safe_dump(mask_secrets(public, known=known), sort_keys=False, allow_unicode=True)
     return "\n".join([mask_text("\n".join(lines), known), "```yaml", written.rstrip(), "```", ""])
