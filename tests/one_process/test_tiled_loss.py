@@ -1,7 +1,9 @@
-"""Compares the tiled loss with cross-entropy over all logits at once, in float64; bounds its error in bfloat16."""
+"""Compares the loss of targets, whole and in tiles, with cross-entropy over all logits, in float64; bounds its error in
+bfloat16."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_counter import ByteCounter
+from support.levers import find_places
 from support.tiers import count_examples
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.loss import HeadRule
+from ulysses_cli.train.loss import HeadRule, Loss, Places, PlainLoss
 from ulysses_cli.train.memory.tiled_loss import compute_losses, make_tiled_loss
 
 HIDDEN, VOCABULARY = 6, 11
@@ -53,23 +57,111 @@ RULES = st.builds(
 )
 
 
-@settings(max_examples=count_examples(80))
-@given(st.integers(1, 23), st.integers(1, 30), RULES, st.integers(0, 99), st.sampled_from([0.0, 0.7, 1.0]))
-def test_loss_and_gradients(tokens: int, tile: int, rule: HeadRule, seed: int, share: float) -> None:
+def make_loss(head: nn.Linear, rule: HeadRule, tile: int) -> Loss:
+    """All targets at once where the tile is 0."""
+    return make_tiled_loss(head, rule, tile) if tile else PlainLoss(head, rule)
+
+
+# Some tokens are targets, all, none, or those of an answer at the end.
+SHARES = st.sampled_from([0.0, 0.1, 0.7, 1.0])
+
+
+@settings(max_examples=count_examples(160), deadline=None)
+@given(st.integers(1, 23), st.integers(0, 30), RULES, st.integers(0, 99), SHARES, st.booleans(), st.booleans())
+def test_loss_and_gradients(
+    tokens: int, tile: int, rule: HeadRule, seed: int, share: float, is_answer: bool, picks: bool
+) -> None:
     case = make_case(tokens, seed, share)
     hidden, labels, head = case["hidden"].requires_grad_(), case["labels"], case["head"]
+    if is_answer:
+        labels = torch.where(torch.arange(tokens) < tokens * (1 - share), IGNORE_INDEX, labels.clamp(min=0))
     expected = compute_reference(hidden, labels, head, rule)
     grads = torch.autograd.grad(expected.sum() * 0.3, [hidden, head.weight])
-    tiled = make_tiled_loss(head, rule, tile)
-    total = tiled(hidden, labels)
+    loss, places = make_loss(head, rule, tile), find_places(labels) if picks else None
+    total = loss(hidden, labels, places)
     assert total.requires_grad
     (total * 0.3).backward()
     torch.testing.assert_close(total, expected.sum(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(hidden.grad, grads[0], rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(head.weight.grad, grads[1], rtol=1e-11, atol=1e-12)
-    plain = compute_reference(hidden.detach(), labels, head, rule.measure()).detach()
-    torch.testing.assert_close(tiled.per_token(hidden, labels)[0], plain, rtol=1e-12, atol=1e-12)
-    assert not tiled.per_token(hidden, labels).requires_grad
+
+
+@settings(max_examples=count_examples(160), deadline=None)
+@given(st.integers(1, 23), st.integers(0, 30), RULES, st.integers(0, 99), SHARES, st.booleans())
+def test_losses_of_targets_get_weights_later(
+    tokens: int, tile: int, rule: HeadRule, seed: int, share: float, picks: bool
+) -> None:
+    """As a preference needs them: what a target's loss counts for depends on the losses of all."""
+    case = make_case(tokens, seed, share)
+    hidden, labels, head = case["hidden"].requires_grad_(), case["labels"], case["head"]
+    expected = compute_reference(hidden, labels, head, rule.measure())
+    grads = torch.autograd.grad(torch.tanh(expected.sum() / 9) + expected.square().sum(), [hidden, head.weight])
+    loss, places = make_loss(head, rule, tile), find_places(labels) if picks else None
+    if picks:
+        expected = expected[labels[0] != IGNORE_INDEX]
+    losses = loss.per_token(hidden, labels, places)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    (torch.tanh(losses.sum() / 9) + losses.square().sum()).backward()
+    torch.testing.assert_close(hidden.grad, grads[0], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(head.weight.grad, grads[1], rtol=1e-11, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(loss.per_token(hidden, labels, places), losses)
+
+
+def count_added(_: list[int], left: list[int], right: list[int], **__: Any) -> int:
+    """torch counts a product that is added to a sum only where the sum is a new tensor."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def count_products(run: Callable[[], Tensor]) -> int:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: count_added}) as counter:
+        run().backward()
+    return int(counter.get_total_flops()) // (2 * HIDDEN * VOCABULARY)
+
+
+@pytest.mark.parametrize("tile", [0, 4])
+def test_the_head_computes_for_targets_alone(tile: int) -> None:
+    """A sum takes three products for each target, in tiles and at once; losses in tiles take one more, since each tile
+    is made again."""
+    case = make_case(60, 7, share=0.2)
+    hidden, labels = case["hidden"].requires_grad_(), case["labels"]
+    places, loss = find_places(labels), make_loss(case["head"], HeadRule(), tile)
+    assert 8 < len(places) < 20
+    assert count_products(lambda: loss(hidden, labels, places)) == 3 * len(places)
+    again = count_products(lambda: loss.per_token(hidden, labels, places).sum())
+    assert again == (4 if tile else 3) * len(places)
+    assert count_products(lambda: loss(hidden, labels)) == 3 * 60
+
+
+def measure_peak(loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None) -> int:
+    """Nobody else needs the hidden states in the backward, as in a model."""
+    start = torch.ones(1, dtype=hidden.dtype, requires_grad=True)
+    with ByteCounter() as counter:
+        counter.ignore(labels, start, *([] if places is None or places.index is None else [places.index]))
+        made = hidden.detach() + start
+        total = loss(made, labels, places)
+        del made
+        total.backward()
+    return counter.peak
+
+
+@pytest.mark.parametrize("tile", [0, 64])
+def test_no_mask_takes_more_memory_than_all_tokens(tile: int) -> None:
+    """Plans count all tokens as targets (train/loss.py: take_all)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = make_case(512, 8, share=1.0, dtype=dtype)
+        hidden, labels = case["hidden"], case["labels"]
+        loss = make_loss(nn.Linear(HIDDEN, 24 * HIDDEN, dtype=dtype), HeadRule(), tile)
+        most = measure_peak(loss, hidden, labels, None)
+        assert measure_peak(loss, hidden, labels, find_places(labels)) == most
+        sizes = []
+        for step in (500, 100, 7, 3, 2):
+            labels[:, ::step] = IGNORE_INDEX
+            sizes.append(measure_peak(loss, hidden, labels, find_places(labels)))
+        labels[:, 51:] = IGNORE_INDEX
+        sizes.append(measure_peak(loss, hidden, labels, find_places(labels)))
+        assert max(sizes) <= most + 8 * tile  # labels of a tile, if they are picked
+        assert sizes[-1] < (0.2 if not tile else 0.9) * most
 
 
 def test_the_loss_of_a_bare_head_is_unchanged() -> None:

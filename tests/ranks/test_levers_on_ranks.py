@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.levers import Case, Levers, measure_difference, run_alone, run_split, run_zero3
+from support.levers import LENGTHS, Case, Levers, measure_difference, run_alone, run_split, run_zero3
 from support.other_thread import backward_in_another_thread
 from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
@@ -110,6 +110,24 @@ def compare_grouped(levers: Levers, sp_size: int) -> float:
 def test_grouped_experts_on_sharded_weights_equal_single_ones_on_one_process(levers: Levers) -> None:
     """grouped_mm is what transformers takes by default."""
     assert max(run_on_ranks(2, compare_grouped, levers, 2)) < TOLERANCE
+
+
+def compare_preferences(levers: Levers, lora: tuple[str, ...]) -> float:
+    """A loss that follows from the losses of all ranks' targets, of which rank 0 has none, and the same in one
+    process."""
+    case = Case("llama", dtype=torch.float32, lora=lora, first_target=sum(LENGTHS) // 2, is_preference=True)
+    expected = run_alone(case)
+    result = run_zero3(dataclasses.replace(case, levers=levers), 2, steps=1)
+    found = {name: 50 * result[f"grad of {name}"] for name in expected if name != "loss"}  # run_zero3 divides by 50
+    return max(measure_difference({"loss": result["losses"][0], **found}, expected).values())
+
+
+PREFERENCES = [(Levers(loss_tile=7), ()), (ALL, ADAPTED), (Levers(), ())]
+
+
+@pytest.mark.parametrize(("levers", "lora"), sample(PREFERENCES, quick=PREFERENCES[:1], checked=PREFERENCES))
+def test_losses_of_targets_on_sharded_weights_and_a_rank_without_any(levers: Levers, lora: tuple[str, ...]) -> None:
+    assert max(run_on_ranks(2, compare_preferences, levers, lora)) < TOLERANCE
 
 
 @pytest.mark.full

@@ -19,9 +19,9 @@ from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.train.assembly.build import close_wrapped
 from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.attention import gathered
-from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.loss import HeadRule
+from ulysses_cli.train.loss import HeadRule, Places, PlainLoss
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.last_linear import ShardedLinear, save_before_last_products
 from ulysses_cli.train.memory.offload import Offloader
@@ -69,6 +69,8 @@ class Case:
     lora: tuple[str, ...] = ()
     z_loss_weight: float = 0.0
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
+    first_target: int = 0
+    is_preference: bool = False  # what a target's loss counts for follows from the losses of all ranks
 
 
 def make_model(case: Case, attention: str) -> Any:
@@ -92,7 +94,7 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
         getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", 1.0), case.z_loss_weight
     )
 
-    def compute_plain_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+    def compute_plain_loss(hidden: Tensor, labels: Tensor, places: Any = None) -> Tensor:
         logits = head(hidden).to(torch.promote_types(hidden.dtype, torch.float32)).flatten(0, 1) / rule.divisor
         if rule.softcap is not None:
             logits = rule.softcap * torch.tanh(logits / rule.softcap)
@@ -100,7 +102,7 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
         squares = torch.logsumexp(logits, -1).square()[labels.flatten() != IGNORE_INDEX]
         return total + rule.z_loss_weight * squares.sum()
 
-    loss: Any = compute_plain_loss
+    loss: Any = PlainLoss(head, rule) if case.is_preference and axis.size > 1 else compute_plain_loss
     if levers.loss_tile is not None:
         loss = make_tiled_loss(head, rule, levers.loss_tile, gather_whole)
     if levers.mlp_tiles is not None:
@@ -118,12 +120,13 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
     return LossModel(model, loss)
 
 
-def make_row(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+def make_row(lengths: tuple[int, ...], first_target: int = 0) -> dict[str, Tensor]:
     """Returns token ids, positions and labels of a whole row; a stretch in its middle has no targets."""
     tokens = sum(lengths)
     ids = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     labels = ids * 7 % VOCABULARY
     labels[:, tokens // 4 : tokens // 2 + 1] = IGNORE_INDEX
+    labels[:, :first_target] = IGNORE_INDEX
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": ids, "positions": positions, "labels": labels}
 
@@ -131,10 +134,29 @@ def make_row(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 def run_alone(case: Case) -> dict[str, Tensor]:
     """Runs in one process without an engine; returns loss and gradients."""
     model = make_loss_model(case, make_sequence_axis(None))
-    loss = model(**make_row(case.lengths), documents=make_documents(case.lengths))
+    loss = model(**make_row(case.lengths, case.first_target), documents=make_documents(case.lengths))
+    loss = compute_preference(loss) if case.is_preference else loss
     loss.backward()
     values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **values}
+
+
+def compute_preference(total: Tensor) -> Tensor:
+    return 200 * torch.tanh(total / 200)
+
+
+def find_places(labels: Tensor) -> Places:
+    places = (labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+    return Places(places.tolist(), places)
+
+
+def compute_shared_preference(engine: Any, batch: dict[str, Tensor], documents: Documents) -> Tensor:
+    """The same loss on all ranks, with the gradients of the rank's own targets."""
+    losses = engine(**batch, documents=documents, places=find_places(batch["labels"]), per_token=True)
+    own = losses.sum()
+    total = own.detach().clone()
+    dist.all_reduce(total)
+    return compute_preference(total + own - own.detach())
 
 
 def run_split(case: Case) -> dict[str, Tensor]:
@@ -180,7 +202,7 @@ def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> d
             "steps_per_print": 10**9,
         },
     )
-    row = make_row(case.lengths)
+    row = make_row(case.lengths, case.first_target)
     if sp_size > 1:
         batch = {name: whole.chunk(sp_size, 1)[axis.rank] for name, whole in row.items()}
         documents = make_documents(case.lengths)
@@ -190,7 +212,10 @@ def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> d
     losses, grads = [], {}
     for step in range(steps):
         with count_gathers(engine, names) as gathers:
-            loss = engine(**batch, documents=documents)
+            if case.is_preference:
+                loss = compute_shared_preference(engine, batch, documents)
+            else:
+                loss = engine(**batch, documents=documents)
             engine.backward(loss * world / 50)
         if step == steps - 1:
             grads = {name: safe_get_full_grad(p) for name, p in module.named_parameters() if p.requires_grad}

@@ -19,9 +19,10 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 
-def compute_model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Forward and backward of documents of these lengths."""
-    head = 2 * sum(lengths) * shape.hidden_size * shape.vocab_size
+def compute_model_flops(shape: ModelShape, lengths: Sequence[int], num_targets: int | None = None) -> float:
+    """Forward and backward of documents of these lengths. The head runs for targets alone; by default all tokens are
+    targets."""
+    head = 2 * (sum(lengths) if num_targets is None else num_targets) * shape.hidden_size * shape.vocab_size
     return 3 * (head + compute_layers_flops(shape, lengths))
 
 

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_cli.data.steps import MicroBatch
+from ulysses_cli.data.steps import IGNORE_INDEX, MicroBatch, Numbers
 from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.loss import Places
 from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.states import reset_moments
 from ulysses_cli.train.processes.groups import Groups
@@ -77,12 +79,12 @@ class Engine:
     def evaluate_micro_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same sharded forward as in training. Returns (losses, positions) of this slice's targets."""
         losses, loaded = self.compute_token_losses(batch)
-        is_target = loaded["labels"] >= 0
-        return losses[is_target], loaded["positions"][is_target]
+        places: Places = loaded["places"]
+        return losses, loaded["positions"].flatten()[places.find(slice(0, len(places)))]
 
     @torch.no_grad()
     def compute_token_losses(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-        """Returns a loss for every token of this slice, and the slice's tensors on the device."""
+        """Returns a loss for every target of this slice, and the slice's tensors on the device."""
         self.wrapped.eval()
         loaded = self._load(batch)
         losses = self.wrapped(**loaded, per_token=True)
@@ -106,12 +108,21 @@ class Engine:
 
     def _load(self, batch: MicroBatch) -> dict[str, Any]:
         arrays = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels}
-        tensors: dict[str, Any] = {}
-        for name, array in arrays.items():
-            tensor = torch.from_numpy(array)
-            pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
-            tensors[name] = pinned.to(self.device, non_blocking=True)
-        return {**tensors, "documents": make_documents(batch.lengths, self.device, order=batch.order)}
+        tensors: dict[str, Any] = {name: self._send(array) for name, array in arrays.items()}
+        places = self._find_places(batch.labels)
+        documents = make_documents(batch.lengths, self.device, order=batch.order)
+        return {**tensors, "places": places, "documents": documents}
+
+    def _find_places(self, labels: Numbers) -> Places:
+        """Also on a rank without a target: its head runs for none."""
+        numbers = np.flatnonzero(labels != IGNORE_INDEX)
+        has_gaps = len(numbers) > 0 and numbers[-1] - numbers[0] >= len(numbers)
+        return Places(numbers, self._send(numbers) if has_gaps else None)  # type: ignore[arg-type]
+
+    def _send(self, array: Numbers) -> Tensor:
+        tensor = torch.from_numpy(array)
+        pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return pinned.to(self.device, non_blocking=True)
 
 
 def release_gathered(wrapped: Any) -> None:

@@ -1,16 +1,18 @@
 """The loss, from hidden states: a float32 sum of token losses, never a mean. Labels arrive shifted; -100 is no target.
 
-The caller sums over ranks and micro-steps and divides once, by the number of targets of the whole step.
+The head runs on targets alone. The caller sums over ranks and micro-steps and divides once, by the number of targets of
+the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ulysses_cli.data.steps import IGNORE_INDEX
@@ -33,16 +35,45 @@ class HeadRule:
         return replace(self, z_loss_weight=0.0, token_loss=None)
 
 
+class Places:
+    """Where the targets of a slice are, counted over its rows, in order. `numbers` are on the host, so that no shape
+    waits for a device; `index` holds them on the device, unless one follows the other."""
+
+    def __init__(self, numbers: Sequence[int], index: Tensor | None = None) -> None:
+        self.numbers, self.index = numbers, index
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def find(self, part: slice) -> slice | Tensor:
+        """What picks these targets from a tensor with a row for each token. A slice, which copies nothing, where there
+        is no gap between them."""
+        if part.start == part.stop:
+            return slice(0, 0)
+        first, last = int(self.numbers[part.start]), int(self.numbers[part.stop - 1])
+        if last - first == part.stop - part.start - 1:
+            return slice(first, last + 1)
+        if self.index is None:
+            raise AssertionError("targets with gaps have an index")
+        return self.index[part]
+
+
+def take_all(num_tokens: int) -> Places:
+    """Every token may be a target: the most that a slice takes, which plans count."""
+    return Places(range(num_tokens))
+
+
 class Loss(Protocol):
-    """Takes hidden states [B, S, H] and shifted labels [B, S], returns losses. `rule`: that of the head."""
+    """Takes hidden states [B, S, H] and shifted labels [B, S], returns losses. `rule`: that of the head. `places`: of
+    the N targets; None where each of the B S tokens may be one."""
 
     rule: HeadRule
 
-    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
         """Float32 sum over targets, part of the graph even when there is none."""
 
-    def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Float32 [B, S] of cross-entropy alone, 0 where there is no target. No gradients."""
+    def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
+        """Float32 [N] of cross-entropy alone, the negative log-probability of each target, 0 where a label is none."""
 
 
 def apply_rule(logits: Tensor, rule: HeadRule) -> Tensor:
@@ -58,7 +89,7 @@ def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tens
     """Takes logits [N, vocabulary] and labels [N], returns losses [N] in float32 (float64 stays float64)."""
     logits = apply_rule(logits.to(torch.promote_types(logits.dtype, torch.float32)), rule)
     losses = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    if rule.token_loss is not None:
+    if rule.token_loss is not None and losses.numel():
         losses = apply_token_loss(rule.token_loss, losses, labels != IGNORE_INDEX)
     if rule.z_loss_weight:
         squares = torch.logsumexp(logits, -1).square()
@@ -73,16 +104,42 @@ def apply_token_loss(function: TokenLoss, losses: Tensor, is_target: Tensor) -> 
 
 
 class PlainLoss:
-    """All logits of the slice at once."""
+    """The logits of all targets of the slice at once."""
 
     def __init__(self, head: Callable[[Tensor], Tensor], rule: HeadRule) -> None:
         self.head, self.rule = head, rule
 
-    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), self.rule).sum()
+    def __call__(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
+        return self._compute(hidden, labels, places, self.rule).sum()
 
-    @torch.no_grad()
-    def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        # no name holds the head's logits: they are freed when their float32 copy is there
-        rule = self.rule.measure()
-        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), rule).view(labels.shape)
+    def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
+        return self._compute(hidden, labels, places, self.rule.measure())
+
+    def _compute(self, hidden: Tensor, labels: Tensor, places: Places | None, rule: HeadRule) -> Tensor:
+        found = None
+        if places is not None and len(places) < labels.numel():
+            found = places.find(slice(0, len(places)))
+        labels = labels.flatten() if found is None else labels.flatten()[found]
+        # no name holds the head's logits: they are freed when their float32 copy is there; nor what the head takes
+        return compute_token_losses(self.head(_pick(hidden.flatten(0, 1), found)), labels, rule)
+
+
+def _pick(tokens: Tensor, found: slice | Tensor | None) -> Tensor:
+    picked: Tensor = tokens if found is None else _Pick.apply(tokens, found)
+    return picked
+
+
+class _Pick(torch.autograd.Function):
+    """Some of the tokens, each at most once. Its backward adds nothing up, so that it is the same each time."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, found: slice | Tensor) -> Tensor:
+        ctx.shape, ctx.found = tokens.shape, found
+        return tokens[found]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dpicked: Tensor) -> tuple[Tensor, None]:
+        dtokens = dpicked.new_zeros(ctx.shape)
+        dtokens[ctx.found] = dpicked
+        return dtokens, None

@@ -31,8 +31,8 @@ def _keep_few(split: Callable[..., list[slice]]) -> Callable[..., list[slice]]:
 
 
 @torch.no_grad()
-def _compute_losses(loss: Any, hidden: Tensor, labels: Tensor, rule: Any) -> Tensor:
-    """One loss per token, though only a few tiles are computed."""
-    parts = loss.walk_tiles(labels.numel())
-    losses = [tiled_loss.compute_losses(loss.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts]
-    return losses[0].new_empty(labels.numel())
+def _compute_losses(loss: Any, tokens: Tensor, labels: Tensor, places: Any, rule: Any) -> Tensor:
+    """One loss per target, though only a few tiles are computed."""
+    found = map(places.find, loss.walk_tiles(len(places)))
+    losses = [tiled_loss.compute_losses(loss.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
+    return losses[0].new_empty(len(places))

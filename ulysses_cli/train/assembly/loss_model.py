@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ulysses_cli.train.attention.documents import Documents
-from ulysses_cli.train.loss import Loss, apply_rule
+from ulysses_cli.train.loss import Loss, Places, apply_rule
 from ulysses_cli.train.telemetry.clock import part_of_step, watch_backward
 
 
 class LossModel(nn.Module):
-    """Takes the tokens of a slice, returns its loss. The decoder is the model's own; the loss applies the head."""
+    """Takes the tokens of a slice and the places of its targets, returns its loss. The decoder is the model's own; the
+    loss applies the head."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -30,6 +31,7 @@ class LossModel(nn.Module):
         per_token: bool = False,
         generation: Any = None,
         wanted: tuple[Tensor, Tensor] | None = None,
+        places: Places | None = None,
     ) -> Tensor:
         if wanted is not None:
             return self.compute_logits(input_ids, positions, wanted, generation, documents)
@@ -40,8 +42,8 @@ class LossModel(nn.Module):
         hidden = output.last_hidden_state
         with part_of_step("head_loss"):
             if per_token:
-                return self.loss.per_token(hidden, labels)
-            total = self.loss(hidden, labels)
+                return self.loss.per_token(hidden, labels, places)
+            total = self.loss(hidden, labels, places)
         watch_backward("head_loss", total, hidden)
         return total
 

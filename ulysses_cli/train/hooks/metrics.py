@@ -18,11 +18,11 @@ SAMPLED_FIRST, SAMPLED_EVERY = 3, 20
 
 
 class Meter:
-    """Times steps, and the parts of sampled steps. `count_flops` takes the document lengths of a row, returns the
-    model's FLOPs."""
+    """Times steps, and the parts of sampled steps. `count_flops` takes the lengths of a step's documents and the number
+    of its targets, returns the model's FLOPs."""
 
     def __init__(
-        self, count_flops: Callable[[tuple[int, ...]], float], peak_tflops: float | None, emit: Callable[[Any], None]
+        self, count_flops: Callable[[list[int], int], float], peak_tflops: float | None, emit: Callable[[Any], None]
     ) -> None:
         self.count_flops, self.peak_tflops, self.emit = count_flops, peak_tflops, emit
         self.clock: Clock | None = None
@@ -46,7 +46,7 @@ class Meter:
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak, host = compare_facts({}, state.groups.host_group, peak, host)
         plan, world = result.plan, state.groups.layout.world_size
-        flops = sum(self.count_flops(lengths) for lengths in plan.lengths)
+        flops = self.count_flops([length for lengths in plan.lengths for length in lengths], plan.num_targets)
         tflops = flops / seconds / world / 1e12
         line: dict[str, Any] = {
             "step": state.step,

@@ -1,12 +1,14 @@
-"""Head and cross-entropy in tiles of tokens, forward and backward in one pass: no [sequence, vocabulary] tensor exists.
+"""Head and cross-entropy in tiles of targets: no [sequence, vocabulary] tensor exists.
 
-Values are those of train/loss.py. The head's module is called once per pass, so that ZeRO-3 gathers its weight once.
-Takes any head.
+Values are those of train/loss.py. A sum of losses makes its gradients with it, in one pass. Losses of their own, which
+get weights only later, make their tiles again in the backward. The head's module is called once per pass, also for no
+target, so that ZeRO-3 gathers its weight once, on all ranks. Takes any head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +17,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_token_loss
+from ulysses_cli.train.loss import HeadRule, Places, TokenLoss, apply_token_loss, take_all
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole
 
 
 class TiledLoss:
     """Takes hidden states [B, S, H] and shifted labels [B, S], returns the float32 sum of token losses, or each
-    token's.
+    target's.
 
     Replaces the head's forward: `head(hidden, labels)` is the loss, `head(hidden)` the logits as before.
     """
@@ -33,37 +35,70 @@ class TiledLoss:
         self.compute_logits: Callable[[Tensor], Tensor] = head.forward
         head.forward = self._run_head
 
-    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        total: Tensor = self.head(hidden, labels)
+    def __call__(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
+        total: Tensor = self.head(hidden, labels, places=places)
         return total
 
-    @torch.no_grad()
-    def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Float32 [B, S] of cross-entropy alone, 0 where there is no target."""
-        losses: Tensor = self.head(hidden, labels, per_token=True)
+    def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
+        """Float32 [N] of cross-entropy alone, 0 where a label is no target."""
+        losses: Tensor = self.head(hidden, labels, places=places, per_token=True)
         return losses
 
-    def walk_tiles(self, num_tokens: int) -> list[slice]:
-        starts = range(0, num_tokens, self.tile_tokens)
-        return [slice(start, min(start + self.tile_tokens, num_tokens)) for start in starts]
+    def walk_tiles(self, num_targets: int) -> list[slice]:
+        starts = range(0, num_targets, self.tile_tokens)
+        return [slice(start, min(start + self.tile_tokens, num_targets)) for start in starts]
 
-    def _run_head(self, hidden: Tensor, labels: Tensor | None = None, *, per_token: bool = False) -> Tensor:
+    def _run_head(
+        self, hidden: Tensor, labels: Tensor | None = None, *, places: Places | None = None, per_token: bool = False
+    ) -> Tensor:
+        """ZeRO-3's hooks see what has no name."""
         if labels is None:
             return self.compute_logits(hidden)
         check_is_whole(self.head, "the output head")
-        if per_token:
-            tokens, targets = hidden.flatten(0, 1), labels.flatten()
-            return self.compute_losses_in_tiles(tokens, targets, self.rule.measure()).view(labels.shape)
+        places = take_all(labels.numel()) if places is None else places
         weights = WeightSums(self.head)
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
-            total: Tensor = _Loss.apply(hidden, labels, self, weights, *weights.weights)
-            return total
-        return self.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), self.rule).sum()
+            function = _TargetLosses if per_token else _Loss
+            result: Tensor = function.apply(hidden, labels, places, self, weights, *weights.weights)
+            return result
+        rule = self.rule.measure() if per_token else self.rule
+        losses = self.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), places, rule)
+        return losses if per_token else losses.sum()
 
     @torch.no_grad()
-    def compute_losses_in_tiles(self, hidden: Tensor, labels: Tensor, rule: HeadRule) -> Tensor:
-        parts = self.walk_tiles(labels.numel())
-        return torch.cat([compute_losses(self.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts])
+    def compute_losses_in_tiles(self, tokens: Tensor, labels: Tensor, places: Places, rule: HeadRule) -> Tensor:
+        found = map(places.find, self.walk_tiles(len(places)))
+        losses = [compute_losses(self.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
+        return torch.cat(losses) if losses else _make_sum(tokens)[None][:0]
+
+
+def _make_sum(tokens: Tensor) -> Tensor:
+    return tokens.new_zeros((), dtype=torch.promote_types(tokens.dtype, torch.float32))
+
+
+def _backward_tiles(
+    loss: TiledLoss,
+    tokens: Tensor,
+    places: Places,
+    weights: WeightSums,
+    compute_grad: Callable[[slice, slice | Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Returns the tokens' gradient, 0 where there is no target; those of weights are added to their sums.
+    `compute_grad` takes a part of the targets, where these are, and their logits; it returns the logits' gradient."""
+    is_full = len(places) == tokens.size(0)
+    dtokens = torch.empty_like(tokens) if is_full else torch.zeros_like(tokens)
+    with weights.collect():
+        for part in loss.walk_tiles(len(places)):
+            found = places.find(part)
+            if type(loss.head) is nn.Linear:
+                # picked twice: while the logits' gradient is made, which takes most memory, no copy is kept
+                dlogits = compute_grad(part, found, loss.compute_logits(tokens[found]))
+                dtokens[found] = weights.backward_linear(loss.head, tokens[found], dlogits)
+                del dlogits
+            else:
+                compute = partial(compute_grad, part, found)
+                (dtokens[found],) = backward_tile(loss.compute_logits, [tokens[found]], compute)
+    return dtokens
 
 
 class _Loss(torch.autograd.Function):
@@ -71,29 +106,27 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, loss: TiledLoss, weights: WeightSums, *_: nn.Parameter
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        places: Places,
+        loss: TiledLoss,
+        weights: WeightSums,
+        *_: nn.Parameter,
     ) -> Tensor:
-        tokens, targets = hidden.detach().flatten(0, 1), labels.flatten()
-        dtokens = torch.empty_like(tokens)
+        tokens, labels = hidden.detach().flatten(0, 1), labels.flatten()
         losses: list[Tensor] = []
 
-        def compute_grad(logits: Tensor) -> Tensor:
-            tile_losses, dlogits = compute_losses(logits, targets[part], loss.rule, with_grad=True)
+        def compute_grad(part: slice, found: slice | Tensor, logits: Tensor) -> Tensor:
+            tile_losses, dlogits = compute_losses(logits, labels[found], loss.rule, with_grad=True)
             losses.append(tile_losses.sum())
             return dlogits
 
-        with weights.collect():
-            for part in loss.walk_tiles(targets.numel()):
-                if type(loss.head) is nn.Linear:
-                    dlogits = compute_grad(loss.compute_logits(tokens[part]))
-                    dtokens[part] = weights.backward_linear(loss.head, tokens[part], dlogits)
-                    del dlogits
-                else:
-                    (dtokens[part],) = backward_tile(loss.compute_logits, [tokens[part]], compute_grad)
+        dtokens = _backward_tiles(loss, tokens, places, weights, compute_grad)
         ctx.save_for_backward(dtokens.view(hidden.shape), *weights.take_sums())
         ctx.tile_tokens = loss.tile_tokens
         ctx.dtypes = [weight.dtype for weight in weights.weights]
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum() if losses else _make_sum(tokens)
 
     @staticmethod
     @once_differentiable
@@ -105,12 +138,50 @@ class _Loss(torch.autograd.Function):
         dweights: list[Tensor] = []
         while sums:  # each sum is freed before the next weight's gradient is made
             dweights.append(sums.pop(0).mul_(dtotal).to(ctx.dtypes[len(dweights)]))
-        return dtokens if ctx.needs_input_grad[0] else None, None, None, None, *dweights
+        return dtokens if ctx.needs_input_grad[0] else None, None, None, None, None, *dweights
 
 
-def compute_losses(logits: Tensor, labels: Tensor, rule: HeadRule, *, with_grad: bool = False) -> tuple[Tensor, Tensor]:
+class _TargetLosses(torch.autograd.Function):
+    """The forward keeps the hidden states alone; the backward makes each tile again, with its losses' weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        places: Places,
+        loss: TiledLoss,
+        weights: WeightSums,
+        *_: nn.Parameter,
+    ) -> Tensor:
+        ctx.places, ctx.loss, ctx.weights = places, loss, weights
+        ctx.save_for_backward(hidden, labels)
+        return loss.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), places, loss.rule.measure())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, labels = ctx.saved_tensors
+        loss, weights, labels = ctx.loss, ctx.weights, labels.flatten()
+
+        def compute_grad(part: slice, found: slice | Tensor, logits: Tensor) -> Tensor:
+            rule = loss.rule.measure()
+            return compute_losses(logits, labels[found], rule, with_grad=True, weights=dlosses[part])[1]
+
+        dtokens = _backward_tiles(loss, hidden.detach().flatten(0, 1), ctx.places, weights, compute_grad)
+        dweights: list[Tensor] = []
+        sums = weights.take_sums()
+        while sums:
+            dweights.append(sums.pop(0).to(weights.weights[len(dweights)].dtype))
+        dhidden = dtokens.view(hidden.shape) if ctx.needs_input_grad[0] else None
+        return dhidden, None, None, None, None, *dweights
+
+
+def compute_losses(
+    logits: Tensor, labels: Tensor, rule: HeadRule, *, with_grad: bool = False, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Takes logits [N, vocabulary] and labels [N]. Returns losses [N] in float32 or better and, when asked, the
-    gradient of their sum by each logit.
+    gradient of their sum by each logit, each loss times its weight [N].
 
     At most two float32 copies of a tile exist at once, three with a softcap.
     """
@@ -140,6 +211,8 @@ def compute_losses(logits: Tensor, labels: Tensor, rule: HeadRule, *, with_grad:
         factor = factor + is_target * (2 * rule.z_loss_weight * log_z)
     if not with_grad:
         return losses, losses
+    if weights is not None:
+        slopes, factor = slopes * weights, factor * weights
     dlogits = log_probs.exp_().mul_(factor[:, None])
     dlogits.scatter_add_(-1, targets, -slopes[:, None])
     if tanh is not None:
