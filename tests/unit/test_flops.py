@@ -35,6 +35,8 @@ def test_a_small_model_by_hand() -> None:
     tokens, pairs = 10 + 3, 55 + 6
     forward = 2 * tokens * (2 * per_layer + 64 * 128) + 2 * 4 * 4 * 16 * pairs
     assert compute_model_flops(shape, [10, 3]) == 3 * forward
+    saved = compute_model_flops(shape, [10, 3]) - compute_model_flops(shape, [10, 3], 4)
+    assert saved == 9 * 6 * shape.hidden_size * shape.vocab_size  # the head of 9 tokens that are no targets
     assert compute_layers_flops(shape, [10, 3]) == forward - 2 * tokens * 64 * 128
     assert compute_pair_flops(shape) == 3 * 2 * 4 * 4 * 16
 
