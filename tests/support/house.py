@@ -110,6 +110,7 @@ ORDER: dict[str, list[str]] = {
     "train": [
         *(
             "loss",
+            "preferences",
             "finiteness",
             "processes",
             "guard",
