@@ -1,5 +1,6 @@
 """Chooses which tests run where, skips GPU tests without a GPU, and keeps tests out of folders that hold real runs."""
 
+import gc
 import os
 import signal
 import sys
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"{name} is not built, which takes minutes: make test-full"))
         if item.get_closest_marker("gpu") and not _has_gpu():  # keywords would also hold names of folders
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What is alive by now stays. A test that collects garbage would search it for half a second each time."""
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

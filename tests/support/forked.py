@@ -32,6 +32,7 @@ PRELOADED = (
         "ulysses_cli.report.live.progress",
         "ulysses_cli.plan.rules.check",
         "ulysses_cli.validate",
+        "support.warm",
     ),
 )
 on_start: list[Callable[[str, Mapping[str, str]], None]] = []  # called in each child: (module, environment)
