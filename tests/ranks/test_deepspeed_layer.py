@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from support.attention import Problem, make_tensors
 from support.rank_pool import run_on_ranks
+from support.tiers import NUM_RANKS
 
+from ulysses_cli.train.assembly.build import take_over_groups
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels.rule import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
@@ -23,7 +25,7 @@ def compare_layers(problem: Problem) -> dict[str, bool]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend="gloo")
+        take_over_groups()
     axis, tensors = make_sequence_axis(dist.group.WORLD), make_tensors(problem)
     local = problem.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)
@@ -54,7 +56,7 @@ def compare_layers(problem: Problem) -> dict[str, bool]:
     return {name: torch.equal(a, b) for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True)}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=str)
 def test_outputs_and_gradients_are_bitwise_equal(num_ranks: int, heads: tuple[int, int]) -> None:
     problem = Problem(*heads, dim=16, lengths=(256,), dtype=torch.float32)

@@ -68,6 +68,18 @@ def test_nothing_of_a_closed_engine_is_alive(words: tuple[str, ...]) -> None:
     assert run_on_ranks(2, list_living, *words, "parallel.sp_size=2") == [[], []]
 
 
+def test_an_engine_on_a_cpu_compiles_nothing() -> None:
+    """DeepSpeed would compile sums in shared memory, which its inference alone uses."""
+    assert run_on_ranks(1, find_compiled) == [None]
+
+
+def find_compiled() -> object:
+    from deepspeed.comm import comm
+
+    run_steps(())
+    return comm.cdb.shm_comm_op
+
+
 def list_living_answers() -> list[str]:
     def answer() -> list[weakref.ref[object]]:
         recipe = make_recipe("parallel.sp_size=2", "data.max_length=48")
@@ -117,5 +129,6 @@ def count_new_modules() -> int:
     return sum(id(module) not in before for module in parameter_offload.FWD_MODULE_STACK)
 
 
+@pytest.mark.check
 def test_a_closed_engine_leaves_no_running_module() -> None:
     assert run_on_ranks(2, count_new_modules) == [0, 0]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from support.families import make_config
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.assembly.build import close_wrapped
+from ulysses_cli.train.assembly.build import close_wrapped, take_over_groups
 from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.attention import gathered
 from ulysses_cli.train.attention.documents import Documents, make_documents
@@ -179,7 +179,7 @@ def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> d
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, set_z3_leaf_module
 
     if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend="gloo")
+        take_over_groups()
     world = dist.get_world_size()
     axis = make_sequence_axis(dist.group.WORLD if sp_size > 1 else None)
     module = make_loss_model(case, axis, lambda block: set_z3_leaf_module(block, True))

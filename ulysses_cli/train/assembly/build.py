@@ -4,6 +4,7 @@ takes plain arguments.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def build(
     from deepspeed.accelerator import get_accelerator
 
     recipe = plan.recipe
-    deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
+    take_over_groups()
     ds_config = _make_engine_config(plan, swap_folder)
     kernel = parts.choose_kernel(plan, groups, device, mix)
     report(f"attention {kernel.name}: {kernel.reason}")
@@ -129,6 +130,16 @@ def build(
     return Built(engine, module, config, adapter, kernel, num_trained)
 
 
+def take_over_groups() -> None:
+    """Collective over all ranks. DeepSpeed uses torch's groups from here on. Its sums in shared memory, which a CPU
+    would compile for a minute at its first start, are left out: only its inference uses them."""
+    import deepspeed
+
+    backend = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed(dist_backend=dist.get_backend())
+
+
 def build_for_answers(
     plan: RunPlan, groups: Groups, device: torch.device, report: Callable[[str], None] = lambda _: None
 ) -> Engine:
@@ -137,7 +148,7 @@ def build_for_answers(
     import deepspeed
 
     recipe = plan.recipe
-    deepspeed.init_distributed(dist_backend=dist.get_backend())
+    take_over_groups()
     ds_config = {**_make_engine_config(plan, None), "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
     # a base in fewer bits is whole on each rank: ZeRO-3 would gather codes without their scales
     is_sharded = recipe.parallel.zero_stage == 3
