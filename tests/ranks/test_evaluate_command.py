@@ -19,6 +19,7 @@ from support.faults import wait_for_end
 from support.prompters import make_prompter
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
+from support.tiers import sample_every
 from test_generation import PlainForward, make_axes, make_axis, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -45,22 +46,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (("--suite", "rulr", "--path", "nowhere"), "no suite or task is called rulr"),
-        (("--suite", "longbench"), "no path was given"),
-        (("--suite", "qa_1"), "made from your files"),
-        (("--max-length", "4K-8K"), "is not a whole number"),
-        (("--suite", "mrcr", "--path", "nowhere.parquet"), "does not exist"),
-        (("--suite", "niah,graphs", "--path", "nowhere"), "no suite of niah, graphs reads files"),
-        (("--suite", "niah", "--budget", "4Ki"), "is not used without --against-retrieval"),
-        (("--suite", "niah", "--gpu", "h100"), "is not used without --dry-run"),
-        (("--suite", "vt,niah_single_1", "--text", __file__), "no task of vt, niah_single_1 reads it"),
-        (("--suite", "qa_2", "--squad", __file__), "qa_2 is made from your files"),
-        (("--suite", "niah,graphs", "--squad", "nowhere.json"), "no task of niah, graphs reads it"),
-        (("--suite", "qa_1", "--squad", "nowhere.json"), "nowhere.json does not exist"),
-        (("--suite", "niah", "--hotpotqa", "nowhere.json"), "no task of niah reads it"),
-        (("--suite", "ruler", "--code", "nowhere"), "no task of ruler reads it"),
-    ],
+    sample_every(
+        3,
+        [
+            (("--suite", "rulr", "--path", "nowhere"), "no suite or task is called rulr"),
+            (("--suite", "longbench"), "no path was given"),
+            (("--suite", "qa_1"), "made from your files"),
+            (("--max-length", "4K-8K"), "is not a whole number"),
+            (("--suite", "mrcr", "--path", "nowhere.parquet"), "does not exist"),
+            (("--suite", "niah,graphs", "--path", "nowhere"), "no suite of niah, graphs reads files"),
+            (("--suite", "niah", "--budget", "4Ki"), "is not used without --against-retrieval"),
+            (("--suite", "niah", "--gpu", "h100"), "is not used without --dry-run"),
+            (("--suite", "vt,niah_single_1", "--text", __file__), "no task of vt, niah_single_1 reads it"),
+            (("--suite", "qa_2", "--squad", __file__), "qa_2 is made from your files"),
+            (("--suite", "niah,graphs", "--squad", "nowhere.json"), "no task of niah, graphs reads it"),
+            (("--suite", "qa_1", "--squad", "nowhere.json"), "nowhere.json does not exist"),
+            (("--suite", "niah", "--hotpotqa", "nowhere.json"), "no task of niah reads it"),
+            (("--suite", "ruler", "--code", "nowhere"), "no task of ruler reads it"),
+        ],
+    ),
 )
 def test_a_mistake_ends_with_2_and_says_what_to_do(model: str, words: tuple[str, ...], message: str) -> None:
     result = run("evaluate", model, *WORDS, *words)

@@ -1,5 +1,5 @@
-"""Tests that training on ranks equals plain torch on one process: loss, every gradient and the weights after five
-steps."""
+"""Tests that training on ranks equals plain torch on one process: loss, every gradient and the weights after three
+steps, or five in `make test-full`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from support.families import OWN_VALUES, make_config
 from support.rank_pool import run_on_ranks
 from support.small_run import CONFIG
-from support.tiers import mark_by
+from support.tiers import FULL, TIER, mark_by
 from support.training import MemoryRows, Trajectory, make_recipe, measure_difference, train_plainly
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,7 +25,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout, settle
 from ulysses_cli.plan.rows.order import Ring
 
-NUM_STEPS = 5
+NUM_STEPS = 5 if TIER == FULL else 3
 # Each document is (length, first target). There are uneven documents, a row whose second half has no target, rows with
 # few targets, and one-token documents.
 ROWS = [

@@ -161,7 +161,7 @@ def run_one_document(kind: str, parts: dict[str, Tensor], tokens: int, axis: Seq
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_documents_of_any_lengths(num_ranks: int) -> None:
-    @settings(max_examples=count_examples(60), deadline=None, derandomize=True, database=None)
+    @settings(max_examples=count_examples(40), deadline=None, derandomize=True, database=None)
     @given(
         kind=st.sampled_from(["delta", "channels", "scan"]),
         lengths=draw_lengths(num_ranks),

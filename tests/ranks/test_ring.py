@@ -104,9 +104,11 @@ def measure_errors(
     """Returns the largest difference from the reference, relative to the largest value, per tensor, of all ways in
     which keys come."""
     tensors = make_tensors(problem)
+    results = [run_ring(problem, tensors, ring_size, max_shares, order) for max_shares in ways]
+    if dist.get_rank():
+        return {}  # all ranks have the same whole tensors
     expected, errors = compute_reference(problem, tensors), dict[str, float]()
-    for max_shares in ways:
-        result = run_ring(problem, tensors, ring_size, max_shares, order)
+    for result in results:
         assert result.keys() == expected.keys()
         for name in expected:
             errors[name] = max(errors.get(name, 0.0), compare(result[name], expected[name]))
@@ -126,9 +128,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 def check(layout: tuple[int, int], *problems: Problem) -> None:
     """`layout`: the ring's size and that of Ulysses inside."""
     ring_size, ulysses_size = layout
-    for ring_errors in run_on_ranks(ring_size * ulysses_size, measure_all, problems, ring_size):
-        for problem, errors in zip(problems, ring_errors, strict=True):
-            assert max(errors.values()) < TOLERANCE[problem.dtype], (problem, errors)
+    ring_errors, *_ = run_on_ranks(ring_size * ulysses_size, measure_all, problems, ring_size)
+    for problem, errors in zip(problems, ring_errors, strict=True):
+        assert max(errors.values()) < TOLERANCE[problem.dtype], (problem, errors)
 
 
 def measure_all(problems: tuple[Problem, ...], ring_size: int) -> list[dict[str, float]]:
@@ -267,7 +269,7 @@ def measure_with_a_fault(problem: Problem, ring_size: int, way: float, fault: st
     with pytest.MonkeyPatch.context() as patch:
         for place, name, replaced in FAULTS.get((way, fault), ()):
             patch.setattr(place, name, replaced)
-        return max(measure_errors(problem, ring_size, ways=[way]).values())
+        return max(measure_errors(problem, ring_size, ways=[way]).values(), default=0.0)
 
 
 def run_backward_by_halves(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *row: Any) -> Any:
@@ -312,8 +314,8 @@ FAULTS: dict[tuple[float, str], list[tuple[Any, str, Any]]] = {
 def test_planted_faults_show(way: float, fault: str) -> None:
     """Logits of many hundreds, where exp of any is infinite in float64 too."""
     problem = Problem(4, 2, lengths=(70, 26), scale=300.0 if fault == "exp of a logit" else 0.3)
-    for error in run_on_ranks(4, measure_with_a_fault, problem, 2, way, fault):
-        assert error < 1e-12 if fault == "none" else error > 1e-2
+    error, *_ = run_on_ranks(4, measure_with_a_fault, problem, 2, way, fault)
+    assert error < 1e-12 if fault == "none" else error > 1e-2
 
 
 def deal_twice(problem: Problem) -> str:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 
-NUM_STEPS, SAVE_STEPS = 50, 10
+NUM_STEPS, SAVE_STEPS = 30, 5
 
 
 @pytest.mark.check

@@ -38,8 +38,8 @@ TIME_LIMIT = 240
 RECIPE = make_settings(
     parallel={"sp_size": 2},
     data={"eval_split": 0.005, "max_length": 256},
-    train={"max_steps": 8},
-    run={"eval_steps": 4, "save_steps": 3, "save_total_limit": None},
+    train={"max_steps": 6},
+    run={"eval_steps": 3, "save_steps": 3, "save_total_limit": None},
 )
 METRICS = {
     *("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "step_seconds"),
@@ -97,7 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> CommandRuns:
 
 def test_a_run_writes_its_metrics_and_facts(runs: CommandRuns) -> None:
     lines = runs.read_lines("run")
-    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["step"] for line in lines] == list(range(1, 7))
     assert all(line.keys() >= METRICS for line in lines)
     sampled = [line for line in lines if "step_parts" in line]
     assert [line["step"] for line in sampled] == [3]
@@ -106,18 +106,14 @@ def test_a_run_writes_its_metrics_and_facts(runs: CommandRuns) -> None:
     assert {name for name, seconds in parts.items() if seconds > 0} >= {
         *("projections", "attention", "mlp", "head_loss", "exchange", "gather_reduce", "optimizer", "data", "other")
     }
-    assert [line["step"] for line in runs.read_lines("run", "eval")] == [0, 4, 8]
+    assert [line["step"] for line in runs.read_lines("run", "eval")] == [0, 3, 6]
     before = runs.read_lines("run", "eval")[0]
     chance = math.log(RECIPE["model"]["config"]["vocab_size"])
     assert before["loss"] == pytest.approx(chance, rel=0.05), "random weights know nothing"
     facts = json.loads((runs.folder / "run" / "run.json").read_text())
     assert facts["layout"]["world_size"] == 2
     assert facts["recipe"]["data"]["max_length"] == 256
-    assert sorted(path.name for path in (runs.folder / "run" / "checkpoints").iterdir()) == [
-        "step-3",
-        "step-6",
-        "step-8",
-    ]
+    assert sorted(path.name for path in (runs.folder / "run" / "checkpoints").iterdir()) == ["step-3", "step-6"]
 
 
 def test_plain_transformers_loads_the_model_with_the_same_loss(runs: CommandRuns) -> None:
@@ -165,23 +161,24 @@ def test_a_rehearsal_changes_no_bit(runs: CommandRuns) -> None:
 
 @pytest.mark.check
 def test_a_signal_stops_with_a_checkpoint_from_which_the_run_resumes_exactly(runs: CommandRuns) -> None:
-    process = runs.start("run.output_dir=stopped", "run.save_steps=null", "run.stop_exit_code=75")
+    words = ("run.output_dir=stopped", "run.save_steps=null", "run.rehearsal=false")  # the other run has it
+    process = runs.start(*words, "run.stop_exit_code=75")
     metrics = runs.folder / "stopped" / "metrics.jsonl"
-    runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+    runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 1)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=TIME_LIMIT)
     assert (process.returncode, out) == (75, ""), err
-    stopped = re.search(r"stopped: by a signal after step (\d) of 8", err)
+    stopped = re.search(r"stopped: by a signal after step (\d) of 6", err)
     assert stopped, err
     newest = f"stopped/checkpoints/step-{stopped[1]}"
     assert f"the newest checkpoint is {newest}: continue from it with the same command and --resume auto" in err
     assert [path.name for path in (runs.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{stopped[1]}"]
-    assert len(runs.read_losses("stopped")) == int(stopped[1]) < 8
+    assert len(runs.read_losses("stopped")) == int(stopped[1]) < 6
 
-    code, _, err = runs.train("run.output_dir=stopped", "run.save_steps=null")
+    code, _, err = runs.train(*words)
     assert code == 2
     assert "hint: continue it with --resume auto, choose another run.output_dir, or replace it with --overwrite" in err
-    code, _, err = runs.train("run.output_dir=stopped", "run.save_steps=null", "--resume", "auto")
+    code, _, err = runs.train(*words, "--resume", "auto")
     assert code == 0, err
     assert f"resumed from stopped/checkpoints/step-{stopped[1]} after step {stopped[1]}" in err
     assert runs.read_losses("stopped") == runs.read_losses("run")
@@ -191,10 +188,11 @@ def test_a_signal_stops_with_a_checkpoint_from_which_the_run_resumes_exactly(run
 
 @pytest.mark.check
 def test_a_killed_rank_is_named_once_and_the_others_end(runs: CommandRuns) -> None:
-    process = runs.start("run.output_dir=killed", "train.max_steps=100000")
+    words = ("run.output_dir=killed", "train.max_steps=1000", "run.rehearsal=false")
+    process = runs.start(*words)
     metrics = runs.folder / "killed" / "metrics.jsonl"
     runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
-    second = runs.train("run.output_dir=killed", "train.max_steps=100000")
+    second = runs.train(*words)
     assert second[0] == 2
     assert "killed is in use by a run that is still going on" in second[2]
     assert "; its recipe is the same" in second[2]

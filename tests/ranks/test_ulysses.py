@@ -57,7 +57,10 @@ def gather_rows(part: Tensor) -> Tensor:
 def measure_errors(problem: Problem) -> dict[str, float]:
     """Returns the largest difference from the reference, relative to the largest value, per tensor."""
     tensors = make_tensors(problem)
-    expected, result = compute_reference(problem, tensors), run_ulysses(problem, tensors)
+    result = run_ulysses(problem, tensors)
+    if dist.get_rank():
+        return {}  # all ranks have the same whole tensors
+    expected = compute_reference(problem, tensors)
     assert result.keys() == expected.keys()
     return {name: compare(result[name], expected[name]) for name in expected}
 
@@ -72,8 +75,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
 def check(num_ranks: int, problem: Problem) -> None:
-    for errors in run_on_ranks(num_ranks, measure_errors, problem):
-        assert max(errors.values()) < TOLERANCE[problem.dtype], errors
+    errors, *_ = run_on_ranks(num_ranks, measure_errors, problem)
+    assert max(errors.values()) < TOLERANCE[problem.dtype], errors
 
 
 HEADS = [(4, 4), (8, 4), (8, 2), (4, 1), (12, 3), (12, 6), (24, 3)]
@@ -171,6 +174,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+@pytest.mark.check
 @settings(max_examples=count_examples(60))
 @given(problems())
 def test_random_problems(problem: Problem) -> None:
