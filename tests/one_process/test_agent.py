@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.served import ServedPopen
 
 from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.train import agent
@@ -38,7 +39,7 @@ def test_a_save_may_take_longer_than_the_agents_grace_period(tmp_path: Path) -> 
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost", "--rdzv-id=test"]
     command += [str(tmp_path / "rank.py"), str(tmp_path), "4"]
     environ = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "ULYSSES_FAILURE_FILE": str(tmp_path / "failure")}
-    process = subprocess.Popen(command, env=environ)
+    process = ServedPopen(command, env=environ)
     end = time.monotonic() + 120
     while not (tmp_path / "started").exists():
         assert process.poll() is None
@@ -55,10 +56,11 @@ def test_the_agents_own_messages_are_masked(tmp_path: Path) -> None:
     secret, failure = "hf_QwErTyUiOpAsDfGhJkLzXcVb", tmp_path / "failure.json"
     command = [sys.executable, "-m", "ulysses_cli.train.agent", f"--no-such-option={secret}", "-m", "nothing"]
     environ = {**os.environ, "ULYSSES_FAILURE_FILE": str(failure)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "***" in done.stderr
-    assert secret not in done.stderr + failure.read_text()
+    process = ServedPopen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "***" in error
+    assert secret not in error + failure.read_text()
     assert json.loads(failure.read_text())[0]["exit_code_wanted"] == 2
 
 

@@ -68,6 +68,7 @@ NEEDS = [
 ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("need", sample_every(3, NEEDS), ids=str)
 def test_the_probe_of_a_ring_has_rounds(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel whose backward computes the weights of a block from its own keys fails it."""

@@ -291,7 +291,10 @@ def test_a_width_is_compiled_for_many_kinds_of_rows(monkeypatch: pytest.MonkeyPa
     operators._compile.cache_clear()
 
 
-@pytest.mark.parametrize("operator", sample(["rotate", "rotate_backward", "gate", "gate_backward"], quick=["rotate"]))
+@pytest.mark.parametrize(
+    "operator",
+    sample(["rotate", "rotate_backward", "gate", "gate_backward"], quick=["gate"], checked=["rotate_backward"]),
+)
 def test_another_thread_compiles_as_many_kinds(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's backward and its recomputations run in a thread of their own, for which torch keeps its own settings."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -302,7 +305,7 @@ def test_another_thread_compiles_as_many_kinds(operator: str, monkeypatch: pytes
         torch.testing.assert_close(run_in_thread(compiled, *args), formula(*args))
 
 
-@pytest.mark.parametrize("mode", ["save_attention", "full"])
+@pytest.mark.parametrize("mode", sample(["save_attention", "full"], quick=["save_attention"]))
 def test_compiled_parts_are_recomputed_in_another_thread(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models of many lengths, one with levers and compiled parts whose backwards run in another thread."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

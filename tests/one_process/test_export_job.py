@@ -16,6 +16,7 @@ from support.checkpoints import make_state, save_as_ranks, write_manifest
 from support.families import make_config
 from support.paths import TINY_RECIPE
 from support.small_run import BYTES_CONFIG
+from support.tiers import sample_every
 from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,7 +55,7 @@ def make_run(tmp_path: Path, model_type: str) -> tuple[Path, dict[str, Any], Any
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
-@pytest.mark.parametrize("is_merged", [True, False])
+@pytest.mark.parametrize("is_merged", sample_every(2, [True, False]))
 def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, is_merged: bool) -> None:
     checkpoint, state, adapted = make_run(tmp_path, model_type)
     messages: list[str] = []

@@ -23,6 +23,7 @@ from support.foreign_calls import (
     make_module,
 )
 from support.paths import ROOT
+from support.tiers import sample_every
 
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import cudnn, flash, varlen
@@ -69,7 +70,7 @@ def check_rule(kernel: str, bound: dict[str, Any], rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize(("kernel", "version"), RELEASES)
+@pytest.mark.parametrize(("kernel", "version"), sample_every(3, RELEASES))
 def test_each_release_takes_the_calls(kernel: str, version: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = RULES[kind]
     if kernel == "flash_attention_4" and rule.softcap is not None:

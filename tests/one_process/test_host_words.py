@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.served import write_python
 from support.training import make_recipe
 
 from ulysses_cli.hardware_table import load_hardware
@@ -63,7 +63,7 @@ def test_a_core_is_measured_in_milliseconds() -> None:
 
 @pytest.mark.check
 def test_the_hosts_time_is_measured() -> None:
-    case, words = "full", [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks"), "3", "full"]
+    case, words = "full", [str(write_python()), "-c", MEASURE, str(ROOT / "benchmarks"), "3", "full"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     cases = json.loads(done.stdout.splitlines()[-1])["cases"]
     for figures in cases.values():

@@ -12,10 +12,7 @@ from support.tiers import mark_by
 QUICK = {
     ("grouped keys", "full recompute", 1), ("tied, query norms", "no recompute", 4), ("norms behind", "tiled loss", 2),
 }  # fmt: skip
-CHECKED = {
-    ("all keys", "tiles", 4), ("four norms", "tiles, full", 1), ("grouped keys", "none", 4),
-    ("fused projections", "tiles, chunks", 2), ("experts", "tiled loss", 4), ("grouped keys", "large tiles", 2),
-}  # fmt: skip
+CHECKED = {("fused projections", "tiles, chunks", 2), ("experts", "tiled loss", 4)}
 
 
 def mark_cases() -> list[Any]:

@@ -34,7 +34,7 @@ from support.levers import (
     run_alone,
 )
 from support.other_thread import backward_in_another_thread
-from support.tiers import count_examples, sample, sample_every
+from support.tiers import count_examples, mark_by, sample, sample_every
 from torch import Tensor, nn
 
 from ulysses_cli.plan.models.families import FAMILIES
@@ -96,11 +96,19 @@ def test_a_lever(levers: Levers) -> None:
     assert compare(Case("llama", levers)) < 1e-12
 
 
-@pytest.mark.parametrize("kind", sample(SHAPES, quick=["llama", "qwen3_moe"]))
+QUICK = [("llama", ALL), ("qwen3_moe", Levers(checkpointing="full", mlp_tiles=3))]
+
+
 @pytest.mark.parametrize(
-    "levers", sample([ALL, *LEVERS], quick=[ALL, Levers(checkpointing="full", mlp_tiles=3)]), ids=str
+    ("kind", "levers"),
+    [
+        pytest.param(kind, levers, marks=mark_by((kind, levers) in QUICK, kind == "llama" or levers == ALL))
+        for kind in SHAPES
+        for levers in [ALL, *LEVERS]
+    ],
+    ids=str,
 )
-def test_a_backward_in_another_thread_changes_no_bit(levers: Levers, kind: str) -> None:
+def test_a_backward_in_another_thread_changes_no_bit(kind: str, levers: Levers) -> None:
     """On a GPU a backward and its recomputations run in a thread of their own."""
     case = Case(kind, levers)
     expected = run_alone(case)
@@ -196,6 +204,7 @@ def test_work_is_done_once(kind: str, mode: str, tiles: int | None, attention: i
     assert counted.tokens == [mlps * sum(LENGTHS)] * num_layers
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize(("mode", "passes"), [("save_attention", 2), ("full", 3), (None, 2)])
 def test_experts_beside_an_mlp_get_tiles_alone(

@@ -169,6 +169,7 @@ def test_a_merge_in_bfloat16_rounds_once(tmp_path: Path) -> None:
     assert torch.equal(read_all(folder)[f"{name}.weight"], exact.bfloat16())
 
 
+@pytest.mark.check
 def test_one_weight_that_is_off_by_one_rounding_is_found(tmp_path: Path) -> None:
     """The tensors prove a merge: no tolerance of logits hides a wrong one."""
     config, _, checkpoint = adapt(tmp_path, "llama", torch.bfloat16)

@@ -15,6 +15,7 @@ from support.commands import run
 from support.hub_server import use_hub
 from support.run_directory import write_run
 from support.small_run import CONFIG
+from support.tiers import sample_every
 from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,7 +56,9 @@ def make_private_recipe(home: Path, base: Path, adapters: Path | None) -> dict[s
     return dumped
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapters", "a base in the hub's cache", "an earlier version's card"])
+@pytest.mark.parametrize(
+    "kind", sample_every(2, ["whole", "adapters", "a base in the hub's cache", "an earlier version's card"])
+)
 def test_nothing_of_the_machine_is_published(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / USER
     home.mkdir()

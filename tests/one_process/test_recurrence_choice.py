@@ -192,6 +192,7 @@ def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatc
         assert f"`{KERNELS[name][2]}` can't keep packed sequences apart without `{package}`" in line
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("model_type", ["bamba", "nemotron_h", "granitemoehybrid", "falcon_h1", "zamba2"])
 def test_a_fused_mamba_kernel_that_is_installed_is_not_called(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes convolution, scan, norm and projection of whole documents at once; a layer that trains on split rows

@@ -68,7 +68,7 @@ def test_targets_equal_those_of_the_plain_reader(name: str) -> None:
     tokenizer, template = make_tokenizer(name), TEMPLATES[name]
     encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
 
-    @settings(max_examples=count_examples(120))
+    @settings(max_examples=count_examples(60))
     @given(draw_chats(name))
     def check(row: dict[str, Any]) -> None:
         sample = read_sample("chat", row)

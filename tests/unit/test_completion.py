@@ -23,6 +23,7 @@ def ask(words: str, folder: Path) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.check
 def test_a_shell_is_offered_recipes_keys_and_gpus(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").touch()
     (tmp_path / "notes.txt").touch()

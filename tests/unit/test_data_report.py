@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import commands
 from support.paths import TINY_RECIPE
 from support.recipes import VALID
 
@@ -114,8 +114,7 @@ def test_sizes_lines_and_progress() -> None:
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ulysses_cli", "prepare", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+    return commands.run("prepare", *words, cwd=cwd)
 
 
 @pytest.mark.check

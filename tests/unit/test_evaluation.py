@@ -100,7 +100,9 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
 TEXTS = ["ruler", "niah_none", "graphs", "code_recall", "qa_1"]
 
 
-@pytest.mark.parametrize("kind", sample_cases(["bytes", "llama3", "qwen", "gpt2", "o200k", "llama2"], quick=["qwen"]))
+@pytest.mark.parametrize(
+    "kind", sample_cases(["bytes", "llama3", "qwen", "gpt2", "o200k", "llama2"], quick=["qwen"], checked=["llama2"])
+)
 def test_words_have_the_tokens_of_the_whole_text(kind: str, tmp_path: Path) -> None:
     """Later samples are not tokenized as a whole. Words of the user's files may hold anything."""
     for name in "abc":

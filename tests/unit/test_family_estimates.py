@@ -19,6 +19,7 @@ from support.random_recipes import (
     make_drawn_job,
     predict_phases,
 )
+from support.tiers import mark_by
 
 from ulysses_cli.plan.ledger.job import COMPARED, check_known, is_known
 from ulysses_cli.plan.ledger.weights import list_weights
@@ -34,7 +35,14 @@ def list_names() -> list[str]:
     return [f"{row['family']}, {number}" for number, row in enumerate(RECORD["rows"])]
 
 
-@pytest.mark.parametrize("row", RECORD["rows"], ids=list_names())
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=mark_by(False, row["family"] != RECORD["rows"][at - 1]["family"]))
+        for at, row in enumerate(RECORD["rows"])
+    ],
+    ids=list_names(),
+)
 def test_the_formula_agrees_with_a_trace_of_the_family(row: dict[str, Any]) -> None:
     loaded = parse_recipe(yaml.safe_dump(row["recipe"]), "a saved recipe", [])
     drawn = DrawnRecipe(0, 0, row["recipe"], loaded.recipe)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import typer
 from support.house import FILES, PACKAGE
 
@@ -88,6 +89,7 @@ def find_problem(place: str, text: str, options: dict[str, set[str]]) -> str:
     return ""
 
 
+@pytest.mark.check
 def test_messages_name_options_that_exist() -> None:
     options, problems, num_words = list_options(), [], 0
     for file in FILES:

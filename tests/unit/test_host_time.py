@@ -130,6 +130,7 @@ def test_the_range_counts_slower_and_faster_processors() -> None:
     assert accuracy.high * speed.tokens_per_second == pytest.approx(fast.tokens_per_second)
 
 
+@pytest.mark.check
 def test_an_estimate_says_once_that_the_host_is_the_limit() -> None:
     words = ("--model", "Qwen/Qwen3-0.6B", "--max-length", "2Ki", "--gpu", "h100-80gb")
     text = run("estimate-memory", *words).stdout

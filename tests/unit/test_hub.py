@@ -247,6 +247,7 @@ def test_the_hub_is_asked_on_request(hub_address: str, tmp_path: Path, name: str
     assert "hf_planted_secret" not in done.stdout + done.stderr
 
 
+@pytest.mark.check
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     done = validate_online("http://127.0.0.1:9", "owner/fine", tmp_path)
     assert "owner/fine is not on disk, and the hub cannot be reached" in done.stderr

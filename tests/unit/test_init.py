@@ -211,6 +211,7 @@ def test_rows_that_prepare_refuses_are_said_and_not_called_valid(texts: Path, ro
     assert message in str(raised.value)
 
 
+@pytest.mark.check
 @needs_real_model
 def test_the_recipe_for_chats_trains_what_the_assistant_says_with_a_real_template(texts: Path) -> None:
     """Compares the targets with ChatML written by hand: each answer with the mark of its end, and nothing else."""

@@ -82,6 +82,7 @@ def test_a_cluster_waits_as_long_as_the_run_takes_to_stop(run: dict[str, float],
     assert f"terminationGracePeriodSeconds: {grace}\n" in written
 
 
+@pytest.mark.check
 def test_kubeflows_own_models_read_every_key() -> None:
     """The models drop unknown keys, so what they write must equal what they read."""
     models = pytest.importorskip("kubeflow_trainer_api.models")

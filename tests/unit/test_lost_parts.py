@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.real_model import READY, needs_real_model
 from support.templates import CHATML, QWEN3, TEMPLATES
+from support.tiers import sample, sample_every
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
@@ -77,6 +78,8 @@ def make_encoder(template: str, *, only_said: bool = True) -> Encoder:
 @pytest.mark.parametrize("only_said", [True, False])
 @pytest.mark.parametrize(
     ("template", "messages", "lost"),
+    sample_every(
+        3,
     [
         (QWEN3, INLINE, [(1, "thought")]),
         (QWEN3, [USER, turn(calls=[call(a=1)]), {"role": "tool", "content": "x"}, turn("So.")], []),
@@ -97,6 +100,7 @@ def make_encoder(template: str, *, only_said: bool = True) -> Encoder:
         (CHATML, [USER, turn("ok, sure", "ok")], [(1, "thought")]),
         (TAGS, [USER, turn("ok", "I say ok.")], []),
     ],
+    ),
 )  # fmt: skip
 def test_what_a_template_leaves_out_is_found(
     template: str, messages: list[Row], lost: list[tuple[int, str]], only_said: bool
@@ -256,9 +260,10 @@ def test_a_secret_in_a_thought_is_masked(tmp_path: Path) -> None:
     assert "aB3aB3" not in words
 
 
+@pytest.mark.check
 @needs_real_model
-def test_a_real_template_that_shows_contents_alone(tmp_path: Path) -> None:
-    for only_said in ("true", "false"):
-        words = explain(tmp_path, [[USER, turn("So.")], BOTH], str(READY), f"data.assistant_only_loss={only_said}")
-        assert ":2:1: the chat template does not show thoughts of 1 turn and tool calls of 1 turn, in 1 chat" in words
+@pytest.mark.parametrize("only_said", sample(["true", "false"], quick=["true"], checked=()))
+def test_a_real_template_that_shows_contents_alone(tmp_path: Path, only_said: str) -> None:
+    words = explain(tmp_path, [[USER, turn("So.")], BOTH], str(READY), f"data.assistant_only_loss={only_said}")
+    assert ":2:1: the chat template does not show thoughts of 1 turn and tool calls of 1 turn, in 1 chat" in words
     prepare(tmp_path, [[USER, turn("So.")], INLINE], str(READY))

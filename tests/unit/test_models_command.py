@@ -79,6 +79,7 @@ def test_a_ring_reaches_the_sizes_that_heads_do_not() -> None:
     assert "8 by heads, 16 by heads, 32 by heads" in many, "its keys are more bytes than its heads"
 
 
+@pytest.mark.check
 def test_what_a_row_past_the_positions_asks_for() -> None:
     positions = {name: read_line(name, "positions") for name in ("Qwen/Qwen3-4B", "microsoft/Phi-4-mini-instruct")}
     assert positions["Qwen/Qwen3-4B"].endswith(": a longer row needs model.rope_scaling")

@@ -184,6 +184,7 @@ def test_the_command_draws_machines_and_warns() -> None:
     assert run("--nnodes", "3", "parallel.sp_size=4").startswith("2 ")
 
 
+@pytest.mark.check
 def test_the_command_draws_copies_of_the_weights_and_warns() -> None:
     """The tiny model on machines of 4 GPUs: hpZ's groups are the replicas."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.served import ServedPopen
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
@@ -383,18 +384,17 @@ def test_chats_without_a_template_are_one_problem(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(files, "BLOCK_BYTES", 300)
     wrap(train("gpt2")).save_pretrained(tmp_path / "t")
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    rows = {"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}
-    for row in rows:
-        write_rows(tmp_path, *[row] * 40)
-        for more in ("data.num_workers=2", "data.on_bad_row=skip"):
-            with pytest.raises(RecipeError) as caught:
-                prepare(tmp_path, f"model.tokenizer={tmp_path / 't'}", more)
-            (problem,) = caught.value.problems
-            assert problem.key == "data.chat_template"
-            assert problem.message.startswith("required: data.datasets.0 holds chats, and the tokenizer of ")
+    row = {"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}
+    for each, more in zip(row, (("data.num_workers=2",), ("data.num_workers=1", "data.on_bad_row=skip")), strict=True):
+        write_rows(tmp_path, *[each] * 40)
+        with pytest.raises(RecipeError) as caught:
+            prepare(tmp_path, f"model.tokenizer={tmp_path / 't'}", *more)
+        (problem,) = caught.value.problems
+        assert problem.key == "data.chat_template"
+        assert problem.message.startswith("required: data.datasets.0 holds chats, and the tokenizer of ")
     with pytest.raises(RecipeError, match=r'"<\|system\|>", "<\|assistant\|>", "<\|user\|>", "<\|end\|>"') as caught:
         prepare(
-            tmp_path, f"model.tokenizer={tmp_path / 't'}", "data.chat_template=phi",
+            tmp_path, f"model.tokenizer={tmp_path / 't'}", "data.chat_template=phi", "data.num_workers=1",
             'data.added_tokens=["<|system|>", "<|assistant|>"]',
         )  # fmt: skip
     assert len(caught.value.problems) == 1
@@ -502,7 +502,7 @@ def start(tmp_path: Path, *overrides: str) -> "subprocess.Popen[str]":
         recipe.write_text(RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store")))
     command = [sys.executable, "-m", "ulysses_cli.data", str(recipe), *overrides, "--format", "json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return ServedPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.check

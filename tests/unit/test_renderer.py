@@ -169,6 +169,7 @@ def test_refusals_and_texts_reach_the_caller() -> None:
         Renderer(tokenizer).render(RenderRequest(messages))
 
 
+@pytest.mark.check
 @settings(max_examples=count_examples(30), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 4))
 def test_announced_chats_are_rendered_as_if_alone(kinds: list[tuple[int, bool]], num_sent: int) -> None:
@@ -204,6 +205,7 @@ one.render(RenderRequest([{"role": "user", "content": "b"}]))
 """
 
 
+@pytest.mark.check
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     process = subprocess.Popen([sys.executable, "-c", LIVING, MANY], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -234,6 +234,7 @@ INNER = ["peak_memory_bytes", "step_seconds", "world_size", "name", "value", "re
 buckets = st.dictionaries(st.text(max_size=3), st.floats() | st.fixed_dictionaries({"loss": st.floats()}))
 
 
+@pytest.mark.check
 @given(
     st.dictionaries(st.sampled_from(KEYS), plain | st.dictionaries(st.sampled_from(INNER), plain)),
     st.lists(st.dictionaries(st.sampled_from(KEYS), plain | st.floats(0, 9) | buckets, max_size=9), max_size=6),

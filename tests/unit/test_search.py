@@ -61,6 +61,7 @@ def test_every_offer_fits_and_is_valid() -> None:
         assert REQUEST.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("length", "num_tokens", "wish", "rows"),
     [

@@ -47,7 +47,7 @@ def make_request(recipe: Recipe) -> dict[str, Any]:
     return {"recipe": recipe, "shape": shape, "levers": levers}
 
 
-@pytest.mark.parametrize(("seed", "number"), sample(RECIPES, QUICK, RECIPES[::9]))
+@pytest.mark.parametrize(("seed", "number"), sample(RECIPES, QUICK, RECIPES[::36]))
 def test_a_step_takes_the_bytes_of_its_trace(seed: str, number: int) -> None:
     stored = read_stored(seed)
     row = stored["rows"][number]

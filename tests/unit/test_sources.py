@@ -234,6 +234,7 @@ PATTERNS += [
 ]
 
 
+@pytest.mark.check
 def test_random_folders_give_the_files_that_git_would_add(tmp_path: Path) -> None:
     rng = random.Random(3)
     for number in range(60):

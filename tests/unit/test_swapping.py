@@ -101,6 +101,7 @@ def test_need_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> Non
     assert compute_swap_need(recipe, replace(SHAPE, num_parameters=None), Levers(offload_optimizer="nvme")) == (0, 0)
 
 
+@pytest.mark.check
 def test_weights_on_a_disk(tmp_path: Path) -> None:
     """On 8 ranks, seven weights of a layer have files of 1 MiB or more; two norms do not. The embedding's is the
     largest."""

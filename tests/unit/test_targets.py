@@ -216,7 +216,7 @@ def test_each_chosen_turn_is_a_target_once_behind_its_own_prompt(template: str) 
     """Against renderings of each turn alone: what stands before a target is what the model gets."""
     tokenizer = make_tokenizer(template)
 
-    @settings(max_examples=count_examples(60))
+    @settings(max_examples=count_examples(30))
     @given(draw_chats(), st.sampled_from(["all", "last_round", "last"]))
     def check(messages: list[Row], which: str) -> None:
         encoder = make_encoder(template, on_rewritten_turns="split", train_on_turns=which)
