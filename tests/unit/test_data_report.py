@@ -3,13 +3,14 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import commands
 from support.paths import TINY_RECIPE
 from support.recipes import VALID
+from support.served import ServedPopen
 
 from ulysses_cli.data.facts import compare_length, count_lengths
 from ulysses_cli.data.prepare import prepare_data
@@ -114,7 +115,11 @@ def test_sizes_lines_and_progress() -> None:
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return commands.run("prepare", *words, cwd=cwd)
+    """The preparing child writes to the command's own streams."""
+    command = [sys.executable, "-m", "ulysses_cli", "prepare", *words]
+    process = ServedPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.mark.check
