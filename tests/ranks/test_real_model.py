@@ -83,6 +83,38 @@ def test_what_is_pushed_is_listed(adapted: Path) -> None:
     assert pushed.returncode == 0, pushed.stderr
 
 
+AGENT: list[dict[str, str]] = [
+    {"role": "system", "content": "You can call sky(city)."},
+    {"role": "user", "content": "How is the sky over Bergen?"},
+    {"role": "assistant", "content": '<think>\nI ask.\n</think>\n\n<tool_call>{"name": "sky", "arguments": '
+     '{"city": "Bergen"}}</tool_call>'},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "<think>\nIt rains.\n</think>\n\nTake a coat."},
+]  # fmt: skip
+
+
+@pytest.mark.full
+def test_a_chat_with_thoughts_and_a_tool_is_learned(tmp_path: Path) -> None:
+    """By the model's own template, from JSONL to answers that transformers gives."""
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": AGENT}) + "\n")
+    training = {"max_steps": 12, "learning_rate": 2e-4, "lr_scheduler_type": "constant", "num_train_epochs": None}
+    write_recipe(tmp_path, train=training)
+    shown = run("prepare", "r.yaml", "--show", "0:1", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "[[<think>" in shown.stdout + shown.stderr
+    trained = run("train", "r.yaml", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    folder = tmp_path / "run" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for at in (2, 4):
+        prompt = tokenizer.apply_chat_template(
+            AGENT[:at], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        answer = model.generate(**prompt, max_new_tokens=48, do_sample=False)[0, prompt["input_ids"].size(1) :]
+        assert tokenizer.decode(answer, skip_special_tokens=True) == AGENT[at]["content"]
+
+
 @pytest.mark.full
 def test_all_weights_are_trained(adapted: Path) -> None:
     write_recipe(adapted, run={"output_dir": "whole", "device": "cpu"})

@@ -48,6 +48,7 @@ SWITCHED = (
     HEAD + "{%- if (preserve_thinking is defined and preserve_thinking) or loop.last %}" + THOUGHTS + "{%- endif %}"
     "{{- m.content }}" + TAIL
 )
+AFTER = TAGS.replace(THOUGHTS, "").replace(TAIL, THOUGHTS + TAIL)
 ONE_CALL = TAGS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
 NAME_ALONE = HEAD + "{{- m.content }}{%- for c in m.tool_calls or [] %}{{- c.function.name }}{%- endfor %}" + TAIL
 
@@ -99,6 +100,10 @@ def make_encoder(template: str, *, only_said: bool = True) -> Encoder:
         (CHATML, [USER, turn("I call find now", calls=[call()])], [(1, "calls")]),
         (CHATML, [USER, turn("ok, sure", "ok")], [(1, "thought")]),
         (TAGS, [USER, turn("ok", "I say ok.")], []),
+        # a thought of a letter that tags, names and arguments hold, too
+        (TAGS, [USER, turn("", "i", [call(a=1)]), {"role": "tool", "content": "x"}, turn("So.", "t")], []),
+        (QWEN3, [USER, turn("Because.", "e"), USER, turn("So.", "u")], [(1, "thought"), (3, "thought")]),
+        (AFTER, [USER, turn("", "i", [call(a=1)])], []),
     ],
     ),
 )  # fmt: skip

@@ -254,6 +254,71 @@ def test_each_chosen_turn_is_a_target_once_behind_its_own_prompt(template: str) 
     check()
 
 
+@pytest.mark.parametrize("template", [CHATML, LAST_ROUND, UNTIL_FINAL], ids=["contents", "last round", "until final"])
+@pytest.mark.parametrize("mode", ["keep", "mask", "split"])
+def test_choices_are_within_each_other_and_nobody_elses_words_are_targets(template: str, mode: str) -> None:
+    """Each message has a word of its own. A word of the assistant is a target, or is told to be lost, or is not
+    chosen."""
+
+    @settings(max_examples=count_examples(25))
+    @given(draw_chats())
+    def check(messages: list[Row]) -> None:
+        chat = [{**message, "content": f"w{at}w {message['content']}"} for at, message in enumerate(messages)]
+        flagged = [{**turn, **({"train": 1} if turn["role"] == "assistant" else {})} for turn in chat]
+        plain = [{key: value for key, value in turn.items() if key != "train"} for turn in chat]
+        found = {}
+        for name, rows, which in (
+            *((which, plain, which) for which in ("all", "last_round", "last")),
+            *((f"flagged {which}", flagged, which) for which in ("all", "last")),
+        ):
+            encoder = make_encoder(template, on_rewritten_turns=mode, train_on_turns=which)
+            documents = encoder.encode_documents(read_sample("chat", {"messages": rows}))
+            texts = [encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) for ids, flags in documents]  # type: ignore
+            found[name] = {at for at in range(len(chat)) for text in texts if f"w{at}w" in text}
+            numbers = [sum(f"w{at}w" in text for text in texts) for at in range(len(chat))]
+            assert max(numbers) <= 1, "no turn is a target twice"
+        assert (
+            found["last"]
+            <= found["last_round"]
+            <= found["all"]
+            <= {at for at, message in enumerate(chat) if message["role"] == "assistant"}
+        )
+        assert found["flagged all"] == found["flagged last"] == found["all"]
+        if mode != "mask":
+            assert found["all"] == {at for at, message in enumerate(chat) if message["role"] == "assistant"}
+
+    check()
+
+
+# Of each chat: turns of which the template shows less, turns behind another prompt, and what is lost. By hand.
+PLAIN, THOUGHTS = [USER, turn("a"), USER, turn("b")], [USER, turn("a", "x y"), USER, turn("b", "z y")]
+CLASSES: dict[tuple[str, str], tuple[int, int, list[tuple[int, str]]]] = {
+    ("contents", "plain"): (0, 0, []),
+    ("contents", "thoughts"): (0, 0, [(1, "thought"), (3, "thought")]),
+    ("contents", "round"): (0, 0, [(1, "thought"), (1, "calls"), (3, "thought")]),
+    ("last round", "plain"): (0, 1, []),  # an empty thought stands before the last turn alone
+    ("last round", "thoughts"): (1, 0, [(1, "thought")]),
+    ("last round", "round"): (0, 0, []),
+    ("last round", "two"): (2, 0, [(1, "thought"), (3, "thought")]),
+    ("all", "plain"): (0, 0, []),
+    ("all", "thoughts"): (0, 0, []),
+    ("all", "two"): (0, 0, []),
+    ("until final", "plain"): (0, 0, []),
+    ("until final", "thoughts"): (1, 1, [(1, "thought")]),  # the model sees the first thought before its second turn
+    ("until final", "round"): (1, 1, [(1, "thought")]),
+}
+
+
+@pytest.mark.parametrize(("template", "chat"), CLASSES)
+def test_a_template_and_a_chat_have_their_class(template: str, chat: str) -> None:
+    templates = {"contents": CHATML, "last round": LAST_ROUND, "all": ALL_SHOWN, "until final": UNTIL_FINAL}
+    messages = {"plain": PLAIN, "thoughts": THOUGHTS, "round": ROUND, "two": TWO}[chat]
+    encoder = make_encoder(templates[template], on_rewritten_turns="keep")
+    encoder.encode_documents(read_sample("chat", {"messages": [dict(message) for message in messages]}))
+    lost = [(part.turn, part.kind) for part in encoder.lost]
+    assert (encoder.counts["rewritten"], encoder.counts["other prompt"], lost) == CLASSES[template, chat]
+
+
 RECIPE = """\
 model: {config: {model_type: llama}, tokenizer: bytes}
 data:
@@ -360,6 +425,16 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path: Path) -> None:
         prepare_data(recipe, 8, lambda _: None, show=(0, 9))
     with pytest.raises(RecipeError, match="there is no source 3"):
         prepare_data(recipe, 8, lambda _: None, show=(3, 1))
+
+
+def test_a_column_of_text_beside_chats_is_said(tmp_path: Path) -> None:
+    """Many data sets hold chats and their rendering."""
+    rows = [{"messages": [USER, turn("a")], "text": "Why? a"}, {"messages": [USER, turn("b")], "text": None}]
+    prepared = prepare(tmp_path, rows, CHATML)
+    (note,) = [note for note in prepared.report["notes"] if "`text`" in note]
+    assert "`text` of 1 row is not read, but the chat beside it; data.datasets.0.type: text reads it" in note
+    words = ("data.datasets.0.type=text", "data.assistant_only_loss=false")
+    assert read_targets(prepare(tmp_path, rows[:1], CHATML, *words)) == "hy? a"
 
 
 def test_each_class_of_turns_is_counted(tmp_path: Path) -> None:

@@ -222,6 +222,10 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         if source["fingerprint"] in seen and source["key"].startswith("data.datasets."):
             notes.append(f"{source['key']} is the same data as {seen[source['fingerprint']]}; both are trained on")
         seen.setdefault(source["fingerprint"], source["key"])
+        if number := source["turns"].get("unread text"):
+            rows = format_count(number, "row")
+            key = f"{source['key']}.type: text"
+            notes.append(f"{source['name']}: `text` of {rows} is not read, but the chat beside it; {key} reads it")
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions become chats if the tokenizer has a chat template")
     if note := explain_targets(report, recipe):

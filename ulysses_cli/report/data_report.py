@@ -23,6 +23,7 @@ TURNS = {
     "rewritten": "of which the template shows less inside of the chat than when the model writes them",
     "other prompt": "behind another prompt than the model gets; data.on_rewritten_turns: split shows them as it does",
     "unread variables": "chats with variables that the template never reads",
+    "unread text": "chats with a column `text`, which is not read",
 }
 Report = Mapping[str, Any]
 

@@ -7,6 +7,7 @@ any order, tags, Python), so names and values are looked for one by one.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ NOUNS = {THOUGHT: "its thought", CALLS: "its tool calls", TEXT: "its text", TOOL
 PLURALS = {THOUGHT: "thoughts", CALLS: "tool calls", TEXT: "the text", TOOLS: "the list of tools"}
 LOSING_KEY = "data.on_rewritten_turns"
 SHOWN_CHARS = 60
+SHORT_CHARS = 8  # of a thought that may stand inside of a word
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,12 @@ def find_lost_parts(message: Mapping[str, Any], turn: int, shown: str) -> list[L
         return []
     inside, text = split_content(message)
     thoughts = [*keys, *inside]
-    spans = _place([*keys, whole], shown) or _place([*thoughts, text], shown)
+    spans = _place(keys, whole, shown) or _place(thoughts, text, shown)
     lost = []
     if spans is None:
-        without_thoughts, without_text = _place([text], shown), _place(thoughts, shown)
+        without_thoughts, without_text = _place([], text, shown), _place(thoughts, "", shown)
         if thoughts and (without_thoughts is not None or without_text is None):
-            words = next((thought for thought in thoughts if thought not in shown), thoughts[0])
+            words = next((thought for thought in thoughts if _find_thought(thought, shown, 0) < 0), thoughts[0])
             lost.append(LostPart(turn, THOUGHT, _begin(words)))
         if without_thoughts is None:
             lost.append(LostPart(turn, TEXT, _begin(text)))
@@ -151,22 +153,34 @@ def find_words(message: Mapping[str, Any], shown: str) -> tuple[list[tuple[int, 
     keys = list(dict.fromkeys(filter(None, (str(message.get(key) or "").strip() for key in THOUGHT_KEYS))))
     inside, text = split_content(message)
     for thoughts in ([*keys, *inside], keys, inside, []):
-        spans = _place([*thoughts, text], shown)
+        spans = _place(thoughts, text, shown)
         if spans is not None:
             return spans[:-1], spans[-1]
     return [], (0, 0)
 
 
-def _place(parts: Sequence[str], shown: str) -> list[tuple[int, int]] | None:
-    """The places of the parts in their order; None where one is missing."""
+def _place(thoughts: Sequence[str], text: str, shown: str) -> list[tuple[int, int]] | None:
+    """The places of the thoughts and of the text, in this order; None where one is missing."""
     spans, at = [], 0
-    for part in parts:
-        start = shown.find(part, at)
+    for part, find in (*((thought, _find_thought) for thought in thoughts), (text, _find_text)):
+        start = find(part, shown, at)
         if start < 0:
             return None
         at = start + len(part)
         spans.append((start, at))
     return spans
+
+
+def _find_text(text: str, shown: str, at: int) -> int:
+    return shown.find(text, at)
+
+
+def _find_thought(thought: str, shown: str, at: int) -> int:
+    """A short thought is not looked for inside of words: a letter stands in `<think>` and in names of tools."""
+    if len(thought) >= SHORT_CHARS:
+        return shown.find(thought, at)
+    found = re.compile(rf"(?<!\w){re.escape(thought)}(?!\w)").search(shown, at)
+    return found.start() if found else -1
 
 
 def _leave_out(shown: str, spans: Sequence[tuple[int, int]]) -> str:

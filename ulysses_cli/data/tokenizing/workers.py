@@ -25,8 +25,9 @@ from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Data, RowType
 from ulysses_cli.plan.recipe.recipe import Model
+from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
-from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, read_sample
+from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, read_sample, rename
 from ulysses_cli.readers.problems import BadRow, DataError, NoTemplate, make_where
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
@@ -74,6 +75,8 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     samples: list[tuple[int, Sample | BadRow]] = []
     for line, row in walk_rows(block):
         if not isinstance(row, BadRow):
+            if kind in CHAT_TYPES and isinstance(row, dict) and rename(row, reading.names).get("text"):
+                counts["unread text"] += 1
             if reading.names:
                 seen.update(name for name, given in reading.names.items() if given in row)
                 columns = columns or list_columns(row)
