@@ -191,6 +191,113 @@ def test_chats_of_agents(row: dict[str, Any], messages: list[Any]) -> None:
     assert sample.messages == messages
 
 
+SAID = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+WRITTEN = {"function": {"name": "f", "arguments": '{"a": "b"}'}, "id": "c1", "type": "function"}
+ACT = {"role": "assistant", "content": "", "tool_calls": [{**SAID, "id": "c1"}]}
+RESULT = {"role": "tool", "content": "r"}
+# Rows in the forms of published data sets: their columns, keys and nulls, with words of our own.
+PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = {
+    "CoderForge": (  # messages and tools are texts of JSON, calls OpenAI's
+        {
+            "trajectory_id": "t", "license": "mit", "tools": json.dumps([SCHEMA]),
+            "messages": json.dumps([ASKED, {"role": "assistant", "content": None, "tool_calls": [WRITTEN]},
+                                    {**RESULT, "tool_call_id": "c1", "name": "f"}, ANSWER]),
+        },
+        [ASKED, ACT, {**RESULT, "tool_call_id": "c1", "name": "f"}, ANSWER],
+        {},
+    ),
+    "SWE-smith": (  # parts of text, and keys of the agent that templates do not read
+        {
+            "instance_id": "i", "resolved": True, "traj_id": "t", "patch": "p",
+            "messages": json.dumps([
+                {"role": "user", "content": [{"type": "text", "text": "q"}], "agent": "main", "message_type": "o"},
+                {"role": "assistant", "content": "", "thought": "", "action": "f", "tool_calls": [WRITTEN]},
+                {"role": "tool", "content": [{"type": "text", "text": "r"}], "tool_call_ids": ["c1"]},
+            ]),
+        },
+        [
+            {**ASKED, "agent": "main", "message_type": "o"}, {**ACT, "thought": "", "action": "f"},
+            {**RESULT, "tool_call_ids": ["c1"]},
+        ],
+        {},
+    ),
+    "nebius SWE-agent": (
+        {
+            "instance_id": "i", "model_name": "m", "target": False, "exit_status": "submitted",
+            "trajectory": [
+                {"cutoff_date": "01.01.2023", "mask": False, "role": "system", "system_prompt": "s", "text": None},
+                {"cutoff_date": None, "mask": False, "role": "user", "system_prompt": None, "text": "q"},
+                {"cutoff_date": None, "mask": False, "role": "ai", "system_prompt": None, "text": "done"},
+            ],
+        },
+        [
+            {"role": "system", "content": "s", "cutoff_date": "01.01.2023", "mask": False}, {**ASKED, "mask": False},
+            {**ANSWER, "mask": False},
+        ],
+        {},
+    ),
+    "hermes": (  # calls stand in the text
+        {
+            "id": "h", "category": "c", "tools": json.dumps([SCHEMA]),
+            "conversations": [
+                {"from": "system", "value": "s"}, {"from": "human", "value": "q"},
+                {"from": "gpt", "value": '<tool_call>\n{"name": "f"}\n</tool_call>'}, {"from": "tool", "value": "r"},
+                {"from": "gpt", "value": "done"},
+            ],
+        },
+        [
+            {"role": "system", "content": "s"}, ASKED,
+            {"role": "assistant", "content": '<tool_call>\n{"name": "f"}\n</tool_call>'}, RESULT, ANSWER,
+        ],
+        {},
+    ),
+    "Nemotron-SFT-Agentic": (
+        {
+            "model": "m", "parallel_tool_calls": False, "temperature": 1.0, "filter_reason": None, "tools": [SCHEMA],
+            "chat_template_kwargs": {"thinking": True}, "metadata": {"uuid": "u"},
+            "messages": [ASKED, {"role": "assistant", "content": "", "reasoning_content": "t", "tool_calls": [WRITTEN]},
+                         {**RESULT, "tool_call_id": "c1"}],
+        },
+        [ASKED, {**ACT, "reasoning_content": "t"}, {**RESULT, "tool_call_id": "c1"}],
+        {"thinking": True},
+    ),
+    "APIGen-MT": (
+        {
+            "system": "s", "tools": json.dumps([SCHEMA["function"]]),
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"a": "b"}}'},
+                {"from": "observation", "value": "r"}, {"from": "gpt", "value": "done"},
+            ],
+        },
+        [
+            {"role": "system", "content": "s"}, ASKED,
+            {"role": "assistant", "content": "", "tool_calls": [SAID]}, RESULT, ANSWER,
+        ],
+        {},
+    ),
+    "xLAM": (
+        {
+            "id": 1, "query": "q", "tools": json.dumps([SCHEMA["function"]]),
+            "answers": '[{"name": "f", "arguments": {"a": "b"}}, {"name": "f", "arguments": {"a": "b"}}]',
+        },
+        [ASKED, {"role": "assistant", "content": "", "tool_calls": [SAID, SAID]}],
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_of_published_data_sets(name: str) -> None:
+    row, messages, variables = PUBLISHED[name]
+    sample = read_sample(detect_kind(row), row)
+    assert isinstance(sample, Chat)
+    assert sample.messages == messages
+    assert sample.settings == variables
+    assert sample.tools == ([SCHEMA] if "tools" in row else None)
+    assert not sample.flags
+
+
 @pytest.mark.parametrize(
     "tools", [[SCHEMA], [json.dumps(SCHEMA)], json.dumps([SCHEMA]), json.dumps([SCHEMA["function"]])]
 )
