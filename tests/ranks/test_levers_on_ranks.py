@@ -15,8 +15,12 @@ from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
 from support.tiers import sample
 from support.training import MemoryRows, make_recipe
+from torch import Tensor
 
+from ulysses_cli.data.steps import StepPlan
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.loss import Loss, Places
+from ulysses_cli.train.objective import NextToken
 
 ALL = Levers(loss_tile=7, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
 # Each expert by itself calls its activation, a module: as often as the rank's tokens reach experts.
@@ -190,6 +194,43 @@ def compare_threads(*words: str) -> float:
         results.append({"losses": torch.tensor(harness.losses), **harness.read_weights()})
         harness.built.engine.close()
     return max(measure_difference(*results).values())
+
+
+class Mean:
+    """Twice each target's loss over twice the targets, and beside it what NextToken's loss is."""
+
+    names = ("single",)
+
+    def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None) -> Tensor:
+        total = loss(hidden, labels, places)
+        return torch.stack([2 * total, 2 * total.detach()])
+
+    def count(self, plan: StepPlan) -> int:
+        return 2 * plan.num_targets
+
+
+def run_objectives() -> list[Any]:
+    """The steps' losses, what is measured beside them, and the weights, with each objective."""
+    results = []
+    for objective in (NextToken(), Mean()):
+        recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "train.learning_rate=0.01")
+        harness = RunHarness(recipe, MemoryRows([[(20, 0), (28, 3)], [(40, 35)]] * 2), 2)
+        engine: Any = harness.built.engine
+        engine.objective = engine.wrapped.module.objective = objective
+        train(harness.train_state)
+        measures = [result.measures for result in harness.results]
+        results.append((harness.losses, measures, harness.read_weights()))
+        engine.close()
+    return results
+
+
+def test_what_is_minimized_and_measured_is_a_value() -> None:
+    """Loop and engine divide by what an objective counts, and write what it names."""
+    for (losses, none, weights), (same, measures, others) in run_on_ranks(2, run_objectives):
+        assert none == [{}, {}]
+        assert [each["single"] for each in measures] == pytest.approx(losses, rel=1e-6)
+        assert same == pytest.approx(losses, rel=1e-6)
+        assert max(measure_difference(others, weights).values()) < TOLERANCE
 
 
 HOST = (

@@ -110,6 +110,7 @@ ORDER: dict[str, list[str]] = {
     "train": [
         *(
             "loss",
+            "objective",
             "preferences",
             "finiteness",
             "processes",

@@ -1,6 +1,7 @@
 """Wraps DeepSpeed's engine for the loop: forward and backward of a micro-batch, an update, an evaluation.
 
-Holds the arithmetic of the loss: ranks exchange sums, divided once by the step's number of targets. Takes no Recipe.
+Holds the arithmetic of the loss: ranks exchange sums, divided once by what the objective counts in the step. Takes no
+Recipe.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from ulysses_cli.data.steps import IGNORE_INDEX, MicroBatch, Numbers
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.loss import Places
+from ulysses_cli.train.objective import Objective
 from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.states import reset_moments
 from ulysses_cli.train.processes.groups import Groups
@@ -47,22 +49,23 @@ class Engine:
         end: Callable[[Any], None],
         early_steps: EarlySteps | None = None,
     ) -> None:
+        self.objective: Objective = wrapped.module.objective
         self.wrapped, self.groups, self.device = wrapped, groups, device
         self.early_steps = early_steps
         self.learning_rate_at, self.clean_up, self.end = learning_rate_at, clean_up, end
 
-    def train_micro_step(self, batch: MicroBatch, num_targets: int) -> Tensor:
-        """Forward and backward. Returns this rank's sum of token losses, on the device.
+    def train_micro_step(self, batch: MicroBatch, divisor: int) -> Tensor:
+        """Forward and backward. Returns this rank's sums of the objective, on the device.
 
         DeepSpeed averages gradients over all ranks; the step's loss is one sum over one count, so the average is undone
         here.
         """
-        loss = self.wrapped(**self._load(batch))
-        scale = self.groups.layout.world_size / max(1, num_targets)
-        self.wrapped.backward(loss * scale, scale_wrt_gas=False)
+        sums = self.wrapped(**self._load(batch))
+        scale = self.groups.layout.world_size / max(1, divisor)
+        self.wrapped.backward(sums[0] * scale, scale_wrt_gas=False)
         with part_of_step("optimizer"):
             self.wrapped.step()  # DeepSpeed counts micro-steps by itself and updates at the last one
-        return loss.detach()
+        return sums.detach()
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.wrapped.optimizer.param_groups:

@@ -55,18 +55,19 @@ def run_step(state: TrainState, plan: StepPlan, learning_rate: float, *, may_lea
     its update and the reason is returned."""
     engine, axis = state.engine, state.groups.sp_axis
     engine.set_learning_rate(learning_rate)
-    losses = []
+    divisor, sums = engine.objective.count(plan), []
     for micro_step in range(plan.num_micro_steps):
         state.phase = f"micro-step {micro_step + 1} of {plan.num_micro_steps}"
         if may_leave and micro_step and (reason := state.stop.decide(state.groups.host_group)):
             return reason
         with part_of_step("data"):
             batch = read_micro_batch(state.rows, plan, state.groups.dp_index, micro_step, axis.rank, axis.size)
-        losses.append(engine.train_micro_step(batch, plan.num_targets))
+        sums.append(engine.train_micro_step(batch, divisor))
     state.phase = "update"
-    local_losses = torch.stack(losses)
-    loss = engine.sum_over_ranks(local_losses.sum()).item() / max(1, plan.num_targets)
-    return StepResult(plan, loss, engine.read_update(learning_rate), tuple(local_losses.tolist()))
+    local_sums = torch.stack(sums)
+    loss, *measured = (engine.sum_over_ranks(local_sums.sum(0)) / max(1, divisor)).tolist()
+    measures = dict(zip(engine.objective.names, measured, strict=True))
+    return StepResult(plan, loss, engine.read_update(learning_rate), tuple(local_sums[:, 0].tolist()), measures)
 
 
 def every(period: int, hook: Callable[[TrainState], None]) -> Callable[[TrainState, StepResult | None], None]:

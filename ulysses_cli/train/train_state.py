@@ -20,6 +20,7 @@ class StepResult:
     loss: float
     update: Update
     micro_losses: tuple[float, ...]  # this rank's own
+    measures: dict[str, float] = field(default_factory=dict)  # what the objective names beside the loss
 
 
 @dataclass(eq=False)

@@ -40,6 +40,7 @@ from ulysses_cli.train.elementwise.interface import find_norm_widths, serve_elem
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.memory.replica_copies import OrderedCopies
+from ulysses_cli.train.objective import NextToken
 from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.shards import get_shape
 from ulysses_cli.train.optimizer.swap_files import read_each_once
@@ -106,7 +107,8 @@ def build(
         if cost:
             report(cost)
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
-    module = LossModel(model, apply_levers(model, plan, head_rule, device, swap_folder))
+    loss = apply_levers(model, plan, head_rule, device, swap_folder)
+    module = LossModel(model, loss, NextToken())
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer)

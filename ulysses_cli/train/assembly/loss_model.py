@@ -1,5 +1,5 @@
-"""The module that DeepSpeed wraps: computes the loss of a slice of a row by the model's own decoder and a given loss,
-or the logits of a few tokens, for generation."""
+"""The module that DeepSpeed wraps: computes the objective on a slice of a row by the model's own decoder and a
+given loss, or the logits of a few tokens, for generation."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch import Tensor, nn
 
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.loss import Loss, Places, apply_rule
+from ulysses_cli.train.objective import NextToken, Objective
 from ulysses_cli.train.telemetry.clock import part_of_step, watch_backward
 
 
 class LossModel(nn.Module):
-    """Takes the tokens of a slice and the places of its targets, returns its loss. The decoder is the model's own; the
-    loss applies the head."""
+    """Takes the tokens of a slice and the places of its targets, returns the objective's sums. The decoder is the
+    model's own; the loss applies the head."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, objective: Objective | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss = loss  # holds the head, which stays registered under the model alone
+        self.objective = objective or NextToken()
 
     def forward(
         self,
@@ -43,9 +45,9 @@ class LossModel(nn.Module):
         with part_of_step("head_loss"):
             if per_token:
                 return self.loss.per_token(hidden, labels, places)
-            total = self.loss(hidden, labels, places)
-        watch_backward("head_loss", total, hidden)
-        return total
+            sums = self.objective.compute(self.loss, hidden, labels, places)
+        watch_backward("head_loss", sums, hidden)
+        return sums
 
     def compute_logits(
         self,

@@ -52,6 +52,7 @@ class Meter:
             "step": state.step,
             "epoch": round(plan.epoch, 6),
             "loss": result.loss,
+            **result.measures,
             "grad_norm": result.update.grad_norm,
             "learning_rate": result.update.learning_rate,
             "tokens": plan.num_tokens,
