@@ -37,6 +37,7 @@ class Part:
     input_ids: Numbers
     labels: Numbers
     positions: Numbers
+    classes: Numbers | None = None
 
 
 def make_documents(
