@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.checkpoints import save_as_ranks
 from support.families import TELLING, make_config
-from support.tiers import FULL, TIER
+from support.tiers import FULL, TIER, mark_by
 from support.training import make_recipe
 from transformers import AutoModelForCausalLM
 
@@ -48,7 +48,8 @@ def read_tensors(folder: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
+    "model_type",
+    [pytest.param(name, marks=mark_by(name in TELLING[::3], name in TELLING)) for name in sorted(FAMILIES)],
 )
 def test_a_family_is_exported_as_transformers_saves_it(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

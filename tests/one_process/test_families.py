@@ -56,7 +56,7 @@ def list_adapted(config: Any, targets: Any) -> set[str]:
     return {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith(".lora_A")}
 
 
-@pytest.mark.parametrize("model_type", sample_every(4, sorted(FAMILIES)))
+@pytest.mark.parametrize("model_type", sample_every(8, sorted(FAMILIES)))
 def test_all_linear_is_what_peft_adapts(model_type: str) -> None:
     """A family of which peft refuses all-linear, or adapts experts too, is told which names to write."""
     config = make_hybrid_config(model_type) if model_type in HYBRIDS else make_config(model_type, **LAYERS)

@@ -32,8 +32,8 @@ OTHER_ORDER = {
     "nemotron_h", "olmo", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "starcoder2", "youtu",
     "zamba2",
 }  # fmt: skip
-QUICK = ("llama", "gemma2", "mixtral", "deepseek_v3")
-CHECKED = (*QUICK, "qwen3_next", "zamba2", "gemma4_text", "gpt_oss")
+QUICK = ("llama", "deepseek_v3")
+CHECKED = (*QUICK, "gemma2", "mixtral", "qwen3_next", "zamba2", "gemma4_text", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", sample(sorted(FAMILIES), QUICK, CHECKED))
@@ -71,7 +71,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-QUICK_PROGRAMS = ("a norm", "a gate", "matrices", "a part that is overwritten", "choices")
+QUICK_PROGRAMS = ("a norm", "matrices", "a part that is overwritten")
 
 
 def _overwrite(whole: Any, x: Any) -> Any:

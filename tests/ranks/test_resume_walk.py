@@ -22,7 +22,7 @@ from support.tiers import FULL, TIER, mark_by
 
 RECIPE = make_settings(
     parallel={"sp_size": 2},
-    data={"eval_split": 0.005, "max_length": 256},
+    data={"eval_split": 0.001, "max_length": 256},
     train={"max_steps": 4, "gradient_accumulation_steps": 2},
     run={"save_steps": 2, "eval_steps": 2, "sample_steps": 2, "sample_prompts": ["a"], "sample_max_new_tokens": 8},
 )

@@ -37,7 +37,7 @@ from ulysses_cli.train.attention.documents import make_documents
 TIME_LIMIT = 240
 RECIPE = make_settings(
     parallel={"sp_size": 2},
-    data={"eval_split": 0.005, "max_length": 256},
+    data={"eval_split": 0.002, "max_length": 256},
     train={"max_steps": 6},
     run={"eval_steps": 3, "save_steps": 3, "save_total_limit": None},
 )

@@ -327,6 +327,7 @@ def run_compiled(problem: Problem) -> float:
     return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.check
 def test_under_compile() -> None:
     """What surrounds the call is compiled, the call itself is not."""
     assert max(run_on_ranks(2, run_compiled, Problem())) == 0.0

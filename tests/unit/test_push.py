@@ -16,7 +16,7 @@ from support.commands import run
 from support.hub_server import TOKEN, Hub, use_hub
 from support.paths import ROOT
 from support.run_directory import write_run
-from support.tiers import sample
+from support.tiers import sample, sample_every
 
 from ulysses_cli.commands.children import training
 from ulysses_cli.launch.launcher import Outcome
@@ -329,7 +329,7 @@ def test_a_wrong_token_is_told_before_training(hub: Hub, finished: Path, monkeyp
 SECRET_KEY = "-----BEGIN OPENSSH PRIVATE KEY-----"
 
 
-@pytest.mark.parametrize("name", ["merges.txt", "README.md", "config.json", "base_config/config.json"])
+@pytest.mark.parametrize("name", sample_every(2, ["merges.txt", "README.md", "config.json", "base_config/config.json"]))
 def test_a_link_in_a_model_is_published_by_nobody(hub: Hub, run_dir: Path, tmp_path: Path, name: str) -> None:
     key = tmp_path / "id_ed25519"
     key.write_text(SECRET_KEY)
