@@ -192,6 +192,7 @@ def test_an_answer_follows_the_prompt_that_the_model_gets() -> None:
 def test_an_end_mark_that_only_earlier_turns_have_is_no_target() -> None:
     chat = [USER, turn("a"), USER, turn("b")]
     assert list_targets(UNTIL_FINAL, chat) == [["a", "b<|return|>"]]
+    assert list_targets(UNTIL_FINAL, chat, on_rewritten_turns="split") == [["a<|return|>"], ["b<|return|>"]]
 
 
 WORDS = st.text("abc \n", min_size=1, max_size=6).filter(str.strip).map(str.strip)
@@ -239,15 +240,14 @@ def test_each_chosen_turn_is_a_target_once_behind_its_own_prompt(template: str) 
                 answer = whole[len(prompt) :]
                 if not whole.startswith(prompt):  # the last turn takes away what the prompt shows
                     answer = whole[whole.rindex("<|im_start|>assistant\n") + len("<|im_start|>assistant\n") :]
-                expected.append((prompt, answer.rstrip("\n").removesuffix("<|return|>")))
+                expected.append((prompt, answer.rstrip("\n")))
         found = []
         if not expected:
             return
         for ids, flags in encoder.encode_documents(sample):
             assert flags is not None
             edges = np.flatnonzero(np.diff(np.concatenate([[0], (flags & TARGET) > 0, [0]]).astype(int)))
-            for a, b in edges.reshape(-1, 2):  # `<|return|>` ends the last turn alone
-                found.append((tokenizer.decode(ids[:a]), tokenizer.decode(ids[a:b]).removesuffix("<|return|>")))
+            found += [(tokenizer.decode(ids[:a]), tokenizer.decode(ids[a:b])) for a, b in edges.reshape(-1, 2)]
         assert sorted(found) == sorted(expected)
         assert not encoder.lost
 

@@ -38,12 +38,13 @@ class Render(Protocol):
 
 @dataclass(frozen=True)
 class Spans:
-    """The assistant's answers as spans of characters, one per message, the ends of the assistant's turns, and whether
-    each turn is faithful."""
+    """The assistant's answers as spans of characters, one per message, the ends of the assistant's turns, whether each
+    turn is faithful, and whether it has the end mark that it has where it is the last."""
 
     answers: list[Span]
     turn_ends: list[int]
     faithful: list[bool] = field(default_factory=list)
+    has_own_end: list[bool] = field(default_factory=list)
 
 
 class InexactTemplate(BadRow):
@@ -72,7 +73,7 @@ def find_spans(render: Render, messages: Messages, text: str, specials: Sequence
 
 
 def _find_spans(finder: _TurnFinder) -> Spans:
-    spans = Spans([], [], [])
+    spans = Spans([], [], [], [])
     text = finder.text
     for index, message in enumerate(finder.messages):
         if message["role"] == "user":
@@ -91,6 +92,7 @@ def _find_spans(finder: _TurnFinder) -> Spans:
         spans.answers.append((start.place, stop))
         spans.turn_ends.append(end.place)
         spans.faithful.append(start.is_as_asked and end.is_as_asked)
+        spans.has_own_end.append(end.has_own_mark)
         finder.is_rewritten = finder.is_rewritten or not spans.faithful[-1]
     return spans
 
@@ -98,11 +100,12 @@ def _find_spans(finder: _TurnFinder) -> Spans:
 @dataclass(frozen=True)
 class _Bound:
     """`is_as_asked`: the text up to here is what the template writes when the chat ends here. `num_foreign`: characters
-    of an end mark that the turn has only inside of a chat."""
+    of an end mark that the turn has only inside of a chat. `has_own_mark`: it ends as it does where it is the last."""
 
     place: int
     is_as_asked: bool = True
     num_foreign: int = 0
+    has_own_mark: bool = True
 
 
 class _TurnFinder:
@@ -216,9 +219,11 @@ class _TurnFinder:
             return _Bound(len(text))
         anchor = self.anchors[index] if self.anchors is not None else None
         try:
-            part = _leave_out_end(self._render_first(index + 1), text, self.specials)
+            alone = self._render_first(index + 1)
+            part = _leave_out_end(alone, text, self.specials)
             if text.startswith(part):
-                return _Bound(len(part))
+                has_mark = part == alone or part.rstrip().endswith(tuple(filter(None, self.specials)))
+                return _Bound(len(part), has_own_mark=has_mark)
             if anchor is not None:
                 last = next(match for match in MARKS.finditer(text) if match.end() == anchor[1]).group()
                 tail, whole = part.rpartition(last)[2] if last in part else None, text[anchor[1] :]
@@ -245,7 +250,7 @@ class _TurnFinder:
             raise InexactTemplate(f"the chat template does not show where turn {index + 1} ends")
         if not text.endswith(rest):
             raise InexactTemplate(f"the chat template does not show where turn {index + 1} ends")
-        return _Bound(len(text) - len(rest), text.startswith(bare), len(foreign))
+        return _Bound(len(text) - len(rest), text.startswith(bare), len(foreign), not foreign)
 
     def _find_answer(self, index: int, start: int) -> _Bound:
         """Where the assistant's answer begins: after the part of the generation prompt with which its turn begins."""

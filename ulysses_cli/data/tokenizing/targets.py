@@ -110,6 +110,8 @@ class _Chat:
         self.answers = dict(zip(turns, spans.answers, strict=True))
         self.ends = dict(zip(turns, spans.turn_ends, strict=True))
         self.faithful = {turn for turn, is_so in zip(turns, spans.faithful, strict=True) if is_so}
+        # as the model writes them, with the end mark
+        self.whole = {turn for turn, is_so in zip(turns, spans.has_own_end, strict=True) if is_so} & self.faithful
 
     def find_lost(self, turns: Collection[int]) -> list[LostPart]:
         return [
@@ -213,7 +215,9 @@ def render_chat(
     lost_turns = {part.turn for part in lost}
     counts |= {"rewritten": len(rewritten & lost_turns), "other prompt": len(rewritten - lost_turns)}
     texts = None
-    if rewritten and (choice.on_rewritten_turns == "split" or (choice.on_rewritten_turns == "raise" and lost)):
+    if (choice.on_rewritten_turns == "split" and chosen - chat.whole) or (
+        choice.on_rewritten_turns == "raise" and rewritten and lost
+    ):
         texts, still_lost = _split(chat, chosen)
         if choice.on_rewritten_turns == "split":
             # what a text lacks that is no target in it is context as the model gets it
@@ -264,7 +268,7 @@ def _split(chat: _Chat, chosen: Collection[int]) -> tuple[list[ChatText], list[L
     texts, lost = list[ChatText](), list[LostPart]()
     while left:
         last = max(left)
-        trained = left & chat.faithful
+        trained = left & chat.whole
         if last in trained or last != max(chat.answers):
             text, missing = ChatText(chat.text, chat.classify(trained), chat.spans.turn_ends), chat.find_lost(trained)
         else:  # the chat ends with a turn that does not follow the prompt for it
@@ -298,7 +302,7 @@ def _answer_prompt(chat: _Chat, turn: int, left: Collection[int]) -> tuple[ChatT
             earlier = source.look(turn, before)
         except InexactTemplate:
             return ChatText(text, classes, ends), trained, lost
-        also = set(left) & earlier.faithful
+        also = set(left) & earlier.whole
         trained |= also
         classes = [*earlier.classify(also), *classes]
         ends = [*earlier.spans.turn_ends, *ends]
