@@ -340,6 +340,11 @@ def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Pr
     )
 
 
+def list_texts(prepared: Prepared) -> list[bytes]:
+    store = open_rows(prepared.path, "train").stores[0]
+    return [bytes(store.read(at, 0, int(store.lengths[at]))[0].tolist()) for at in range(len(store))]
+
+
 def read_targets(prepared: Prepared) -> str:
     rows = open_rows(prepared.path, "train")
     parts = [rows.read(row, 0, rows.capacity) for row in range(len(rows))]
@@ -421,6 +426,9 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path: Path) -> None:
     assert "[[<think>" in format_sample(first) and "Done.<|im_end|>" in format_sample(first)  # noqa: PT018
     assert "((<call>" in format_sample(last) and "[[<think>\n  | Hm." in format_sample(last)  # noqa: PT018
     assert "is said by the assistant and not supervised" in format_sample(last)
+    page = make_data_page({**prepare_data(recipe, 8, lambda _: None).report, "samples": [last]})
+    for kind, words in (("target", "[[&lt;think&gt;"), ("answer", "((&lt;call&gt;"), ("context", "&lt;|im_start|&gt;")):
+        assert f"<span class={kind}>{words}" in page
     with pytest.raises(RecipeError, match="nothing was made of that row"):
         prepare_data(recipe, 8, lambda _: None, show=(0, 9))
     with pytest.raises(RecipeError, match="there is no source 3"):
@@ -440,6 +448,11 @@ def test_a_column_of_text_beside_chats_is_said(tmp_path: Path) -> None:
 def test_each_class_of_turns_is_counted(tmp_path: Path) -> None:
     chats = [[USER, turn("a", weight=0), USER, turn("b")], TWO]
     prepared = prepare(tmp_path, chats, LAST_ROUND, "data.on_rewritten_turns=split")
+    (texts,) = [line for line in format_report(prepared.report).splitlines() if "2 chats in 3 texts" in line]
+    tokens = [len(store_text) for store_text in list_texts(prepared)]
+    whole = make_tokenizer(LAST_ROUND).apply_chat_template(TWO, tokenize=False)
+    growth = sum(tokens) / (len(whole) + min(tokens))
+    assert f"{growth:.1f} x the tokens" in texts, "bytes are tokens here"
     for shown in (format_report(prepared.report), make_data_page(prepared.report)):
         for line in (
             *("5 turns of the assistant in", "3 with a thought, 1 with calls", "4 turns trained"),

@@ -179,16 +179,31 @@ def _format_lengths(report: Report) -> str:
 
 def format_sample(sample: Mapping[str, Any]) -> str:
     """The text of a sample, with its targets in double brackets. What is left out is counted where it is."""
-    shown = ""
+    shown = "".join(text for text, _ in list_parts(sample))
+    lines = [f"  | {part}" for line in shown.split("\n") for part in wrap_line(line)]
+    return "\n".join([describe_sample(sample), *lines])
+
+
+def list_parts(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The text of a sample with what each part is: target, answer (said by the assistant, no target) or context."""
+    parts = []
     for run in sample["runs"]:
         text = run["text"] + (_format_gap(run["num_left_out"]) + run["end"] if run["num_left_out"] else "")
-        shown += f"[[{text}]]" if run["is_target"] else f"(({text}))" if run.get("is_answer") else text
-        shown += f"\n{_format_gap(run['num_skipped'])}\n" if run["num_skipped"] else ""
+        if run["is_target"]:
+            parts.append((f"[[{text}]]", "target"))
+        else:
+            parts.append((f"(({text}))", "answer") if run.get("is_answer") else (text, "context"))
+        if run["num_skipped"]:
+            parts.append((f"\n{_format_gap(run['num_skipped'])}\n", "context"))
+    return parts
+
+
+def describe_sample(sample: Mapping[str, Any]) -> str:
     head = f"sample {clean_text(sample['where'])}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
     head += f"{format_count(sample['num_tokens'], 'token')} are supervised, shown in [[ ]]"
     if any(run.get("is_answer") and not run["is_target"] for run in sample["runs"]):
         head += "; (( )) is said by the assistant and not supervised"
-    return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
+    return head
 
 
 def format_row(report: Report) -> str:
@@ -252,9 +267,10 @@ def format_turns(sources: Sequence[Mapping[str, Any]]) -> str:
             lines.append(f"  {format_count(turns['trained'], 'turn')} trained")
         lines += [f"  {turns[name]:,} {words}" for name, words in TURNS.items() if turns.get(name)]
         if turns.get("texts", 0) > turns.get("chats", 0):
-            growth = turns["shown characters"] / turns["characters"]
+            growth = turns["shown tokens"] / turns["whole tokens"]
             lines.append(
-                f"  {format_count(turns['chats'], 'chat')} in {turns['texts']:,} texts, {growth:.1f} x the characters"
+                f"  {format_count(turns['chats'], 'chat')} in {turns['texts']:,} texts, {growth:.1f} x the tokens; a "
+                "template that keeps thoughts, by a switch in data.chat_template_kwargs, avoids that"
             )
     return "\n".join(lines)
 

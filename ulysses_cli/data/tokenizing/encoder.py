@@ -226,7 +226,11 @@ class Encoder:
             self.lost = [*self.lost, LostPart(0, TOOLS, ", ".join(map(_name_tool, sample.tools)))]
         if any(name not in self.variables for name in sample.settings):
             self.counts = {**self.counts, "unread variables": 1}
-        return [self._encode_text(text, has_mask=choice.answers_only) for text in rendered.texts]
+        documents = [self._encode_text(text, has_mask=choice.answers_only) for text in rendered.texts]
+        shown = sum(len(ids) for ids, _ in documents)
+        whole = len(self.encode_long(rendered.whole)[0]) if rendered.whole else shown
+        self.counts = {**self.counts, "shown tokens": shown, "whole tokens": whole}
+        return documents
 
     def _encode_text(self, chat: ChatText, *, has_mask: bool) -> tuple[Ids, Flags | None]:
         if not has_mask and self.backend is None:

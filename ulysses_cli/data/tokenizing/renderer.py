@@ -81,9 +81,9 @@ class Renderer:
 
     def render(self, request: RenderRequest) -> RenderedChat:
         """Raises TemplateRefusal for this chat alone, TemplateOutOfBounds for this and every later chat."""
-        texts, reason, lost, counts = self._ask(request)["chat"]
+        texts, reason, lost, counts, whole = self._ask(request)["chat"]
         chats = [ChatText(text, [(a, b, bits) for a, b, bits in classes], ends) for text, classes, ends in texts]
-        return RenderedChat(chats, reason, [LostPart(*part) for part in lost], counts)
+        return RenderedChat(chats, reason, [LostPart(*part) for part in lost], counts, whole)
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """The text alone. `settings`: what tokenizer.apply_chat_template takes. Raises as `render` does."""

@@ -63,6 +63,7 @@ class RenderedChat:
     inexact_reason: str = ""
     lost: list[LostPart] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    whole: str = ""  # the text of a chat that is split into several
 
 
 def choose_turns(messages: Messages, flags: Sequence[bool | None], which: str, first: int = 0) -> set[int]:
@@ -238,7 +239,7 @@ def render_chat(
         "characters": len(text),
         "shown characters": shown,
     }
-    return RenderedChat(texts, "", lost, counts)
+    return RenderedChat(texts, "", lost, counts, text if len(texts) > 1 else "")
 
 
 def _render_whole(render: Render, messages: Messages) -> tuple[Messages, str]:

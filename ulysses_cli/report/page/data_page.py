@@ -7,13 +7,14 @@ from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.data_report import (
+    describe_sample,
     format_attention,
     format_bad,
     format_balance,
     format_lost,
     format_quantiles,
-    format_sample,
     format_turns,
+    list_parts,
     sum_histogram,
     tabulate_sources,
     tabulate_split,
@@ -46,7 +47,10 @@ def make_data_page(report: Report) -> str:
             for split in ("train", "eval")
             if report["splits"][split]["num_rows"] and (rows := tabulate_split(report, split))
         ),
-        PageSection("Samples and their targets", [Preformatted(format_sample(sample)) for sample in report["samples"]]),
+        PageSection(
+            "Samples and their targets",
+            [Preformatted(f"{describe_sample(each)}\n\n", parts=list_parts(each)) for each in report["samples"]],
+        ),
     ]
     return make_page("Prepared data", sections, report["path"])
 

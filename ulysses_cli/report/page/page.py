@@ -41,10 +41,12 @@ class Chart:
 
 @dataclass(frozen=True)
 class Preformatted:
-    """Preformatted text, such as a recipe or a log. With a name, it is folded."""
+    """Preformatted text, such as a recipe or a log. With a name, it is folded. `parts` follow the text, each in the
+    colour of its kind: target, answer or context."""
 
     text: str
     name: str = ""
+    parts: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ def _make_block(block: Block) -> str:
         case Table():
             return _make_table(block)
         case Preformatted():
-            body = f"<pre tabindex=0>{escape(block.text)}</pre>"
+            spans = "".join(f"<span class={kind}>{escape(text)}</span>" for text, kind in block.parts)
+            kind = " class=wraps" if block.parts else ""
+            body = f"<pre tabindex=0{kind}>{escape(block.text)}{spans}</pre>"
             return f"<details><summary>{escape(block.name)}</summary>{body}</details>" if block.name else body
         case Note():
             return f"<p{' class=warning role=note' if block.is_warning else ''}>{escape(block.text)}</p>"
@@ -233,6 +237,9 @@ th.n{{white-space:normal;vertical-align:bottom}}
 .charts figure:has(.wide[open]){{grid-column:1/-1}}.charts figure:has(.wide[open]) svg{{max-width:560px}}
 pre{{background:var(--surface);border:1px solid var(--grid);border-radius:10px;padding:12px 16px;overflow:auto;
 max-height:560px;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;margin:8px 0}}
+.wraps{{white-space:pre-wrap;overflow-wrap:anywhere}}.context{{color:var(--muted)}}
+.target{{background:color-mix(in srgb,#2e9e4f 22%,transparent)}}
+.answer{{background:color-mix(in srgb,#c99700 26%,transparent)}}
 dl{{margin:12px 0}}dd{{margin:0;overflow-wrap:anywhere}}dt{{color:var(--muted)}}
 .facts div{{display:grid;grid-template-columns:minmax(110px,190px) minmax(0,1fr);gap:12px;padding:4px 0;
 border-bottom:1px solid var(--grid)}}
