@@ -332,8 +332,10 @@ data:
 
 
 def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Prepared:
-    rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
-    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [
+        row if isinstance(row, str) else json.dumps(row if isinstance(row, dict) else {"messages": row}) for row in rows
+    ]
+    (folder / "d.jsonl").write_text("".join(f"{text}\n" for text in texts))
     (folder / "t.jinja").write_text(template)
     return prepare_data(
         parse_recipe(RECIPE.replace("FOLDER", str(folder)), "r.yaml", overrides).recipe, 8, lambda _: None
@@ -392,6 +394,34 @@ def test_hints_of_refusals_work(tmp_path: Path) -> None:
     assert "Look." not in read_targets(prepare(tmp_path, [TWO], LAST_ROUND, "data.thoughts=drop"))
     row = {"messages": TWO[-2:], "tools": [{"name": "find"}]}
     assert "Yes." in read_targets(prepare(tmp_path, [row], LAST_ROUND, "data.on_rewritten_turns=keep"))
+
+
+SWITCHED = LAST_ROUND.replace("loop.index0 > ns.last and (", "(preserve_thinking or loop.index0 > ns.last) and (")
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "wrong", "hint", "taken"),
+    [
+        ([PLAIN], LAST_ROUND, ["data.chat_template_kwargs={enable_thinkin: false}"], "use enable_thinking",
+         ["data.chat_template_kwargs={enable_thinking: false}"]),
+        ([[USER, turn("a", weight=1)]], CHATML, ["data.datasets.0.train_field=learn"], "name a field that messages",
+         ["data.datasets.0.train_field=weight"]),
+        ([TWO], SWITCHED, [], "write data.chat_template_kwargs: {preserve_thinking: true}",
+         ["data.chat_template_kwargs={preserve_thinking: true}"]),
+        ([THOUGHTS], CHATML, [], "set data.thoughts: drop", ["data.thoughts=drop"]),
+        ([{"messages": ROUND, "chat_template_kwargs": {"enable_thinking": False}}], LAST_ROUND, [],
+         "data.thoughts: drop leaves that out", ["data.thoughts=drop"]),
+        ([THOUGHTS, "{"], ALL_SHOWN, [], "set data.on_bad_row: skip", ["data.on_bad_row=skip"]),
+    ],
+    ids=["variable", "field", "switch", "drop", "thinks", "bad row"],
+)  # fmt: skip
+def test_a_hint_that_is_taken_works(
+    tmp_path: Path, rows: list[Any], template: str, wrong: list[str], hint: str, taken: list[str]
+) -> None:
+    with pytest.raises((DataError, RecipeError)) as caught:
+        prepare(tmp_path, rows, template, *wrong)
+    assert hint in "".join(f"{problem.message} {problem.hint}\n" for problem in caught.value.problems)
+    assert len(open_rows(prepare(tmp_path, rows, template, *taken).path, "train")) > 0
 
 
 def test_rules_of_recipes() -> None:
