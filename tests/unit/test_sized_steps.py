@@ -11,7 +11,8 @@ from support.paths import ROOT
 from support.random_recipes import draw_again
 from support.tiers import sample
 
-from ulysses_cli.plan.ledger.sized.step import measure_step
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.sized.step import measure_step, run_step
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -60,3 +61,34 @@ def test_a_step_takes_the_bytes_of_its_trace(seed: str, number: int) -> None:
     del phases["load"]
     for phase, num_bytes in phases.items():
         assert max(each[phase] for each in peaks) == pytest.approx(num_bytes, rel=3e-4), phase
+
+
+def deepen(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Returns a config of more layers, in the same pattern."""
+    few = config["num_hidden_layers"]
+    lists = {name: [*each] for name, each in config.items() if isinstance(each, list | tuple) and len(each) == few > 1}
+    grown = {name: (each * num_layers)[:num_layers] for name, each in lists.items()}
+    return {**config, **grown, "num_hidden_layers": num_layers}
+
+
+UNEVEN = {"gemma4_unified_text", "zamba2"}  # layers differ by place, which more layers would mix
+DEEP = [number for number, row in enumerate(read_stored("20261128")["rows"]) if row["family"] not in UNEVEN]
+
+
+@pytest.mark.parametrize("number", sample(DEEP, DEEP[2::39], DEEP[::13]))
+def test_layers_that_are_alike_need_run_only_once(number: int) -> None:
+    stored = read_stored("20261128")
+    drawn = draw_again(stored, stored["rows"][number]).recipe
+    if "num_hidden_layers" not in drawn.model.config:
+        pytest.skip("its layers are a list of their own")
+    config = deepen(drawn.model.config, 12)
+    offloads = drawn.memory.activation_offloading is not False
+    memory = drawn.memory.model_copy(update={"activation_offloading": 7 if offloads else False})
+    model = drawn.model.model_copy(update={"config": config})
+    recipe = drawn.model_copy(update={"model": model, "memory": memory})
+    request = make_request(recipe)
+    job = make_job(**request)
+    few, every = (run_step(recipe, job, 0, config, runs_all=runs_all) for runs_all in (False, True))
+    for phase, moment in every.items():
+        assert few[phase].num_bytes == pytest.approx(moment.num_bytes, rel=1e-6), phase
+        assert few[phase].lines.keys() == moment.lines.keys()

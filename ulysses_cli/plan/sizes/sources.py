@@ -180,6 +180,7 @@ class ModelSources:
     ) -> None:
         self.torch = make_torch()
         self.modules: dict[str, ModuleType] = {}
+        self.executed: list[tuple[ModuleType, dict[str, Any]]] = []  # modules, and what each held when it was executed
         self.root = find_package()
         self.own: dict[str, ModuleType] = {}
         self.builtins = {name: value for name, value in vars(builtins).items() if name not in BLOCKED}
@@ -225,6 +226,7 @@ class ModelSources:
         exec(_compile(path), vars(module))
         if name == "integrations.moe":
             module._grouped_mm = self.torch["torch"]._grouped_mm  # type: ignore[attr-defined]
+        self.executed.append((module, dict(vars(module))))
         return module
 
     def load_own(self, name: str) -> ModuleType:
@@ -237,7 +239,23 @@ class ModelSources:
         self.own[name] = module
         sys.modules[module.__name__] = module
         exec(_compile(path), vars(module))
+        self.executed.append((module, dict(vars(module))))
         return module
+
+    def keep_changes(self) -> None:
+        """What was replaced in modules so far stays replaced."""
+        self.executed = [(module, dict(vars(module))) for module, _ in self.executed]
+
+    def forget_run(self) -> None:
+        """Undoes what a run changed in modules, and empties their caches, which may hold its tensors."""
+        for module, held in self.executed:
+            for value in held.values():
+                if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
+                    value.cache_clear()
+            vars(module).clear()
+            vars(module).update(held)
+        for name in [name for name in self.attentions if name != ATTENTION]:
+            del self.attentions[name]
 
     def _find_own(self, name: str, wanted: Any) -> Any:
         if not (Path(__file__).parents[3] / name.replace(".", "/")).is_dir():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
 from ulysses_cli.plan.sizes.autograd import GRADIENT
 from ulysses_cli.plan.sizes.meter import Tag
 from ulysses_cli.plan.sizes.tensor import Running
@@ -19,7 +18,7 @@ PARAMETERS, GATHERED, SECOND = (
 )
 GRADIENTS, BUCKET, FLUSHED = ((ENGINE, line) for line in ("gradients", "reduce_bucket", "reduce_flush"))
 MASTER, MOMENTS, STEPPED = ((ENGINE, line) for line in ("optimizer_master", "optimizer_adam", "optimizer_transients"))
-INPUTS = ENGINE, "inputs"
+INPUTS, TRANSIENTS = (ENGINE, "inputs"), (ENGINE, "engine_transients")
 PASSES = ("forward", "evaluation")
 ALIKE = {
     **dict.fromkeys(("self_attn", "attention", "attn", "linear_attn"), "attention"),
@@ -67,29 +66,7 @@ def name_moment(tag: Tag) -> str:
     return passes.get(kind, "{}").format(path.removeprefix("model.") or "the loss")
 
 
-def read_snapshots(held: Mapping[Tag, int], events: Sequence[tuple[int, str, Tag]]) -> dict[str, MemorySnapshot]:
-    """The fullest moment of each phase. `held`: what is there before the first event."""
-    now, fullest = sum(held.values()), dict[str, tuple[int, int]]()
-    last = ""
-    for number, (num_bytes, phase, _) in enumerate(events):
-        if phase != last and now > fullest.get(phase, (-1,))[0]:
-            fullest[phase] = now, number
-        now, last = now + num_bytes, phase
-        if now > fullest[phase][0]:
-            fullest[phase] = now, number + 1
-    alive, snapshots = Counter(held), dict[str, MemorySnapshot]()
-    for number in range(len(events) + 1):
-        for phase, (_, wanted) in fullest.items():
-            if number == wanted:
-                _, before, tag = events[number - 1] if number else (0, "", ("", ""))
-                name = name_moment(tag) if before == phase else f"before the {phase.replace('_', ' ')}"
-                snapshots[phase] = MemorySnapshot(phase, name, _join_lines(alive, phase))
-        if number < len(events):
-            alive[events[number][2]] += events[number][0]
-    return snapshots
-
-
-def _join_lines(alive: Mapping[Tag, int], phase: str) -> dict[str, int]:
+def join_lines(alive: Mapping[Tag, int], phase: str) -> dict[str, int]:
     lines: Counter[str] = Counter()
     for tag, num_bytes in alive.items():
         lines[name_line(tag, phase)] += num_bytes

@@ -3,27 +3,14 @@ them, and the step of a share (runtime/zero/stage_1_and_2.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
-from ulysses_cli.plan.ledger.sized.lines import (
-    AGAIN,
-    BUCKET,
-    FLUSHED,
-    FORWARD,
-    GRADIENTS,
-    MASTER,
-    MOMENTS,
-    PARAMETERS,
-    STEPPED,
-    tagged,
-)  # fmt: skip
-from ulysses_cli.plan.ledger.sized.sharding import ShardSettings, Weight, count_moment_bytes, decays
-from ulysses_cli.plan.sizes import autograd
+from ulysses_cli.plan.ledger.sized.hooks import WeightSize
+from ulysses_cli.plan.ledger.sized.lines import BUCKET, FLUSHED, GRADIENTS, MASTER, MOMENTS, PARAMETERS, STEPPED
+from ulysses_cli.plan.ledger.sized.sharding import ShardSettings, Weight, count_moment_bytes
 from ulysses_cli.plan.sizes.dtypes import FLOAT32
-from ulysses_cli.plan.sizes.nn import SizedModule
-from ulysses_cli.plan.sizes.tensor import Running, Storage, Tensor, make
+from ulysses_cli.plan.sizes.tensor import Running, Storage
 
 NORM_BYTES = 8  # a norm is taken in float64
 
@@ -54,27 +41,27 @@ class Group:
 
 
 class WholeEngine:
-    """In place of ShardedEngine."""
+    """In place of ShardedEngine. Weights are whole."""
 
-    def __init__(self, root: SizedModule, settings: ShardSettings, stage: int) -> None:
+    def __init__(self, weights: Sequence[WeightSize], settings: ShardSettings, stage: int) -> None:
         self.settings, self.stage = settings, stage
-        named = [(name, p) for name, p in root.named_parameters() if p.requires_grad]
-        self.trained = [Weight(parameter, number) for number, (_, parameter) in enumerate(named)]
-        kinds = {weight: decays(name, p) for weight, (name, p) in zip(self.trained, named, strict=True)}
+        self.weights = {size.path: Weight(size) for size in weights}
+        for weight in self.weights.values():
+            weight.storage = Storage(weight.numel * weight.dtype.itemsize, PARAMETERS)
+        self.trained = [weight for weight in self.weights.values() if weight.is_trained]
+        kinds = {weight: weight.is_matrix and not weight.path.endswith("bias") for weight in self.trained}
         groups = ([weight for weight in self.trained if kinds[weight] is kind] for kind in (True, False))
         self.groups = [Group(group, settings.world_size, settings.rank) for group in groups if group]
         self.group_of = {weight: group for group in self.groups for weight in group.weights}
         self.own = {weight: size for group in self.groups for weight, size in group.own.items()}
         self.dtype = self.trained[0].dtype
         self.is_compact = settings.kept is FLOAT32 and self.dtype is not FLOAT32
-        self.places = {module: path for path, module in root.named_modules()}
-        self.runs_backward = False
         self.number = self.num_filled = 0
         self.buckets: list[Storage] = []
         self.filled: list[Weight] = []
         self.flat: dict[Group, Storage] = {}  # sums in float32, from the first that is sent on
         self.copies: Storage | None = None  # of a backward's gradients in which this rank has a part
-        self.kept: dict[Group, list[Any]] = {}
+        self.kept: dict[Group, list[Storage]] = {}
         self.states: list[Storage] = []
         self.moments: list[Storage] = []
 
@@ -90,10 +77,9 @@ class WholeEngine:
     def start(self) -> None:
         settings, size = self.settings, self.dtype.itemsize
         for group in self.groups:
-            flat = group.weights[0].parameter.storage if group.is_view else Storage(group.numel * size, PARAMETERS)
+            flat = group.weights[0].storage if group.is_view else Storage(group.numel * size, PARAMETERS)
             for weight in group.weights:
-                weight.parameter.storage = flat
-                weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._take(weight))
+                weight.storage = flat
             own = Storage(group.share * size, MASTER)
             if not settings.states_on_host:
                 self.states.append(own if self.dtype is FLOAT32 else Storage(4 * group.share, MASTER))
@@ -104,22 +90,16 @@ class WholeEngine:
             zeros = [Storage(4 * group.share, STEPPED) for group in self.groups]
             del zeros
 
-    read = None
-
-    def call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """No hooks run around modules."""
-        with tagged(AGAIN if self.runs_backward else FORWARD, self.places.get(module, "")):
-            return module.forward(*args, **named)
+    def begin_step(self) -> None: ...
 
     def end_evaluation(self) -> None: ...
 
     # --- gradients
 
-    def run_backward(self, loss: Tensor) -> None:
+    def begin_backward(self) -> None:
         self.number += 1
-        self.runs_backward = True
-        autograd.backward([loss], [make((), FLOAT32)])
-        self.runs_backward = False
+
+    def end_backward(self) -> None:
         if not self.reduces:
             return
         self._flush()
@@ -132,34 +112,39 @@ class WholeEngine:
                 self._keep_own(group)
         self.buckets, self.copies = [], None
         for weight in self.trained:
-            weight.parameter.grad = None
+            weight.grad = None
 
     def _keep_own(self, group: Group) -> None:
         """Adds to those of the micro-steps before. At the last, what fills up the share is there too."""
         for weight in group.own:
-            if weight.parameter.grad is None:
-                weight.parameter.grad = make(weight.shape, self.dtype)
-        self.kept.setdefault(group, [weight.parameter.grad for weight in group.own])
+            if weight.grad is None:
+                weight.grad = self._make(weight.numel), self.dtype
+        self.kept.setdefault(group, [weight.grad[0] for weight in group.own if weight.grad is not None])
         padding = group.share - sum(group.own.values())
         if self.is_last and padding:
-            self.kept[group].append(make((padding,), self.dtype))
+            self.kept[group].append(self._make(padding))
 
-    def _take(self, weight: Weight) -> None:
+    def _make(self, numel: int) -> Storage:
+        return Storage(numel * self.dtype.itemsize, GRADIENTS)
+
+    def reduce(self, weight: Weight) -> bool:
         """Puts a gradient into the bucket, which is sent when it is full. One that is larger stays where it is, or for
-        an optimizer on the host in a copy."""
+        an optimizer on the host in a copy. Returns whether it stays where it was."""
         most = self.settings.reduce_bucket
         if not self.buckets:
             self.buckets = [Storage(most * self.dtype.itemsize, BUCKET) for _ in range(2)]
         if not self.reduces:
-            return
+            return True
         if self.num_filled + weight.numel > most:
             self._flush()
+        stays = weight.numel > most and not self.settings.states_on_host
         if weight.numel <= most:
-            weight.parameter.grad = Tensor(weight.shape, self.dtype, self.buckets[0])
-        elif self.settings.states_on_host:
-            weight.parameter.grad = make(weight.shape, self.dtype)
+            weight.grad = self.buckets[0], self.dtype
+        elif not stays:
+            weight.grad = self._make(weight.numel), self.dtype
         self.filled.append(weight)
         self.num_filled += weight.numel
+        return stays
 
     def _flush(self) -> None:
         pieces, numel = [], 0
@@ -174,7 +159,7 @@ class WholeEngine:
             if weight in self.own:
                 self._copy_own(weight)
             elif self.stage == 2:
-                weight.parameter.grad = None
+                weight.grad = None
         self.filled, self.num_filled = [], 0
 
     def _list_pieces(self) -> Iterable[tuple[int, bool]]:
@@ -210,11 +195,11 @@ class WholeEngine:
                 Running.meter.add_temporary(NORM_BYTES * self.own[weight])
                 if not self.is_compact and self.dtype is not FLOAT32:
                     Running.meter.add_temporary(4 * self.own[weight])
-                weight.parameter.grad = None
+                weight.grad = None
         elif not self.is_compact:
             if self.copies is None:
                 self.copies = Storage(sum(each.numel for each in self.own) * self.dtype.itemsize, GRADIENTS)
-            weight.parameter.grad = Tensor(weight.shape, self.dtype, self.copies)
+            weight.grad = self.copies, self.dtype
 
     # --- the optimizer
 
@@ -234,5 +219,5 @@ class WholeEngine:
     def _join(self, group: Group) -> Storage:
         """This rank's gradients in one tensor of float32."""
         parts = self.kept.pop(group)
-        joined = Storage(group.share * self.dtype.itemsize, STEPPED) if len(parts) > 1 else parts[0].storage
+        joined = Storage(group.share * self.dtype.itemsize, STEPPED) if len(parts) > 1 else parts[0]
         return joined if self.dtype is FLOAT32 else Storage(4 * group.share, STEPPED)

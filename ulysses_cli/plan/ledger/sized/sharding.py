@@ -1,21 +1,19 @@
-"""DeepSpeed's ZeRO-3 on sizes: hooks around modules fetch, prefetch and release weights, gradients travel in buckets,
-and each rank steps its share (runtime/zero: parameter_offload, partitioned_param_coordinator, stage3)."""
+"""DeepSpeed's ZeRO-3 on sizes: weights are fetched, prefetched and released, gradients travel in buckets, and each rank
+steps its share (runtime/zero: partitioned_param_coordinator, stage3). It knows modules and weights by their paths."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Any
 
+from ulysses_cli.plan.ledger.sized.hooks import ModuleWeights, WeightSize
 from ulysses_cli.plan.ledger.sized.lines import (
-    AGAIN,
     BUCKET,
     FLUSHED,
-    FORWARD,
     GATHERED,
     GRADIENTS,
     MASTER,
@@ -23,14 +21,9 @@ from ulysses_cli.plan.ledger.sized.lines import (
     PARAMETERS,
     SECOND,
     STEPPED,
-    tagged,
 )  # fmt: skip
-from ulysses_cli.plan.sizes import autograd
-from ulysses_cli.plan.sizes.autograd import Function, Node, begin, finish
 from ulysses_cli.plan.sizes.dtypes import FLOAT32, DType
-from ulysses_cli.plan.sizes.nn import Parameter, SizedModule
-from ulysses_cli.plan.sizes.tensor import Running, Storage, Tensor, make
-from ulysses_cli.plan.sizes.views import raw_reshape
+from ulysses_cli.plan.sizes.tensor import Running, Storage
 
 NEVER = -(10**10)
 NORM_ELEMENTS = 250_000_000  # a gradient's norm on the host is taken of so many at once
@@ -59,38 +52,6 @@ class ShardSettings:
     kept: DType
 
 
-class LinearOfShards(Function):
-    """LinearFunctionForZeroStage3: saves input, weight and bias, whatever needs a gradient."""
-
-    @staticmethod
-    def forward(t: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return make((*t.shape[:-1], weight.shape[0]), t.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        t, weight, *bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        for_input = make((*grad.shape[:-1], weight.shape[1]), grad.dtype) if needs[0] else None
-        for_weight = for_bias = None
-        if needs[1]:
-            rows = [raw_reshape(each, (prod(each.shape[:-1]), each.shape[-1])) for each in (grad, t)]
-            for_weight = make(weight.shape, grad.dtype)
-            del rows
-        if bias and bias[0] is not None and needs[2]:
-            for_bias = make(bias[0].shape, grad.dtype)
-        return for_input, for_weight, for_bias
-
-
-def multiply_sharded(t: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """zero3_linear_wrap"""
-    product: Tensor = LinearOfShards.apply(t, weight, bias)
-    return product
-
-
 class Status(Enum):
     AWAY = "away"
     COMING = "coming"
@@ -98,19 +59,17 @@ class Status(Enum):
 
 
 class Weight:
-    """A parameter and where it is. `second`: its share inside a replica; `fetched_for`: the last step of the recorded
-    order that was fetched ahead."""
+    """A weight and where it is. `second`: its share inside a replica; `fetched_for`: the last step of the recorded
+    order that was fetched ahead; `grad`: where its gradient is, and in which type."""
 
-    def __init__(self, parameter: Parameter, number: int) -> None:
-        self.parameter, self.number = parameter, number
-        self.shape, self.dtype, self.numel = parameter.shape, parameter.dtype, parameter.numel()
-        self.status, self.is_persistent, self.fetched_for = Status.HERE, False, NEVER
-        self.users: set[SizedModule] = set()
-        self.second: Tensor | None = None
-
-    @property
-    def is_trained(self) -> bool:
-        return self.parameter.requires_grad
+    def __init__(self, size: WeightSize) -> None:
+        self.path, self.number, self.dtype, self.is_trained = size.path, size.number, size.dtype, size.is_trained
+        self.numel, self.is_matrix = prod(size.shape), len(size.shape) >= 2
+        self.status, self.is_persistent, self.fetched_for = Status.AWAY, False, NEVER
+        self.users: set[str] = set()
+        self.second: Storage | None = None
+        self.storage: Storage | None = None
+        self.grad: tuple[Storage, DType] | None = None
 
 
 class Gather:
@@ -124,7 +83,7 @@ class Gather:
             return
         for weight in self.weights:
             if self.buffer is not None:
-                weight.parameter.storage = Storage(weight.numel * weight.dtype.itemsize, GATHERED)
+                weight.storage = Storage(weight.numel * weight.dtype.itemsize, GATHERED)
             weight.status = Status.HERE
         self.is_done = True
 
@@ -154,51 +113,26 @@ def count_moment_bytes(size: int, optimizer: str) -> int:
     return 8 * size if optimizer == "adamw" else 2 * size + 8 * -(-size // 256)
 
 
-def decays(name: str, parameter: Parameter) -> bool:
-    """train/assembly/optimizer.py"""
-    return len(parameter.shape) >= 2 and not name.endswith("bias")
-
-
-def watch(t: Tensor, run: Callable[[Node, list[Any]], Any]) -> Tensor:
-    """A view whose backward calls `run`."""
-    node = begin(run, t)
-    return finish(node, t.detach())
-
-
 class ShardedEngine:
-    """`leaves`: modules that are gathered whole, with all that is inside. `made`: parameters in the order in which the
-    engine was told of them; it is told of others at its start."""
+    """What one rank holds. Its methods are called where a model's hooks would call them."""
 
     def __init__(
-        self,
-        root: SizedModule,
-        settings: ShardSettings,
-        leaves: Collection[SizedModule] = (),
-        made: Iterable[Parameter] = (),
+        self, modules: Sequence[ModuleWeights], weights: Sequence[WeightSize], settings: ShardSettings
     ) -> None:
-        self.root, self.settings, self.leaves = root, settings, set(leaves)
-        self.places = {module: path for path, module in root.named_modules()}
-        modules = list(self.places)
-        self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
-        numbers = {id(parameter): number for number, parameter in enumerate(made)}
-        numbered: dict[int, Weight] = {}
-        for parameter in root.parameters():
-            number = numbers.setdefault(id(parameter), len(numbers))
-            numbered[id(parameter)] = Weight(parameter, number)
-        self.numbered, self.weights = numbered, list(numbered.values())
-        self.trained = [weight for weight in self.weights if weight.is_trained]
-        self.own = {
-            module: [numbered[id(p)] for p in module._parameters.values() if p is not None] for module in modules
-        }
-        self.of_leaf = {leaf: [numbered[id(p)] for p in leaf.parameters()] for leaf in self.leaves}
-        self.in_leaves = {weight for weights in self.of_leaf.values() for weight in weights}
-        self.fetched = {module: _last_first(self.of_leaf.get(module, self.own[module])) for module in modules}
-        self.recomputed: dict[SizedModule, set[Weight]] = {module: set() for module in modules}
-        self.remaining, self.waiting = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
+        self.settings = settings
+        self.weights = {size.path: Weight(size) for size in weights}
+        self.trained = [weight for weight in self.weights.values() if weight.is_trained]
+        self.own = {each.path: [self.weights[name] for name in each.weights] for each in modules}
+        of_leaf: dict[str, list[Weight]] = {}
+        for each in modules:
+            if each.leaf is not None:
+                of_leaf.setdefault(each.leaf, []).extend(self.own[each.path])
+        self.leaves = set(of_leaf)
+        self.fetched = {path: _last_first(of_leaf.get(path, own)) for path, own in self.own.items()}
+        self.recomputed: dict[str, set[Weight]] = {path: set() for path in self.own}
         self.coming: dict[Weight, Gather] = {}
-        self.in_backward: dict[SizedModule, bool] = {}
-        self.running: list[SizedModule] = []
-        self.order: list[SizedModule] = []
+        self.in_backward: dict[str, bool] = {}
+        self.order: list[str] = []
         self.recorded: list[tuple[Weight, int]] = []
         self.queue: deque[tuple[Weight, int]] = deque()
         self.reuse = self.reuse_of_leaves = Reuse(())
@@ -206,9 +140,8 @@ class ShardedEngine:
         self.step = self.num_live = self.num_backwards = 0
         self.filled: list[Weight] = []
         self.num_filled = 0
-        self.leaving: dict[Weight, Tensor] = {}  # gradients on their way to a disk
+        self.leaving: dict[Weight, Storage] = {}  # gradients on their way to a disk
         self.states: list[Storage] = []
-        self.nothing = Storage(0)
 
     def count_share(self, weight: Weight, ranks: int | None = None) -> int:
         return -(-weight.numel // (ranks or self.settings.world_size))
@@ -217,15 +150,13 @@ class ShardedEngine:
 
     def start(self) -> None:
         """Shares, master weights, gradients and the bucket; then weights that are always whole."""
-        settings, size = self.settings, self.weights[0].dtype.itemsize
-        for weight in self.weights:
+        settings, weights = self.settings, list(self.weights.values())
+        size = weights[0].dtype.itemsize
+        for weight in weights:
             weight.is_persistent = weight.numel <= settings.persistence_threshold
-            weight.parameter.storage, weight.status = self.nothing, Status.AWAY
-            if weight.is_trained:
-                weight.parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._take(weight))
         Running.meter.add_temporary(self._count_making() * size)
         if not settings.weights_on_host:
-            self.states.append(Storage(sum(map(self.count_share, self.weights)) * size, PARAMETERS))
+            self.states.append(Storage(sum(map(self.count_share, weights)) * size, PARAMETERS))
         self.groups = list(self._list_groups())
         on_disk = [group for group in self.groups if 4 * sum(map(self.count_share, group)) >= SMALLEST_FILE]
         self.swapped = {weight for group in on_disk for weight in group if settings.states_on_disk}
@@ -235,8 +166,7 @@ class ShardedEngine:
                 cast = Storage(num_bytes, STEPPED) if size < 4 else None
                 self.states.append(Storage(num_bytes, MASTER))
                 del cast
-        with tagged(*BUCKET):
-            self.bucket = make((settings.reduce_bucket,), settings.sent)
+        self.bucket = Storage(settings.reduce_bucket * settings.sent.itemsize, BUCKET)
         if not settings.states_on_host:
             self.states.append(Storage(sum(map(self.count_share, self.trained)) * settings.kept.itemsize, GRADIENTS))
         self.moments: list[Storage] = []
@@ -248,7 +178,7 @@ class ShardedEngine:
         settings, made, held = self.settings, 0, 0
         on_host, ranks = settings.weights_on_host, settings.world_size
         owners = Counter(weight for weights in self.own.values() for weight in weights)
-        for weight in sorted(self.weights, key=lambda weight: weight.number):
+        for weight in sorted(self.weights.values(), key=lambda weight: weight.number):
             held += 0 if on_host else self.count_share(weight) * owners[weight]
             made = max(made, held + weight.numel)
         if ranks == 1 and not on_host:
@@ -260,7 +190,7 @@ class ShardedEngine:
     def _list_groups(self) -> Iterable[list[Weight]]:
         """Weights that decay and others, each cut where a group is full."""
         for decays in (True, False):
-            own = [weight for weight in self.trained if (len(weight.shape) >= 2) == decays]
+            own = [weight for weight in self.trained if weight.is_matrix == decays]
             is_cut = sum(map(self.count_share, own)) > self.settings.sub_group
             group: list[Weight] = []
             for weight in own:
@@ -272,94 +202,18 @@ class ShardedEngine:
                 yield group
 
     def _gather_persistent(self) -> None:
-        kept = [w for w in self.weights if w.is_persistent and w.status is Status.AWAY]
+        kept = [w for w in self.weights.values() if w.is_persistent and w.status is Status.AWAY]
         on_host, ranks = self.settings.weights_on_host, self.settings.world_size
         shares = [Storage(self.count_share(w) * w.dtype.itemsize, GATHERED) for w in kept if on_host and ranks > 1]
         for weight in kept:
             if ranks > 1 or on_host:
-                weight.parameter.storage = Storage(self.count_share(weight) * ranks * weight.dtype.itemsize, GATHERED)
+                weight.storage = Storage(self.count_share(weight) * ranks * weight.dtype.itemsize, GATHERED)
             weight.status = Status.HERE
         del shares
 
-    # --- hooks
-
-    def call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """In place of a module's forward."""
-        if module not in self.own:
-            return module.forward(*args, **named)
-        with tagged(AGAIN if self.runs_backward else FORWARD, self.places[module]):
-            return module.forward(*args, **named) if module in self.inside else self._call(module, args, named)
-
-    def _call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if module is self.root:
-            self._begin_step()
-        if self.is_recording:
-            self.order.append(module)
-        self._fetch(module, is_forward=True)
-        self.remaining[module] = 0
-        args = tuple(self._watch_input(module, each) if isinstance(each, Tensor) else each for each in args)
-        if module in self.leaves and Running.grad:
-            args = tuple(_LeafHook(self, module).watch(each) if isinstance(each, Tensor) else each for each in args)
-        self.running.append(module)
-        out = module.forward(*args, **named)
-        del args
-        self.running.pop()
-        self._release(module, is_forward=True)
-        if isinstance(out, tuple):
-            return tuple(self._watch_output(module, each) if isinstance(each, Tensor) else each for each in out)
-        if isinstance(out, Tensor):
-            return self._watch_output(module, out)
-        hidden = getattr(out, "last_hidden_state", None)
-        if hidden is not None:
-            out.last_hidden_state = self._watch_output(module, hidden)
-        return out
-
-    def _watch_input(self, module: SizedModule, t: Tensor) -> Tensor:
-        """When the gradients of all inputs are there, weights are released."""
-        if not (Running.grad and t.requires_grad):
-            return t
-        self.remaining[module] += 1
-
-        def run(_: Node, grads: list[Any]) -> Any:
-            self.remaining[module] -= 1
-            if not self.remaining[module]:
-                self._release(module, is_forward=False)
-            return grads
-
-        return watch(t, run)
-
-    def _watch_output(self, module: SizedModule, t: Tensor) -> Tensor:
-        """Before the backward of a module its weights are fetched."""
-        if not (Running.grad and t.requires_grad):
-            return t
-        self.waiting[module] += 1
-
-        def run(_: Node, grads: list[Any]) -> Any:
-            if self.waiting[module] > 0:
-                if self.is_recording:
-                    self.order.append(module)
-                self._fetch(module, is_forward=False)
-                self.waiting[module] -= 1
-            return grads
-
-        return watch(t, run)
-
-    def _list_inside(self, module: SizedModule) -> list[Weight]:
-        return [*dict.fromkeys(weight for inner in module.modules() for weight in self.own[inner])]
-
-    def read(self, parameter: Parameter) -> None:
-        """A weight that is read outside of its own module belongs to the module that reads it, from then on."""
-        weight = self.numbered.get(id(parameter))
-        if weight is None or weight.status is not Status.AWAY or self.running[:1] != [self.root] or self.runs_backward:
-            return
-        module = self.running[-1]
-        self.own[module].append(weight)
-        self.fetched[module] = _last_first([*self.fetched[module], weight])
-        self._gather([weight])
-
     # --- weights that come and go
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         self.forget_coming()
         if not self.is_complete:
             if self.is_recording:
@@ -368,14 +222,14 @@ class ShardedEngine:
                     for step, module in enumerate(self.order)
                     for weight in sorted(self.fetched[module], key=lambda weight: weight.number)
                 ]
-                self.reuse = Reuse(self.own[module] for module in self.order)
-                of_leaves = (self._list_inside(module) for module in self.order)
+                self.reuse = Reuse(self.own[path] for path in self.order)
+                of_leaves = (self._list_inside(path) for path in self.order)
                 self.reuse_of_leaves = Reuse(of_leaves) if self.leaves else self.reuse
                 self.is_complete, self.is_recording = True, False
             else:
                 self.is_recording = True
         self.queue = deque(self.recorded)
-        for weight in self.weights:
+        for weight in self.weights.values():
             weight.fetched_for = NEVER
         self.step = self.num_live = 0
 
@@ -385,7 +239,21 @@ class ShardedEngine:
             self._release_weight(weight)
         self.coming.clear()
 
-    def _fetch(self, module: SizedModule, *, is_forward: bool) -> None:
+    def _list_inside(self, path: str) -> list[Weight]:
+        below = f"{path}." if path else ""
+        inside = (own for other, own in self.own.items() if other == path or other.startswith(below))
+        return [*dict.fromkeys(weight for own in inside for weight in own)]
+
+    def read(self, module: str, weight: Weight) -> None:
+        """A weight that is read outside of its own module belongs to the module that reads it, from then on."""
+        if weight.status is Status.AWAY:
+            self.own[module].append(weight)
+            self.fetched[module] = _last_first([*self.fetched[module], weight])
+            self._gather([weight])
+
+    def fetch(self, module: str, *, is_forward: bool) -> None:
+        if self.is_recording:
+            self.order.append(module)
         if not is_forward:
             self.in_backward[module] = True
         weights = self.fetched[module]
@@ -438,18 +306,18 @@ class ShardedEngine:
         if settings.world_size == 1:
             for weight in weights:
                 size = weight.numel * weight.dtype.itemsize
-                weight.parameter.storage = Storage(size, GATHERED) if settings.weights_on_host else self.nothing
+                weight.storage = Storage(size, GATHERED) if settings.weights_on_host else None
             return Gather(weights, None)
         shares = [self.count_share(weight, ranks) * weight.dtype.itemsize for weight in weights]
         buffer = Storage(sum(shares) * ranks, GATHERED)
         if settings.weights_on_host:
             Running.meter.add_temporary(sum(shares))
         if len(weights) == 1:
-            weights[0].parameter.storage = buffer
+            weights[0].storage = buffer
             return Gather(weights, None)
         return Gather(weights, buffer)
 
-    def _release(self, module: SizedModule, *, is_forward: bool) -> None:
+    def release(self, module: str, *, is_forward: bool) -> None:
         weights = set(self.fetched[module])
         reuse = self.reuse_of_leaves if module in self.leaves else self.reuse
         gone = {weight for weight in weights if not self.is_complete or self._is_far(weight, reuse)}
@@ -478,22 +346,22 @@ class ShardedEngine:
         settings = self.settings
         if settings.replica_size < settings.world_size and weight.second is None:
             size = self.count_share(weight) * settings.world_size // settings.replica_size
-            with tagged(*SECOND):
-                weight.second = make((size,), weight.dtype, on_host=settings.weights_on_host)
-        weight.parameter.storage, weight.status = self.nothing, Status.AWAY
+            weight.second = Storage(size * weight.dtype.itemsize, SECOND, on_host=settings.weights_on_host)
+        weight.storage, weight.status = None, Status.AWAY
 
     def end_evaluation(self) -> None:
         self.forget_coming()
-        for weight in self.weights:
+        for weight in self.weights.values():
             if weight.status is Status.HERE and not weight.is_persistent:
                 self.partition(weight)
 
     # --- gradients
 
-    def run_backward(self, loss: Tensor) -> None:
+    def begin_backward(self) -> None:
         self.runs_backward = True
         self.num_backwards += 1
-        autograd.backward([loss], [make((), FLOAT32)])
+
+    def end_backward(self) -> None:
         self.runs_backward = False
         self._flush()
         while self.in_backward:
@@ -504,56 +372,62 @@ class ShardedEngine:
                 if not weight.is_persistent:
                     self._release_weight(weight)
 
-    def _take(self, weight: Weight) -> None:
-        if weight not in self.in_leaves:
-            self.reduce(weight)
-
-    def reduce(self, weight: Weight) -> None:
-        """Puts a gradient into the bucket, which is sent when it is full."""
+    def reduce(self, weight: Weight) -> bool:
+        """Puts a gradient into the bucket, which is sent when it is full. Returns whether it stays where it was."""
         most = self.settings.reduce_bucket
         if self.filled and self.num_filled + weight.numel > most:
             self._flush()
-        if self.num_filled + weight.numel <= most:
-            weight.parameter.grad = Tensor(weight.shape, self.settings.sent, self.bucket.storage)
+        stays = self.num_filled + weight.numel > most
+        weight.grad = None if stays else (self.bucket, self.settings.sent)
         self.filled.append(weight)
         self.num_filled += weight.numel
+        return stays
 
     def _flush(self) -> None:
         if not self.filled:
             return
         settings = self.settings
         weights = sorted(self.filled, key=lambda weight: weight.number)
-        parts = self._scatter(weights)
-        for weight, part in zip(weights, parts, strict=True):
-            if settings.states_on_host and self.count_share(weight) * settings.rank < weight.numel:
-                copied = make(part.shape, settings.kept)  # the share on the host, copied back
-                is_last = self.num_backwards % settings.micro_steps == 0
-                Running.meter.add_temporary(is_last * 8 * min(part.numel(), NORM_ELEMENTS))
+        parts = self._scatter(weights)  # which stay until all are copied
+        is_last = self.num_backwards % settings.micro_steps == 0
+        for weight in weights:
+            share = self.count_share(weight)
+            if settings.states_on_host and share * settings.rank < weight.numel:
+                copied = Storage(share * settings.kept.itemsize, FLUSHED)  # the share on the host, copied back
+                Running.meter.add_temporary(is_last * 8 * min(share, NORM_ELEMENTS))
                 if is_last and weight in self.swapped:
-                    self.leaving[weight] = copied if settings.kept is FLOAT32 else make(part.shape, FLOAT32)
+                    self.leaving[weight] = copied if settings.kept is FLOAT32 else Storage(4 * share, FLUSHED)
                 del copied
-            weight.parameter.grad = None
+            weight.grad = None
         # what is too small for a file, or fills no whole number of blocks, stays until the optimizer's step
-        self.leaving = {w: t for w, t in self.leaving.items() if t.nbytes % FILE_BLOCK or t.nbytes < SMALLEST_FILE}
+        self.leaving = {
+            weight: held
+            for weight, held in self.leaving.items()
+            if held.num_bytes % FILE_BLOCK or held.num_bytes < SMALLEST_FILE
+        }
+        del parts
         self.filled, self.num_filled = [], 0
 
-    def _scatter(self, weights: list[Weight]) -> list[Tensor]:
-        settings, ranks = self.settings, self.settings.world_size
-        grads: list[Any] = [weight.parameter.grad for weight in weights]
-        grads = [grad if grad.dtype is settings.sent else make(grad.shape, settings.sent) for grad in grads]
-        if len(weights) == 1 and weights[0].numel % ranks == 0:
-            flat = grads[0].storage
-        else:
-            flat = Storage(sum(map(self.count_share, weights)) * ranks * settings.sent.itemsize, FLUSHED)
-        parts = [Tensor((self.count_share(weight),), settings.sent, flat) for weight in weights]
-        del flat
-        return parts if settings.sent is settings.kept else [make(part.shape, settings.kept) for part in parts]
+    def _scatter(self, weights: list[Weight]) -> list[Storage]:
+        settings, ranks, sent = self.settings, self.settings.world_size, self.settings.sent
+        grads = [
+            grad[0] if grad[1] is sent else Storage(weight.numel * sent.itemsize, FLUSHED)
+            for weight in weights
+            if (grad := weight.grad) is not None
+        ]
+        flat = grads[0]
+        if len(weights) > 1 or weights[0].numel % ranks:
+            flat = Storage(sum(map(self.count_share, weights)) * ranks * sent.itemsize, FLUSHED)
+        parts = [flat] * len(weights)
+        if sent is not settings.kept:
+            parts = [Storage(self.count_share(weight) * settings.kept.itemsize, FLUSHED) for weight in weights]
+        return parts
 
     # --- the optimizer
 
     def run_optimizer(self) -> None:
         settings, meter = self.settings, Running.meter
-        for weight in self.weights:
+        for weight in self.weights.values():
             if weight in self.coming:
                 self.coming.pop(weight).wait()
             weight.users.clear()
@@ -577,23 +451,3 @@ class ShardedEngine:
         if number == len(self.moments):
             self.moments.append(Storage(count_moment_bytes(size, self.settings.optimizer), MOMENTS))
         del cast
-
-
-class _LeafHook:
-    """Of a module that is gathered whole: its gradients are reduced when that of an input is there."""
-
-    def __init__(self, engine: ShardedEngine, module: SizedModule) -> None:
-        self.engine, self.module, self.is_done = engine, module, False
-
-    def watch(self, t: Tensor) -> Tensor:
-        return watch(t, self._run) if t.requires_grad else t
-
-    def _run(self, _: Node, grads: list[Any]) -> Any:
-        if not self.is_done:
-            self.is_done = True
-            for weight in self.engine.of_leaf[self.module]:
-                if weight.is_trained:
-                    if weight.parameter.grad is None:
-                        weight.parameter.grad = make(weight.shape, weight.dtype)
-                    self.engine.reduce(weight)
-        return grads

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from inspect import signature
 from types import SimpleNamespace
@@ -16,11 +16,14 @@ from ulysses_cli.plan.ledger import device as gpu
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
 from ulysses_cli.plan.ledger.sized.adapters import add_adapters
-from ulysses_cli.plan.ledger.sized.lines import INPUTS, PARAMETERS, read_snapshots, tagged
+from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, choose_depth, find_layers
+from ulysses_cli.plan.ledger.sized.hooks import Hooks, LinearOfShards, multiply_sharded
+from ulysses_cli.plan.ledger.sized.lines import INPUTS, PARAMETERS, tagged
 from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
 from ulysses_cli.plan.ledger.sized.quantized import quantize_layers
 from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
-from ulysses_cli.plan.ledger.sized.sharding import LinearOfShards, ShardedEngine, ShardSettings, multiply_sharded
+from ulysses_cli.plan.ledger.sized.sharding import ShardedEngine, ShardSettings
+from ulysses_cli.plan.ledger.sized.walk import EngineMeter, Walk
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -45,42 +48,28 @@ PLAIN = dict.fromkeys(FUSED, "transformers")
 LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 
 
-@dataclass(frozen=True)
-class SizedStep:
-    """Peaks by phase, as tensors without data have them, on the device and on the host; and the fullest moments."""
-
-    device: dict[str, int]
-    host: dict[str, int]
-    snapshots: dict[str, MemorySnapshot]
-
-
 def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
-    """The peak of each phase on one rank."""
-    return run_step(recipe, make_job(recipe, shape, levers), rank).device
+    """The peak of each phase on one rank, as tensors without data have it."""
+    moments = run_step(recipe, make_job(recipe, shape, levers), rank)
+    return {phase: moment.num_bytes for phase, moment in moments.items()}
 
 
 def run_step(
-    recipe: Recipe, job: Job, rank: int, config: Mapping[str, Any] | None = None, *, with_lines: bool = False
-) -> SizedStep:
-    """`config`: the model's, where the recipe names a model instead. Raises UnknownOperator for what has no sizes."""
-    with _alone():
-        meter = Running.meter
-        meter.events = [] if with_lines else None
-        run = _Run(recipe, job, rank, config or recipe.model.config or {})
-        snapshots = read_snapshots(meter.held, meter.events or ())
-        run.step()
-        meter.forget(LOAD)
-        if job.evaluates:
-            run.evaluate()
-        run.step()
-        meter.enter(BETWEEN)
-        device, host = (
-            {phase: peak for phase, peak in place.peaks.items() if phase != BETWEEN}
-            for place in (meter.device, meter.host)
-        )
-        snapshots |= read_snapshots(meter.held, meter.events or ())
-        meter.events = None
-        return SizedStep(device, host, {phase: snapshots[phase] for phase in device if phase in snapshots})
+    recipe: Recipe, job: Job, rank: int, config: Mapping[str, Any] | None = None, *, runs_all: bool = False
+) -> dict[str, MemorySnapshot]:
+    """The fullest moment of each phase. `config`: the model's, where the recipe names a model instead. Layers that are
+    alike run once, but for `runs_all`. Raises UnknownOperator for what has no sizes."""
+    values = config or recipe.model.config or {}
+    for each_runs in (True,) if runs_all else (False, True):
+        with _alone():
+            run = _Run(recipe, job, rank, values, runs_all=each_runs)
+            recorded = run.record()
+            if recorded.is_even(run.depth):
+                meter = Running.meter = EngineMeter()
+                walk = Walk(recorded, run.depth, run.make_engine(), meter)
+                walk.run(run.micro_steps)
+                return walk.describe()
+    raise AssertionError("where all layers run, none stands for another")
 
 
 def find_moments(recipe: Recipe, job: Job, config: Mapping[str, Any]) -> dict[str, MemorySnapshot]:
@@ -89,12 +78,12 @@ def find_moments(recipe: Recipe, job: Job, config: Mapping[str, Any]) -> dict[st
     found: dict[str, MemorySnapshot] = {}
     for rank in find_fullest_ranks(job):
         try:
-            step = run_step(recipe, job, rank, config, with_lines=True)
+            moments = run_step(recipe, job, rank, config)
         except UnknownOperator:
             raise
         except Exception as error:
             raise UnknownOperator(f"its code ends with {type(error).__name__}: {error}") from error
-        for phase, moment in step.snapshots.items():
+        for phase, moment in moments.items():
             if phase not in found or moment.num_bytes > found[phase].num_bytes:
                 found[phase] = moment
     return {phase: moment._replace(lines=_add_device_lines(job, moment)) for phase, moment in found.items()}
@@ -112,7 +101,7 @@ def _alone() -> Iterator[None]:
     """Bytes are freed by references alone, and what the last run left is gone."""
     pass
     gc.disable()
-    Running.meter, Running.device, Running.dtype = ByteMeter(), DEVICE, FLOAT32
+    Running.meter, Running.device, Running.dtype = ByteMeter([]), DEVICE, FLOAT32
     Running.hooks, Running.grad, Running.sequence, Running.acts_as_gpu = [], True, 0, False
     Running.sees_kernels = False
     Unknown.running = True
@@ -126,19 +115,25 @@ def _alone() -> Iterator[None]:
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, job: Job, rank: int, values: Mapping[str, Any]) -> None:
-        self.recipe, self.job, self.meter = recipe, job, Running.meter
+    def __init__(
+        self, recipe: Recipe, job: Job, rank: int, values: Mapping[str, Any], *, runs_all: bool = False
+    ) -> None:
+        self.recipe, self.job, self.rank, self.meter = recipe, job, rank, Running.meter
         self.meter.enter(LOAD)
-        leaves: list[SizedModule] = []
-        self.sources = ModelSources(given=_give_others(leaves.append))
         Unknown.running = False  # files are executed and models made
-        self._stand_in(is_gpu=recipe.run.device != "cpu")
+        self.sources, leaves = _open_sources(is_gpu=recipe.run.device != "cpu")
+        self.sources.forget_run()
+        leaves.clear()
+        if recipe.run.device != "cpu":
+            Running.sees_kernels = True
+            CustomOperator.inside = {"ulysses::attend": _count_forward, "ulysses::attend_backward": _count_backward}
         attention = self._register_attention(rank)
         Running.dtype = DTYPES[job.dtype_bytes]
         config = make_config(self.sources, values)
         config._attn_implementation = attention
         with tagged(*PARAMETERS):
             model = make_model(self.sources, config)
+            self._choose_layers(model, runs_all=runs_all)
             if job.quantized is not None:
                 quantize_layers(model, job.quantized)
         Running.dtype, made = FLOAT32, list(list_as_made(model))
@@ -146,46 +141,51 @@ class _Run:
             parameter.dtype = DTYPES[job.dtype_bytes] if parameter.dtype.is_floating_point else parameter.dtype
         self.module = self._apply_levers(model)
         leaves += [module for module in model.modules() if type(module).__name__ in WHOLE]
-        are_alike = job.zero_stage == 3 and job.layout.dp_replicate_size == 1
-        self.micro_steps = 1 if are_alike else min(2, job.accumulation)
-        self.engine = self._make_engine(_read_settings(job, rank, self.micro_steps), leaves, made)
+        is_sharded = job.zero_stage == 3
+        self.micro_steps = 1 if is_sharded and job.layout.dp_replicate_size == 1 else min(2, job.accumulation)
+        if is_sharded:
+            Linear.compute = staticmethod(multiply_sharded)
+        kept = job.engine.persistence_threshold
+        self.hooks = Hooks(self.module, leaves, made, gathers=is_sharded, kept=kept)
         self.meter.forget()
-        self.engine.start()
-        SizedModule.call, SizedModule.read = self.engine.call, self.engine.read
+        if self.layers is not None:
+            self.meter.held[PARAMETERS] += self.depth.count_skipped(list(self.layers))
+        SizedModule.call, SizedModule.read = self.hooks.call, self.hooks.read if is_sharded else None
         groups = SimpleNamespace(sp_axis=self.axis, ring_axis=self.ring_axis)
         self._load("assembly.head").check_head(self.module.model, self.rule, groups, DEVICE)
         self.meter.enter(BETWEEN)
         Unknown.running = True
 
-    def _make_engine(
-        self, settings: ShardSettings, leaves: list[SizedModule], made: list[Parameter]
-    ) -> ShardedEngine | WholeEngine:
-        if self.job.zero_stage < 3:
-            return WholeEngine(self.module, settings, self.job.zero_stage)
-        Linear.compute = staticmethod(multiply_sharded)
-        engine = ShardedEngine(self.module, settings, leaves, made)
-        for parameter in self.module.parameters():  # a weight is divided as soon as it is made
-            parameter.storage = engine.nothing
-        return engine
+    def _choose_layers(self, model: Any, *, runs_all: bool) -> None:
+        layers, offloaded = find_layers(model), self.job.levers.offloaded_layers
+        self.layers = layers
+        num_layers = 0 if layers is None else len(layers)
+        self.depth = Depth(tuple(range(num_layers)))
+        if layers is not None and not runs_all:
+            self.depth = choose_depth(list(layers), offloaded)
+            self.depth.skip(layers)
+        self.levers = self.job.levers
+        if not self.depth.is_whole:
+            self.levers = replace(self.levers, offloaded_layers=sum(n < offloaded for n in self.depth.live))
+
+    def make_engine(self) -> ShardedEngine | WholeEngine:
+        settings = _read_settings(self.job, self.rank, self.micro_steps)
+        modules, weights = self.depth.expand(list(self.hooks.list_modules()), list(self.hooks.list_weights()))
+        if self.job.zero_stage == 3:
+            return ShardedEngine(modules, weights, settings)
+        return WholeEngine(weights, settings, self.job.zero_stage)
+
+    def record(self) -> Recorded:
+        """A step and an evaluation."""
+        self.step()
+        if self.job.evaluates:
+            self.evaluate()
+        self.meter.enter(BETWEEN)
+        events, self.meter.events = self.meter.events, None
+        return Recorded(self.meter.held, events or (), self.hooks.marks)
 
     def _load(self, name: str) -> Any:
         return self.sources.load_own(f"ulysses_cli.train.{name}")
-
-    def _stand_in(self, *, is_gpu: bool) -> None:
-        """What has no sizes: streams, collectives, host buffers, and the inside of a GPU's kernels."""
-        self.sources.load_own("ulysses_cli.prove.trace.few_tiles").keep_few_tiles()
-        offload = self._load("memory.offload")
-        offload.HostPool = _HostPool
-        collectives = dict.fromkeys(("all_to_all_single", "all_gather"), lambda *_, **__: _Stream())
-        vars(self.sources.torch["torch.distributed"]).update(collectives, get_backend=lambda: "fake")
-        if is_gpu:
-            Running.sees_kernels = True
-            CustomOperator.inside = {"ulysses::attend": _count_forward, "ulysses::attend_backward": _count_backward}
-            streams = {"current_stream": _Stream, "stream": Nothing, "Event": _Stream}
-            vars(self.sources.torch["torch"])["cuda"] = Namespace("torch.cuda", **streams)
-            offload.Offloader = _put_on_streams(offload.Offloader)
-        file = self.sources.load_own("ulysses_cli.prove.trace.counted_file")
-        file.replace_file(file.CountedFile())
 
     def _register_attention(self, rank: int) -> str:
         layout, axis = self.job.layout, self._load("processes.sequence_axis").SequenceAxis
@@ -215,7 +215,7 @@ class _Run:
         elementwise.recognise_norm_class = recognise_norm
         elementwise.serve_elementwise(model, FUSED if recipe.model.fused_kernels else PLAIN)
         self.rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, recipe.train.z_loss_weight)
-        plan = settle(recipe, shape, self.job.levers)
+        plan = settle(recipe, shape, self.levers)
         loss = self._load("assembly.levers").apply_levers(model, plan, self.rule, DEVICE)
         module = self._load("assembly.loss_model").LossModel(model, loss)
         module.train()
@@ -244,22 +244,40 @@ class _Run:
         return ids, positions, labels, documents
 
     def step(self) -> None:
-        for number in range(self.micro_steps):
-            self.meter.enter("forward")
-            loss = self.module(*self._make_rows())
-            scaled = loss * 1.0
-            self.meter.enter("backward")
-            self.engine.run_backward(scaled)
-            self.meter.enter("optimizer_step")
-            if number == self.micro_steps - 1:
-                self.engine.run_optimizer()
-            self.meter.enter(BETWEEN)
-            del loss, scaled
+        self.meter.enter("forward")
+        loss = self.module(*self._make_rows())
+        scaled = loss * 1.0
+        self.meter.enter("backward")
+        self.hooks.run_backward(scaled)
+        self.meter.enter("optimizer_step")
+        self.hooks.mark("step")
+        self.meter.enter(BETWEEN)
 
     def evaluate(self) -> None:
         with self.meter.during("evaluation"), grad_mode(False):
             self.module(*self._make_rows(), per_token=True)
-            self.engine.end_evaluation()
+            self.hooks.mark("end evaluation")
+
+
+@cache
+def _open_sources(*, is_gpu: bool) -> tuple[ModelSources, list[SizedModule]]:
+    """Files executed once for all runs, and the modules that a run's levers want gathered whole. What has no sizes is
+    replaced: streams, collectives, host buffers, and the inside of a GPU's kernels."""
+    leaves: list[SizedModule] = []
+    sources = ModelSources(given=_give_others(leaves.append))
+    sources.load_own("ulysses_cli.prove.trace.few_tiles").keep_few_tiles()
+    offload: Any = sources.load_own("ulysses_cli.train.memory.offload")
+    offload.HostPool = _HostPool
+    collectives = dict.fromkeys(("all_to_all_single", "all_gather"), lambda *_, **__: _Stream())
+    vars(sources.torch["torch.distributed"]).update(collectives, get_backend=lambda: "fake")
+    if is_gpu:
+        streams = {"current_stream": _Stream, "stream": Nothing, "Event": _Stream}
+        vars(sources.torch["torch"])["cuda"] = Namespace("torch.cuda", **streams)
+        offload.Offloader = _put_on_streams(offload.Offloader)
+    file = sources.load_own("ulysses_cli.prove.trace.counted_file")
+    file.replace_file(file.CountedFile())
+    sources.keep_changes()
+    return sources, leaves
 
 
 def list_as_made(module: SizedModule) -> Iterator[Parameter]:

@@ -1,0 +1,254 @@
+"""Layers that are alike run once, and stand for all layers of the model: what tensors take from one layer to the next
+does not depend on how many there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ulysses_cli.plan.ledger.sized.hooks import HookMark, ModuleWeights, WeightSize
+from ulysses_cli.plan.ledger.sized.lines import GATHERED
+from ulysses_cli.plan.sizes.meter import Tag
+from ulysses_cli.plan.sizes.nn import ModuleList, Parameter, SizedModule
+from ulysses_cli.plan.sizes.tensor import Tensor
+
+Event = tuple[int, str, Tag]
+PLACES = ("layer_idx", "layer_id", "layer_number")  # of a layer in the model
+COPYING = 3  # layers until copies to the host come and go evenly
+
+
+class Skipped(SizedModule):
+    """In place of a layer that is like another one, which runs before: what others read of it, and no work."""
+
+    def __init__(self, layer: SizedModule, like: SizedModule) -> None:
+        super().__init__()
+        vars(self).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+        self.num_beside: int | None = None  # what the layer returns besides, where it returns a tuple
+        like.register_forward_hook(self._count_beside)
+
+    def _count_beside(self, _: Any, __: Any, out: Any) -> None:
+        self.num_beside = len(out) - 1 if isinstance(out, tuple) else None
+
+    def __call__(self, hidden: Any, *_: Any, **__: Any) -> Any:
+        return hidden if self.num_beside is None else (hidden, *[None] * self.num_beside)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """`like`: for each layer of the model, the number of the one that runs in its place."""
+
+    like: tuple[int, ...]
+
+    @property
+    def live(self) -> list[int]:
+        return sorted(set(self.like))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers run."""
+        return all(number == own for number, own in enumerate(self.like))
+
+    def skip(self, layers: ModuleList) -> None:
+        """Replaces layers that do not run."""
+        live = set(self.like)
+        for number, layer in list(enumerate(layers)):
+            if number not in live:
+                layers._modules[str(number)] = Skipped(layer, layers[self.like[number]])
+
+    def count_skipped(self, layers: Sequence[SizedModule]) -> int:
+        """Bytes of constants that layers would have which do not run."""
+        constants = {number: count_constants(layers[number]) for number in self.live}
+        return sum(constants[own] for number, own in enumerate(self.like) if own != number)
+
+    def shift(self, path: str, own: int, number: int) -> str:
+        """The path that a module or weight has where not layer `own` runs but the one of this number."""
+        parts = path.split(".")
+        for at, part in enumerate(parts):
+            if part.isdigit():
+                live = self.live
+                parts[at] = str(number + live.index(int(part)) - live.index(own))
+                break
+        return ".".join(parts)
+
+    def expand(
+        self, modules: Sequence[ModuleWeights], weights: Sequence[WeightSize]
+    ) -> tuple[list[ModuleWeights], list[WeightSize]]:
+        """Those of all layers, in the model's order."""
+        sizes = {size.path: size for size in weights}
+        of_layer: dict[int | None, list[ModuleWeights]] = {}
+        for module in modules:
+            of_layer.setdefault(find_number(module.path), []).append(module)
+        grown, found = list[ModuleWeights](), dict[str, WeightSize]()
+        for module in modules:
+            layer = find_number(module.path)
+            if layer is not None and module is not of_layer[self.live[0]][0]:
+                continue
+            copies: list[tuple[ModuleWeights, int | None, int]] = [(module, None, 0)]
+            if layer is not None:
+                copies = [(each, own, at) for at, own in enumerate(self.like) for each in of_layer[own]]
+            for each, own, at in copies:
+                names = [_move(name, own, at) for name in each.weights]
+                leaf = None if each.leaf is None else _move(each.leaf, own, at)
+                grown.append(ModuleWeights(_move(each.path, own, at), names, leaf))
+                for name, source in zip(names, each.weights, strict=True):
+                    found.setdefault(name, replace(sizes[source], path=name))
+        return grown, _number(list(found.values()), sizes.values())
+
+
+def _move(path: str, own: int | None, number: int) -> str:
+    parts = path.split(".")
+    at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
+    if own is not None and at is not None and parts[at] == str(own):
+        parts[at] = str(number)
+    return ".".join(parts)
+
+
+def _number(weights: list[WeightSize], sizes: Iterable[WeightSize]) -> list[WeightSize]:
+    """As they are made: layer by layer, each in the order of the one that it is like."""
+    firsts: dict[bool, int] = {}
+    for size in sizes:
+        if find_number(size.path) is not None:
+            firsts[size.is_late] = min(size.number, firsts.get(size.is_late, size.number))
+
+    def rank(size: WeightSize) -> tuple[int, int, int]:
+        layer = find_number(size.path)
+        return (size.number, 0, 0) if layer is None else (firsts[size.is_late], layer, size.number)
+
+    places = {size.path: place for place, size in enumerate(sorted(weights, key=rank))}
+    return [replace(size, number=places[size.path]) for size in weights]
+
+
+def find_number(path: str) -> int | None:
+    """Of the layer that a path leads into."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+
+
+def find_layers(model: SizedModule) -> ModuleList | None:
+    """The model's own list of layers: the longest of those that are nearest to its root."""
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, ModuleList)]
+    found = min(lists, key=lambda each: (each[0].count("."), -len(each[1])), default=None)
+    return None if found is None else found[1]
+
+
+def describe_layer(layer: SizedModule) -> Hashable:
+    """What makes two layers alike: the same modules with the same sizes and settings."""
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple((name, p.shape, p.requires_grad) for name, p in module._parameters.items() if p is not None),
+            tuple(
+                (name, value)
+                for name, value in vars(module).items()
+                if isinstance(value, bool | int | float | str) and name not in PLACES
+            ),
+        )
+        for path, module in layer.named_modules()
+    )
+
+
+def count_constants(layer: SizedModule) -> int:
+    """Bytes of a layer's tensors that are no weights, such as the scales of a quantized one."""
+    found = {
+        id(value.storage): value.storage.num_bytes
+        for module in layer.modules()
+        for value in (*vars(module).values(), *module._buffers.values())
+        if isinstance(value, Tensor) and not isinstance(value, Parameter)
+    }
+    return sum(found.values())
+
+
+def choose_depth(layers: Sequence[SizedModule], num_offloaded: int) -> Depth:
+    """Of layers of each kind behind each kind, the first runs, and the last of all. Where some are offloaded, copies
+    leave two layers later and come back one layer earlier. Layers that share weights are never alike: one of them gets
+    the sum of their gradients."""
+    owners = Counter(id(weight) for layer in layers for weight in {id(p): p for p in layer.parameters()}.values())
+    if max(owners.values(), default=1) > 1:
+        return Depth(tuple(range(len(layers))))
+    kinds, last, firsts = [describe_layer(layer) for layer in layers], len(layers) - 1, dict[Hashable, int]()
+    reach = 2 if num_offloaded else 1
+
+    def list_before(number: int) -> list[Hashable]:
+        return kinds[max(0, number - reach) : number]
+
+    def describe(number: int) -> Hashable:
+        place = 0
+        if num_offloaded:
+            kept = number - num_offloaded
+            place = min(number, COPYING) if kept < 0 else COPYING + 1 + min(kept, 2)
+        return kinds[number], tuple(list_before(number)), number == last, place
+
+    like = [firsts.setdefault(describe(number), number) for number in range(len(kinds))]
+    live = sorted(set(like))
+    for at, number in enumerate(live.copy()):
+        if [kinds[other] for other in live[max(0, at - reach) : at]] != list_before(number):
+            live += range(max(0, number - reach), number)
+    return Depth(tuple(number if number in live else other for number, other in enumerate(like)))
+
+
+class Window(NamedTuple):
+    """What happens while one layer runs, or none, from an event on up to another one."""
+
+    layer: int | None
+    marks: list[HookMark]
+    first: int
+    end: int
+
+
+class Recorded:
+    """What tensors take, by event, of the run of a few layers; and its windows by phase."""
+
+    def __init__(self, held: Mapping[Tag, int], events: Sequence[Event], marks: Sequence[HookMark]) -> None:
+        self.events = events
+        self.held = Counter({tag: size for tag, size in held.items() if tag != GATHERED})
+        now = sum(self.held.values())
+        self.levels = [now]
+        for size, _, tag in events:
+            now += size if tag != GATHERED else 0
+            self.levels.append(now)
+        self.phases: dict[str, list[Window]] = {}
+        joined = [window for phase, own in groupby(marks, key=lambda mark: mark.phase) for window in _join(list(own))]
+        ends = [own[0].at for _, own in joined[1:]] + [len(events)]
+        for (layer, own), end in zip(joined, ends, strict=True):
+            while end > own[-1].at and events[end - 1][1] != own[0].phase:
+                end -= 1  # what comes between phases belongs to none
+            window = Window(layer, own, own[0].at, end)
+            self.phases.setdefault(own[0].phase, []).append(window)
+
+    def is_even(self, depth: Depth) -> bool:
+        """Whether each layer that stands for others gives back all that it takes."""
+        stands = {own for number, own in enumerate(depth.like) if own != number}
+        changes: Counter[tuple[str, int]] = Counter()
+        for phase, windows in self.phases.items():
+            step = "step" if phase in ("forward", "backward") else phase
+            for window in windows:
+                if window.layer in stands:
+                    changes[step, window.layer] += self.levels[window.end] - self.levels[window.first]
+        return not any(changes.values())
+
+    def count_tags(self, first: int, end: int) -> Counter[Tag]:
+        tags: Counter[Tag] = Counter()
+        for size, _, tag in self.events[first:end]:
+            if tag != GATHERED:
+                tags[tag] += size
+        return tags
+
+
+def _join(marks: list[HookMark]) -> list[tuple[int | None, list[HookMark]]]:
+    """Marks of a phase by layer. Those between layers, and late ones of a layer, belong to the layer before."""
+    runs = [(layer, list(own)) for layer, own in groupby(marks, key=lambda mark: find_number(mark.path))]
+    last = max((number for number, (layer, _) in enumerate(runs) if layer is not None), default=-1)
+    joined: list[tuple[int | None, list[HookMark]]] = []
+    seen: set[int] = set()
+    for number, (layer, own) in enumerate(runs):
+        is_late = layer in seen or (layer is None and number < last)
+        if joined and is_late and (layer is not None or joined[-1][0] is not None):
+            joined[-1][1].extend(own)
+        else:
+            joined.append((layer, own))
+        if layer is not None:
+            seen.add(layer)
+    return joined

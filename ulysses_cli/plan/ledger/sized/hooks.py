@@ -1,0 +1,288 @@
+"""DeepSpeed's hooks around modules (runtime/zero/parameter_offload.py). They run where a model computes on sizes, and
+note what an engine has to do at each place; engine and tensors are put together afterwards (walk.py)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from ulysses_cli.plan.ledger.sized.lines import AGAIN, FORWARD, GATHERED, tagged
+from ulysses_cli.plan.sizes import autograd
+from ulysses_cli.plan.sizes.autograd import Function, Node, begin, finish
+from ulysses_cli.plan.sizes.dtypes import FLOAT32, DType
+from ulysses_cli.plan.sizes.nn import Parameter, SizedModule
+from ulysses_cli.plan.sizes.tensor import Running, Storage, Tensor, make
+from ulysses_cli.plan.sizes.views import raw_reshape
+
+Work = Literal[
+    "begin", "fetch", "release", "read", "pin", "unpin", "reduce", "begin backward", "end backward", "step",
+    "end evaluation",
+]  # fmt: skip
+
+
+class HookMark(NamedTuple):
+    """Work of the engine before the event of that number. `path`: of the module or weight; `weight`: one that the
+    module reads though it is another's. Modules are entered in a forward, also in one that is computed again."""
+
+    at: int
+    phase: str
+    work: Work
+    path: str
+    is_forward: bool = False
+    weight: str = ""
+
+
+@dataclass(eq=False)
+class ModuleWeights:
+    """A module's own weights by name. `leaf`: that of the module around it, or its own, which is gathered whole."""
+
+    path: str
+    weights: list[str] = field(default_factory=list)
+    leaf: str | None = None
+
+
+@dataclass(frozen=True)
+class WeightSize:
+    """`number`: weights are numbered as they are made. `is_late`: the engine is told of it at its start."""
+
+    path: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: DType
+    is_trained: bool
+    is_late: bool
+
+
+class Hooks:
+    """`leaves`: modules that are gathered whole, with all that is inside. `made`: parameters in the order in which the
+    engine was told of them; it is told of others at its start. Without `gathers`, weights are there always."""
+
+    def __init__(
+        self, root: SizedModule, leaves: Collection[SizedModule], made: Iterable[Parameter], *, gathers: bool, kept: int
+    ) -> None:
+        self.root, self.gathers, self.leaves = root, gathers, set(leaves) if gathers else set()
+        self.places = {module: path for path, module in root.named_modules()}
+        self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
+        self.names: dict[int, str] = {}
+        self.parameters = dict(root.named_parameters())
+        for name, parameter in self.parameters.items():
+            self.names[id(parameter)] = name
+        self.own = {module: [p for p in module._parameters.values() if p is not None] for module in self.places}
+        self.of_leaf = {leaf: list(leaf.parameters()) for leaf in self.leaves}
+        self.in_leaves = {id(parameter) for own in self.of_leaf.values() for parameter in own}
+        self.fetched = {module: self.of_leaf.get(module, own) for module, own in self.own.items()}
+        self.numbers = {id(parameter): number for number, parameter in enumerate(made)}
+        self.remaining, self.waiting = dict.fromkeys(self.places, 0), dict.fromkeys(self.places, 0)
+        self.users: dict[int, set[SizedModule]] = {id(parameter): set() for parameter in self.parameters.values()}
+        self.meter, self.running = Running.meter, list[SizedModule]()
+        self.runs_backward = False
+        self.pins: list[Any] = []
+        self.marks: list[HookMark] = []
+        self.nothing = Storage(0)
+        for parameter in self.parameters.values():
+            parameter.storage = self.nothing  # the engine's
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._take)
+        self.away = {id(p) for p in self.parameters.values() if gathers and p.numel() > kept}
+        self.gathered = set(self.away)
+
+    def list_modules(self) -> Iterator[ModuleWeights]:
+        leaf_of = {inner: self.places[leaf] for leaf in self.leaves for inner in leaf.modules()}
+        for module, path in self.places.items():
+            own = [p for p in module._parameters.values() if p is not None]
+            yield ModuleWeights(path, [self.names[id(parameter)] for parameter in own], leaf_of.get(module))
+
+    def list_weights(self) -> Iterator[WeightSize]:
+        num_made = len(self.numbers)
+        for name, parameter in self.parameters.items():
+            number = self.numbers.setdefault(id(parameter), len(self.numbers))
+            is_late = number >= num_made
+            yield WeightSize(name, number, parameter.shape, parameter.dtype, parameter.requires_grad, is_late)
+
+    def mark(self, work: Work, path: str = "", *, is_forward: bool = False, weight: str = "") -> None:
+        if self.meter.events is not None:  # not after the run, when the last tensors go
+            self.marks.append(HookMark(len(self.meter.events), self.meter.phase, work, path, is_forward, weight))
+
+    # --- around modules
+
+    def call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """In place of a module's forward."""
+        if module not in self.places:
+            return module.forward(*args, **named)
+        with tagged(AGAIN if self.runs_backward else FORWARD, self.places[module]):
+            if module in self.inside:
+                return module.forward(*args, **named)
+            if self.gathers:
+                return self._call(module, args, named)
+            self.mark("begin" if module is self.root else "fetch", self.places[module], is_forward=True)
+            return module.forward(*args, **named)
+
+    def _call(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if module is self.root:
+            self.mark("begin")
+        self._fetch(module, is_forward=True)
+        self.remaining[module] = 0
+        args = tuple(self._watch_input(module, each) if isinstance(each, Tensor) else each for each in args)
+        if module in self.leaves and Running.grad:
+            args = tuple(_LeafHook(self, module).watch(each) if isinstance(each, Tensor) else each for each in args)
+        self.running.append(module)
+        out = module.forward(*args, **named)
+        del args
+        self.running.pop()
+        self._release(module, is_forward=True)
+        if isinstance(out, tuple):
+            return tuple(self._watch_output(module, each) if isinstance(each, Tensor) else each for each in out)
+        if isinstance(out, Tensor):
+            return self._watch_output(module, out)
+        hidden = getattr(out, "last_hidden_state", None)
+        if hidden is not None:
+            out.last_hidden_state = self._watch_output(module, hidden)
+        return out
+
+    def _watch_input(self, module: SizedModule, t: Tensor) -> Tensor:
+        """When the gradients of all inputs are there, weights are released."""
+        if not (Running.grad and t.requires_grad):
+            return t
+        self.remaining[module] += 1
+
+        def run(_: Node, grads: list[Any]) -> Any:
+            self.remaining[module] -= 1
+            if not self.remaining[module]:
+                self._release(module, is_forward=False)
+            return grads
+
+        return watch(t, run)
+
+    def _watch_output(self, module: SizedModule, t: Tensor) -> Tensor:
+        """Before the backward of a module its weights are fetched."""
+        if not (Running.grad and t.requires_grad):
+            return t
+        self.waiting[module] += 1
+
+        def run(_: Node, grads: list[Any]) -> Any:
+            if self.waiting[module] > 0:
+                self._fetch(module, is_forward=False)
+                self.waiting[module] -= 1
+            return grads
+
+        return watch(t, run)
+
+    def read(self, parameter: Parameter) -> None:
+        """A weight that is read outside of its own module belongs to the module that reads it, from then on."""
+        if id(parameter) not in self.away or self.running[:1] != [self.root] or self.runs_backward:
+            return
+        module = self.running[-1]
+        self.fetched[module] = [*self.fetched[module], parameter]
+        self.mark("read", self.places[module], weight=self.names[id(parameter)])
+        self._bring(parameter)
+
+    # --- weights here take no memory of tensors, but where one outlives its module's turn
+
+    def _fetch(self, module: SizedModule, *, is_forward: bool) -> None:
+        self.mark("fetch", self.places[module], is_forward=is_forward)
+        for parameter in self.fetched[module]:
+            self._bring(parameter)
+            self.users[id(parameter)].add(module)
+
+    def _bring(self, parameter: Parameter) -> None:
+        if id(parameter) in self.away:
+            parameter.storage = Storage(parameter.nbytes, GATHERED)
+            self.away.discard(id(parameter))
+
+    def _release(self, module: SizedModule, *, is_forward: bool) -> None:
+        path, gone = self.places[module], []
+        for parameter in self.fetched[module]:
+            own = id(parameter)
+            self.users[own].discard(module)
+            if own in self.gathered and own not in self.away and not self.users[own]:
+                gone.append((self.names[own], weakref.ref(parameter.storage)))
+                parameter.storage = self.nothing
+                self.away.add(own)
+        for name, storage in gone:
+            held = storage()
+            if held is not None:  # by a view that is saved for the backward
+                self.mark("pin", name)
+                self.pins.append(weakref.ref(held, partial(self._unpin, name)))
+        self.mark("release", path, is_forward=is_forward)
+
+    def _unpin(self, name: str, _: Any) -> None:
+        self.mark("unpin", name)
+
+    # --- gradients
+
+    def run_backward(self, loss: Tensor) -> None:
+        self.mark("begin backward")
+        self.runs_backward = True
+        autograd.backward([loss], [make((), FLOAT32)])
+        self.runs_backward = False
+        self.mark("end backward")
+
+    def _take(self, parameter: Parameter) -> None:
+        if id(parameter) not in self.in_leaves:
+            self.reduce(parameter)
+
+    def reduce(self, parameter: Parameter) -> None:
+        self.mark("reduce", self.names[id(parameter)])
+        parameter.grad = None
+
+
+def watch(t: Tensor, run: Callable[[Node, list[Any]], Any]) -> Tensor:
+    """A view whose backward calls `run`."""
+    node = begin(run, t)
+    return finish(node, t.detach())
+
+
+class _LeafHook:
+    """Of a module that is gathered whole: its gradients are reduced when that of an input is there."""
+
+    def __init__(self, hooks: Hooks, module: SizedModule) -> None:
+        self.hooks, self.module, self.is_done = hooks, module, False
+
+    def watch(self, t: Tensor) -> Tensor:
+        return watch(t, self._run) if t.requires_grad else t
+
+    def _run(self, _: Node, grads: list[Any]) -> Any:
+        if not self.is_done:
+            self.is_done = True
+            for parameter in self.hooks.of_leaf[self.module]:
+                if parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = make(parameter.shape, parameter.dtype)
+                    self.hooks.reduce(parameter)
+        return grads
+
+
+class LinearOfShards(Function):
+    """LinearFunctionForZeroStage3: saves input, weight and bias, whatever needs a gradient."""
+
+    @staticmethod
+    def forward(t: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return make((*t.shape[:-1], weight.shape[0]), t.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        t, weight, *bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        for_input = make((*grad.shape[:-1], weight.shape[1]), grad.dtype) if needs[0] else None
+        for_weight = for_bias = None
+        if needs[1]:
+            rows = [raw_reshape(each, (prod(each.shape[:-1]), each.shape[-1])) for each in (grad, t)]
+            for_weight = make(weight.shape, grad.dtype)
+            del rows
+        if bias and bias[0] is not None and needs[2]:
+            for_bias = make(bias[0].shape, grad.dtype)
+        return for_input, for_weight, for_bias
+
+
+def multiply_sharded(t: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """zero3_linear_wrap"""
+    product: Tensor = LinearOfShards.apply(t, weight, bias)
+    return product
