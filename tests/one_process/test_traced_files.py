@@ -28,7 +28,7 @@ def trace_and_make_job(*words: str) -> tuple[dict[str, Any], dict[str, int], Job
     "words",
     [
         pytest.param((STATES,), id="states", marks=pytest.mark.full),
-        pytest.param((WEIGHTS,), id="weights", marks=pytest.mark.check),
+        pytest.param((WEIGHTS,), id="weights", marks=pytest.mark.full),
         pytest.param((STATES, WEIGHTS), id="both", marks=pytest.mark.check),
     ],
 )
