@@ -385,7 +385,7 @@ def test_evaluation_saves_no_tensor() -> None:
             ).last_hidden_state,
             row["labels"],
         )
-    torch.testing.assert_close(losses.sum(), expected(**row, documents=documents))
+    torch.testing.assert_close(losses.sum()[None], expected(**row, documents=documents))
 
 
 def test_noise_in_place_is_refused() -> None:

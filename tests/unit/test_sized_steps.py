@@ -88,7 +88,7 @@ def test_layers_that_are_alike_need_run_only_once(number: int) -> None:
     recipe = drawn.model_copy(update={"model": model, "memory": memory})
     request = make_request(recipe)
     job = make_job(**request)
-    few, every = (run_step(recipe, job, 0, config, runs_all=runs_all) for runs_all in (False, True))
+    few, every = (run_step(job, 0, runs_all=runs_all) for runs_all in (False, True))
     for phase, moment in every.items():
         assert few[phase].num_bytes == pytest.approx(moment.num_bytes, rel=1e-6), phase
         assert few[phase].lines.keys() == moment.lines.keys()

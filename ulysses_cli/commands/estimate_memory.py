@@ -109,8 +109,9 @@ def estimate_memory(
         notes.append(f"no --gpu is named: {DEFAULT_GPU}")
     notes += [*describe_calibration(), *list_untested(gpus)]
     if not is_known(shape):
-        show = _show_trace_alone if trace else _show_moments_alone
-        raise typer.Exit(show(valid, gpus, output, strict=strict, online=online))
+        if trace:
+            raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))
+        raise typer.Exit(_show_moments_alone(valid, gpus, output, strict=strict))
     results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
     if sweep:
         _show_sweep(results, output)
@@ -184,12 +185,10 @@ def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, stri
     return FAILED if strict and any(result["verdict"] != "fits" for result in results) else DONE
 
 
-def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool, online: bool) -> int:
+def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool) -> int:
     """The same without torch: the model's own code runs on sizes alone."""
-    from ulysses_cli import hub
     from ulysses_cli.plan.ledger.job import make_job
     from ulysses_cli.plan.ledger.sized.step import find_moments
-    from ulysses_cli.plan.models.shape import find_text_part
     from ulysses_cli.plan.planner.lever_choice import read_levers
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.sizes.tensor import UnknownOperator
@@ -199,11 +198,10 @@ def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, st
         raise AssertionError("no recipe")
     recipe, shape = valid.loaded.recipe, valid.shape
     job = make_job(recipe, shape, read_levers(recipe, shape)[0], needs_formula=False)
-    config = find_text_part(or_exit(lambda: hub.find_model_config(recipe, online=online)[0]))
 
     def run() -> dict[str, MemorySnapshot]:
         try:
-            return find_moments(recipe, job, config)
+            return find_moments(job)
         except UnknownOperator as error:
             message = (
                 f"the memory of {shape.name}, a model of type {shape.model_type}, is not known without torch: {error}"

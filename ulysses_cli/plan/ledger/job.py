@@ -25,6 +25,7 @@ from ulysses_cli.plan.models.layers import (
 )
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.recipe.lora_section import Lora
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, make_layout
 from ulysses_cli.plan.rows.order import Ring
@@ -90,6 +91,8 @@ class Job:
     fused_norms: bool = False  # RMSNorm in one kernel (train/elementwise/, Liger): no float32 copies
     sums_in_product: bool = False  # gradients of tiles are added where a matrix product makes them
     fused_gates: bool = False  # rotary embedding and gated activations in one kernel each
+    lora: Lora | None = None
+    is_on_cpu: bool = False
     kernel: str = "auto"  # decides the attention backward's workspace; auto: the larger one, FlashAttention 2's
     has_z_loss: bool = False
     has_disk: bool = False  # a folder on a local disk is named
@@ -329,6 +332,8 @@ def make_job(
         fused_norms=recipe.model.fused_kernels,
         fused_gates=recipe.model.fused_kernels,
         sums_in_product=True,  # every GPU that torch has kernels for (train/memory/tiling.py: adds_in_product)
+        lora=recipe.lora,
+        is_on_cpu=recipe.run.device == "cpu",
         kernel=recipe.model.attn_implementation,
         has_z_loss=recipe.train.z_loss_weight > 0,
         has_disk=recipe.memory.nvme_path is not None,

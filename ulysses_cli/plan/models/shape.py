@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -92,6 +92,7 @@ class ModelShape:
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
     token_vectors: TokenVectors | None = None
     biases: Biases = NO_BIASES
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what it was read from
 
     @property
     def crosses_documents(self) -> bool:
@@ -266,6 +267,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
         token_vectors=_read_token_vectors(facts, family, num_layers),
         biases=_read_biases(facts, family) if family else NO_BIASES,
+        config=find_text_part(config),
     )
 
 

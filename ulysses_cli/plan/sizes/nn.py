@@ -29,6 +29,7 @@ class Buffer(Tensor):
 
 class SizedModule:
     training = True
+    does_work = True
     # What calls a module in place of its forward, where an engine has hooks around each.
     call: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None] = None
     # What is told of each parameter that is read.

@@ -4,7 +4,7 @@ does not depend on how many there are."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,12 +16,15 @@ from ulysses_cli.plan.sizes.nn import ModuleList, Parameter, SizedModule
 from ulysses_cli.plan.sizes.tensor import Tensor
 
 Event = tuple[int, str, Tag]
+SplitPath = tuple[str, int | None, str]
 PLACES = ("layer_idx", "layer_id", "layer_number")  # of a layer in the model
 COPYING = 3  # layers until copies to the host come and go evenly
 
 
 class Skipped(SizedModule):
     """In place of a layer that is like another one, which runs before: what others read of it, and no work."""
+
+    does_work = False
 
     def __init__(self, layer: SizedModule, like: SizedModule) -> None:
         super().__init__()
@@ -38,40 +41,48 @@ class Skipped(SizedModule):
 
 @dataclass(frozen=True)
 class Depth:
-    """`like`: for each layer of the model, the number of the one that runs in its place."""
+    """`live`: numbers of the layers that run; what is noted of them has their places in this list instead, so that runs
+    that offload another number of layers are the same. `like`: for each layer of the model, the place of the one that
+    runs for it."""
 
+    live: tuple[int, ...]
     like: tuple[int, ...]
-
-    @property
-    def live(self) -> list[int]:
-        return sorted(set(self.like))
 
     @property
     def is_whole(self) -> bool:
         """Whether all layers run."""
-        return all(number == own for number, own in enumerate(self.like))
+        return len(self.live) == len(self.like)
 
     def skip(self, layers: ModuleList) -> None:
         """Replaces layers that do not run."""
-        live = set(self.like)
-        for number, layer in list(enumerate(layers)):
-            if number not in live:
-                layers._modules[str(number)] = Skipped(layer, layers[self.like[number]])
+        for number, (layer, place) in enumerate(zip(list(layers), self.like, strict=True)):
+            if number not in self.live:
+                layers._modules[str(number)] = Skipped(layer, layers[self.live[place]])
 
     def count_skipped(self, layers: Sequence[SizedModule]) -> int:
         """Bytes of constants that layers would have which do not run."""
-        constants = {number: count_constants(layers[number]) for number in self.live}
-        return sum(constants[own] for number, own in enumerate(self.like) if own != number)
+        constants = [count_constants(layers[number]) for number in self.live]
+        return sum(constants[place] for place in self.like) - sum(constants)
 
-    def shift(self, path: str, own: int, number: int) -> str:
-        """The path that a module or weight has where not layer `own` runs but the one of this number."""
-        parts = path.split(".")
-        for at, part in enumerate(parts):
-            if part.isdigit():
-                live = self.live
-                parts[at] = str(number + live.index(int(part)) - live.index(own))
-                break
-        return ".".join(parts)
+    def rename(self, path: str) -> str:
+        """A path with the place of a layer that runs in place of its number."""
+        number = find_number(path)
+        return path if number is None else replace_number(path, self.live.index(number))
+
+    def list_windows(self, phase: str, windows: Sequence[Window]) -> Iterator[tuple[Window, Turn]]:
+        """Of the whole model: a window, and the turn in which it comes."""
+        of_layer = {window.layer: window for window in windows if window.layer is not None}
+        num_others, is_first = 0, True
+        for window in windows:
+            if window.layer is None:
+                yield window, Turn(None, num_others)
+                num_others += 1
+            elif is_first:
+                is_first = False
+                layers = range(len(self.like))
+                for layer in reversed(layers) if phase == "backward" else layers:
+                    if self.like[layer] in of_layer:  # the backward ends above layers that are frozen
+                        yield of_layer[self.like[layer]], Turn(layer)
 
     def expand(
         self, modules: Sequence[ModuleWeights], weights: Sequence[WeightSize]
@@ -84,7 +95,7 @@ class Depth:
         grown, found = list[ModuleWeights](), dict[str, WeightSize]()
         for module in modules:
             layer = find_number(module.path)
-            if layer is not None and module is not of_layer[self.live[0]][0]:
+            if layer is not None and module is not of_layer[0][0]:
                 continue
             copies: list[tuple[ModuleWeights, int | None, int]] = [(module, None, 0)]
             if layer is not None:
@@ -99,11 +110,27 @@ class Depth:
 
 
 def _move(path: str, own: int | None, number: int) -> str:
-    parts = path.split(".")
-    at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
-    if own is not None and at is not None and parts[at] == str(own):
-        parts[at] = str(number)
-    return ".".join(parts)
+    return replace_number(path, number) if own is not None and find_number(path) == own else path
+
+
+def split_path(path: str, own: int) -> SplitPath:
+    """A path in the window of a layer as what stands before and behind the layer's number, and how far that number is
+    from the window's."""
+    number = find_number(path)
+    if number is None:
+        return path, None, ""
+    before, _, behind = path.partition(f".{number}")
+    return f"{before}.", number - own, behind
+
+
+def join_path(parts: SplitPath, number: int) -> str:
+    before, offset, behind = parts
+    return before if offset is None else f"{before}{number + offset}{behind}"
+
+
+def replace_number(path: str, number: int) -> str:
+    own = find_number(path)
+    return path if own is None else join_path(split_path(path, own), number)
 
 
 def _number(weights: list[WeightSize], sizes: Iterable[WeightSize]) -> list[WeightSize]:
@@ -165,9 +192,10 @@ def choose_depth(layers: Sequence[SizedModule], num_offloaded: int) -> Depth:
     """Of layers of each kind behind each kind, the first runs, and the last of all. Where some are offloaded, copies
     leave two layers later and come back one layer earlier. Layers that share weights are never alike: one of them gets
     the sum of their gradients."""
+    every = tuple(range(len(layers)))
     owners = Counter(id(weight) for layer in layers for weight in {id(p): p for p in layer.parameters()}.values())
     if max(owners.values(), default=1) > 1:
-        return Depth(tuple(range(len(layers))))
+        return Depth(every, every)
     kinds, last, firsts = [describe_layer(layer) for layer in layers], len(layers) - 1, dict[Hashable, int]()
     reach = 2 if num_offloaded else 1
 
@@ -181,12 +209,21 @@ def choose_depth(layers: Sequence[SizedModule], num_offloaded: int) -> Depth:
             place = min(number, COPYING) if kept < 0 else COPYING + 1 + min(kept, 2)
         return kinds[number], tuple(list_before(number)), number == last, place
 
-    like = [firsts.setdefault(describe(number), number) for number in range(len(kinds))]
-    live = sorted(set(like))
+    firsts_of = [firsts.setdefault(describe(number), number) for number in every]
+    live = sorted(set(firsts_of))
     for at, number in enumerate(live.copy()):
         if [kinds[other] for other in live[max(0, at - reach) : at]] != list_before(number):
             live += range(max(0, number - reach), number)
-    return Depth(tuple(number if number in live else other for number, other in enumerate(like)))
+    live = sorted(set(live))
+    like = (live.index(number if number in live else other) for number, other in enumerate(firsts_of))
+    return Depth(tuple(live), tuple(like))
+
+
+class Turn(NamedTuple):
+    """Of a layer of the whole model, or the first or second of what comes before and after layers."""
+
+    layer: int | None
+    number: int = 0
 
 
 class Window(NamedTuple):
@@ -218,15 +255,28 @@ class Recorded:
             window = Window(layer, own, own[0].at, end)
             self.phases.setdefault(own[0].phase, []).append(window)
 
+    def find_fullest(self, first: int, end: int) -> int:
+        """The event before which tensors take most."""
+        return self.levels.index(max(self.levels[first : end + 1]), first, end + 1)
+
     def is_even(self, depth: Depth) -> bool:
-        """Whether each layer that stands for others gives back all that it takes."""
-        stands = {own for number, own in enumerate(depth.like) if own != number}
+        """Whether each layer that stands for others gives back all that it takes, and only its own work is done in its
+        turn; in that of another layer, no work of layers that are not beside it."""
+        stands = {place for place, count in Counter(depth.like).items() if count > 1}
         changes: Counter[tuple[str, int]] = Counter()
         for phase, windows in self.phases.items():
             step = "step" if phase in ("forward", "backward") else phase
             for window in windows:
-                if window.layer in stands:
-                    changes[step, window.layer] += self.levels[window.end] - self.levels[window.first]
+                own = window.layer
+                if own is None:
+                    continue
+                others = {find_number(mark.path) for mark in window.marks} - {None, own}
+                if any(depth.live[other] - depth.live[own] != other - own for other in others if other is not None):
+                    return False
+                if own in stands:
+                    changes[step, own] += self.levels[window.end] - self.levels[window.first]
+                    if others:
+                        return False
         return not any(changes.values())
 
     def count_tags(self, first: int, end: int) -> Counter[Tag]:

@@ -65,7 +65,7 @@ class Hooks:
         self, root: SizedModule, leaves: Collection[SizedModule], made: Iterable[Parameter], *, gathers: bool, kept: int
     ) -> None:
         self.root, self.gathers, self.leaves = root, gathers, set(leaves) if gathers else set()
-        self.places = {module: path for path, module in root.named_modules()}
+        self.places = {module: path for path, module in root.named_modules() if module.does_work}
         self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
         self.names: dict[int, str] = {}
         self.parameters = dict(root.named_parameters())
@@ -90,18 +90,18 @@ class Hooks:
         self.away = {id(p) for p in self.parameters.values() if gathers and p.numel() > kept}
         self.gathered = set(self.away)
 
-    def list_modules(self) -> Iterator[ModuleWeights]:
-        leaf_of = {inner: self.places[leaf] for leaf in self.leaves for inner in leaf.modules()}
+    def list_modules(self, rename: Callable[[str], str]) -> Iterator[ModuleWeights]:
+        leaf_of = {inner: rename(self.places[leaf]) for leaf in self.leaves for inner in leaf.modules()}
         for module, path in self.places.items():
-            own = [p for p in module._parameters.values() if p is not None]
-            yield ModuleWeights(path, [self.names[id(parameter)] for parameter in own], leaf_of.get(module))
+            own = [rename(self.names[id(p)]) for p in module._parameters.values() if p is not None]
+            yield ModuleWeights(rename(path), own, leaf_of.get(module))
 
-    def list_weights(self) -> Iterator[WeightSize]:
+    def list_weights(self, rename: Callable[[str], str]) -> Iterator[WeightSize]:
         num_made = len(self.numbers)
         for name, parameter in self.parameters.items():
             number = self.numbers.setdefault(id(parameter), len(self.numbers))
-            is_late = number >= num_made
-            yield WeightSize(name, number, parameter.shape, parameter.dtype, parameter.requires_grad, is_late)
+            is_late, path = number >= num_made, rename(name)
+            yield WeightSize(path, number, parameter.shape, parameter.dtype, parameter.requires_grad, is_late)
 
     def mark(self, work: Work, path: str = "", *, is_forward: bool = False, weight: str = "") -> None:
         if self.meter.events is not None:  # not after the run, when the last tensors go

@@ -223,8 +223,11 @@ class ShardedEngine:
                     for weight in sorted(self.fetched[module], key=lambda weight: weight.number)
                 ]
                 self.reuse = Reuse(self.own[path] for path in self.order)
-                of_leaves = (self._list_inside(path) for path in self.order)
-                self.reuse_of_leaves = Reuse(of_leaves) if self.leaves else self.reuse
+                if self.leaves:
+                    inside = self._list_inside()
+                    self.reuse_of_leaves = Reuse(inside[path] for path in self.order)
+                else:
+                    self.reuse_of_leaves = self.reuse
                 self.is_complete, self.is_recording = True, False
             else:
                 self.is_recording = True
@@ -239,10 +242,14 @@ class ShardedEngine:
             self._release_weight(weight)
         self.coming.clear()
 
-    def _list_inside(self, path: str) -> list[Weight]:
-        below = f"{path}." if path else ""
-        inside = (own for other, own in self.own.items() if other == path or other.startswith(below))
-        return [*dict.fromkeys(weight for own in inside for weight in own)]
+    def _list_inside(self) -> dict[str, list[Weight]]:
+        """By module, the weights of all that is inside."""
+        inside: dict[str, dict[Weight, None]] = {path: {} for path in self.own}
+        for path, own in self.own.items():
+            parts = path.split(".") if path else []
+            for length in range(len(parts) + 1):
+                inside[".".join(parts[:length])].update(dict.fromkeys(own))
+        return {path: list(weights) for path, weights in inside.items()}
 
     def read(self, module: str, weight: Weight) -> None:
         """A weight that is read outside of its own module belongs to the module that reads it, from then on."""

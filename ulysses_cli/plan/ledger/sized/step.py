@@ -18,16 +18,16 @@ from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
 from ulysses_cli.plan.ledger.sized.adapters import add_adapters
 from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, choose_depth, find_layers
 from ulysses_cli.plan.ledger.sized.hooks import Hooks, LinearOfShards, multiply_sharded
+from ulysses_cli.plan.ledger.sized.joining import Joined
 from ulysses_cli.plan.ledger.sized.lines import INPUTS, PARAMETERS, tagged
 from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
 from ulysses_cli.plan.ledger.sized.quantized import quantize_layers
 from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
 from ulysses_cli.plan.ledger.sized.sharding import ShardedEngine, ShardSettings
-from ulysses_cli.plan.ledger.sized.walk import EngineMeter, Walk
+from ulysses_cli.plan.ledger.sized.walk import EngineMeter, EngineWalk
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import settle
 from ulysses_cli.plan.rows.order import Ring, deal_rows
 from ulysses_cli.plan.sizes import products
 from ulysses_cli.plan.sizes.autograd import grad_mode
@@ -50,35 +50,31 @@ LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the 
 
 def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
     """The peak of each phase on one rank, as tensors without data have it."""
-    moments = run_step(recipe, make_job(recipe, shape, levers), rank)
+    moments = run_step(make_job(recipe, shape, levers), rank)
     return {phase: moment.num_bytes for phase, moment in moments.items()}
 
 
-def run_step(
-    recipe: Recipe, job: Job, rank: int, config: Mapping[str, Any] | None = None, *, runs_all: bool = False
-) -> dict[str, MemorySnapshot]:
-    """The fullest moment of each phase. `config`: the model's, where the recipe names a model instead. Layers that are
-    alike run once, but for `runs_all`. Raises UnknownOperator for what has no sizes."""
-    values = config or recipe.model.config or {}
+def run_step(job: Job, rank: int, *, runs_all: bool = False) -> dict[str, MemorySnapshot]:
+    """The fullest moment of each phase. Layers that are alike run once, but for `runs_all`. Raises UnknownOperator for
+    what has no sizes."""
     for each_runs in (True,) if runs_all else (False, True):
         with _alone():
-            run = _Run(recipe, job, rank, values, runs_all=each_runs)
+            run = _Run(job, rank, runs_all=each_runs)
             recorded = run.record()
             if recorded.is_even(run.depth):
-                meter = Running.meter = EngineMeter()
-                walk = Walk(recorded, run.depth, run.make_engine(), meter)
-                walk.run(run.micro_steps)
-                return walk.describe()
+                Running.meter = EngineMeter()
+                walk = EngineWalk(recorded.phases, run.depth, run.make_engine(), run.micro_steps)
+                return Joined(recorded, run.depth, walk).describe()
     raise AssertionError("where all layers run, none stands for another")
 
 
-def find_moments(recipe: Recipe, job: Job, config: Mapping[str, Any]) -> dict[str, MemorySnapshot]:
+def find_moments(job: Job) -> dict[str, MemorySnapshot]:
     """Of each phase, that of the rank which is fullest then. Raises UnknownOperator, also where the model's code asks
     for what nobody has foreseen."""
     found: dict[str, MemorySnapshot] = {}
     for rank in find_fullest_ranks(job):
         try:
-            moments = run_step(recipe, job, rank, config)
+            moments = run_step(job, rank)
         except UnknownOperator:
             raise
         except Exception as error:
@@ -99,7 +95,6 @@ def _add_device_lines(job: Job, moment: MemorySnapshot) -> dict[str, int]:
 @contextmanager
 def _alone() -> Iterator[None]:
     """Bytes are freed by references alone, and what the last run left is gone."""
-    pass
     gc.disable()
     Running.meter, Running.device, Running.dtype = ByteMeter([]), DEVICE, FLOAT32
     Running.hooks, Running.grad, Running.sequence, Running.acts_as_gpu = [], True, 0, False
@@ -115,21 +110,19 @@ def _alone() -> Iterator[None]:
 
 
 class _Run:
-    def __init__(
-        self, recipe: Recipe, job: Job, rank: int, values: Mapping[str, Any], *, runs_all: bool = False
-    ) -> None:
-        self.recipe, self.job, self.rank, self.meter = recipe, job, rank, Running.meter
+    def __init__(self, job: Job, rank: int, *, runs_all: bool = False) -> None:
+        self.job, self.rank, self.meter = job, rank, Running.meter
         self.meter.enter(LOAD)
         Unknown.running = False  # files are executed and models made
-        self.sources, leaves = _open_sources(is_gpu=recipe.run.device != "cpu")
+        self.sources, leaves = _open_sources(is_gpu=not job.is_on_cpu)
         self.sources.forget_run()
         leaves.clear()
-        if recipe.run.device != "cpu":
+        if not job.is_on_cpu:
             Running.sees_kernels = True
             CustomOperator.inside = {"ulysses::attend": _count_forward, "ulysses::attend_backward": _count_backward}
         attention = self._register_attention(rank)
         Running.dtype = DTYPES[job.dtype_bytes]
-        config = make_config(self.sources, values)
+        config = make_config(self.sources, job.shape.config)
         config._attn_implementation = attention
         with tagged(*PARAMETERS):
             model = make_model(self.sources, config)
@@ -159,8 +152,8 @@ class _Run:
     def _choose_layers(self, model: Any, *, runs_all: bool) -> None:
         layers, offloaded = find_layers(model), self.job.levers.offloaded_layers
         self.layers = layers
-        num_layers = 0 if layers is None else len(layers)
-        self.depth = Depth(tuple(range(num_layers)))
+        every = tuple(range(0 if layers is None else len(layers)))
+        self.depth = Depth(every, every)
         if layers is not None and not runs_all:
             self.depth = choose_depth(list(layers), offloaded)
             self.depth.skip(layers)
@@ -170,7 +163,9 @@ class _Run:
 
     def make_engine(self) -> ShardedEngine | WholeEngine:
         settings = _read_settings(self.job, self.rank, self.micro_steps)
-        modules, weights = self.depth.expand(list(self.hooks.list_modules()), list(self.hooks.list_weights()))
+        modules, weights = self.depth.expand(
+            list(self.hooks.list_modules(self.depth.rename)), list(self.hooks.list_weights(self.depth.rename))
+        )
         if self.job.zero_stage == 3:
             return ShardedEngine(modules, weights, settings)
         return WholeEngine(weights, settings, self.job.zero_stage)
@@ -181,8 +176,11 @@ class _Run:
         if self.job.evaluates:
             self.evaluate()
         self.meter.enter(BETWEEN)
-        events, self.meter.events = self.meter.events, None
-        return Recorded(self.meter.held, events or (), self.hooks.marks)
+        events, self.meter.events = self.meter.events or (), None
+        rename = cache(self.depth.rename)
+        named = [(size, phase, (kind, rename(path))) for size, phase, (kind, path) in events]
+        marks = [mark._replace(path=rename(mark.path), weight=rename(mark.weight)) for mark in self.hooks.marks]
+        return Recorded(self.meter.held, named, marks)
 
     def _load(self, name: str) -> Any:
         return self.sources.load_own(f"ulysses_cli.train.{name}")
@@ -194,7 +192,7 @@ class _Run:
             return axis("ranks" if size > 1 else None, size, own)
 
         outer, inner = divmod(rank % layout.sp_size, layout.ulysses_size)
-        kernel = self.recipe.model.attn_implementation
+        kernel = self.job.kernel
         self.axis, self.ring_axis = make_axis(layout.sp_size, rank % layout.sp_size), make_axis(layout.ring_size, outer)
         name: str = self._load("attention.interface").register_attention(
             make_axis(layout.ulysses_size, inner),
@@ -205,27 +203,37 @@ class _Run:
         return name
 
     def _apply_levers(self, model: Any) -> Any:
-        shape, recipe = self.job.shape, self.recipe
+        job, shape = self.job, self.job.shape
         self._serve_recurrences(model)
         self._load("attention.rotary").serve_rotary(model, self.axis)
-        if recipe.lora is not None:
+        if job.lora is not None:
             with tagged(*PARAMETERS):
-                add_adapters(model, recipe.lora)
+                add_adapters(model, job.lora)
         elementwise = self._load("elementwise.interface")
         elementwise.recognise_norm_class = recognise_norm
-        elementwise.serve_elementwise(model, FUSED if recipe.model.fused_kernels else PLAIN)
-        self.rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, recipe.train.z_loss_weight)
-        plan = settle(recipe, shape, self.levers)
-        loss = self._load("assembly.levers").apply_levers(model, plan, self.rule, DEVICE)
+        elementwise.serve_elementwise(model, FUSED if job.fused_norms else PLAIN)
+        self.rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, float(job.has_z_loss))
+        loss = self._load("assembly.levers").apply_levers(model, self._make_plan(), self.rule, DEVICE)
         module = self._load("assembly.loss_model").LossModel(model, loss)
         module.train()
         return module
+
+    def _make_plan(self) -> SimpleNamespace:
+        """What the levers read of a run's plan."""
+        job = self.job
+        recipe = SimpleNamespace(
+            model=SimpleNamespace(dtype="bfloat16" if job.dtype_bytes == BFLOAT16.itemsize else "float32"),
+            parallel=SimpleNamespace(zero_stage=job.zero_stage),
+            train=SimpleNamespace(per_device_train_batch_size=job.batch),
+        )
+        resolved = SimpleNamespace(local_tokens=job.row_tokens // job.layout.sp_size)
+        return SimpleNamespace(levers=self.levers, shape=job.shape, recipe=recipe, resolved=resolved)
 
     def _serve_recurrences(self, model: Any) -> None:
         """As the trace chooses: kernels of packages on a GPU, transformers' own functions on a CPU."""
         recurrence = self._load("recurrence.interface")
         fake = self.sources.load_own("ulysses_cli.prove.trace.recurrent_kernels")
-        is_gpu = self.recipe.run.device != "cpu"
+        is_gpu = not self.job.is_on_cpu
         if is_gpu:
             fake.replace_kernels(model)
         ways = dict.fromkeys(recurrence.list_functions(model), "torch")

@@ -1,0 +1,84 @@
+"""What tensors take and what an engine holds, together: the fullest moment of each phase, and its lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
+from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, Turn, Window, join_path, split_path
+from ulysses_cli.plan.ledger.sized.lines import AGAIN, FORWARD, join_lines, name_moment
+from ulysses_cli.plan.ledger.sized.walk import EngineBytes, EngineWalk
+from ulysses_cli.plan.sizes.autograd import GRADIENT
+from ulysses_cli.plan.sizes.meter import Tag
+
+
+class Joined:
+    def __init__(self, recorded: Recorded, depth: Depth, walk: EngineWalk) -> None:
+        self.recorded, self.depth = recorded, depth
+        self.turns: dict[str, dict[Turn, tuple[Window, int]]] = {}
+        self.peaks: dict[str, tuple[int, int, EngineBytes]] = {}  # bytes, the event that is the last before, the engine
+        for phase in recorded.phases:
+            self.turns[phase] = dict(self._list_turns(phase))
+            for holding in walk.holdings[phase]:
+                window, base = self.turns[phase][holding.turn]
+                at = window.marks[holding.mark].at
+                end = window.marks[holding.mark + 1].at if holding.mark + 1 < len(window.marks) else window.end
+                if holding.after:
+                    at = recorded.find_fullest(min(at + 1, end), end)
+                elif holding.is_added:
+                    at = min(at + 1, end)
+                total = base + recorded.levels[at] + holding.num_bytes
+                if total > self.peaks.get(phase, (-1,))[0]:
+                    self.peaks[phase] = total, at, holding
+
+    def _list_turns(self, phase: str) -> Iterator[tuple[Turn, tuple[Window, int]]]:
+        """Each turn's window, and by how much tensors take more when it begins than in the run of a few layers."""
+        levels, windows = self.recorded.levels, self.recorded.phases[phase]
+        now = levels[windows[0].first]
+        if phase == "backward":
+            window, base = list(self.turns["forward"].values())[-1]
+            now = base + levels[window.end]
+        for window, turn in self.depth.list_windows(phase, windows):
+            base = now - levels[window.first]
+            yield turn, (window, base)
+            now = base + levels[window.end]
+
+    def describe(self) -> dict[str, MemorySnapshot]:
+        return {phase: self._describe(phase, *peak) for phase, peak in self.peaks.items()}
+
+    def _describe(self, phase: str, num_bytes: int, at: int, holding: EngineBytes) -> MemorySnapshot:
+        recorded, window = self.recorded, self.turns[phase][holding.turn][0]
+        tags = recorded.held + recorded.count_tags(0, recorded.phases[phase][0].first)
+        if phase == "backward":
+            tags = recorded.held + recorded.count_tags(0, recorded.phases["forward"][0].first)
+            self._add_windows(tags, "forward", None)
+        self._add_windows(tags, phase, holding)
+        for found in (recorded.count_tags(window.first, at), holding.tags):
+            for tag, size in found.items():
+                tags[tag] += size
+        kind, path, before = self._find_last(phase, at, holding)
+        own, layer = window.layer, holding.turn.layer
+        if own is not None and layer is not None:
+            path = join_path(split_path(path, own), layer)
+        name = name_moment((kind, path)) if before == phase else f"before the {phase.replace('_', ' ')}"
+        return MemorySnapshot(phase, name, join_lines(tags, phase))
+
+    def _add_windows(self, tags: Counter[Tag], phase: str, until: EngineBytes | None) -> None:
+        """What changes in the windows of a phase, up to the one of this holding."""
+        for turn, (window, _) in self.turns[phase].items():
+            if until is not None and turn == until.turn:
+                return
+            for tag, size in self.recorded.count_tags(window.first, window.end).items():
+                tags[tag] += size
+
+    def _find_last(self, phase: str, at: int, holding: EngineBytes) -> tuple[str, str, str]:
+        """Kind of work, module and phase of what the fullest moment comes with: a tensor, or work of the engine."""
+        mark = self.turns[phase][holding.turn][0].marks[holding.mark]
+        if not holding.after:
+            passes = AGAIN if mark.is_forward else GRADIENT
+            return passes if phase == "backward" else FORWARD, mark.path, phase
+        if not at:
+            return "", "", ""
+        _, before, (kind, path) = self.recorded.events[at - 1]
+        return kind, path, before
