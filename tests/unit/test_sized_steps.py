@@ -12,10 +12,12 @@ from support.random_recipes import draw_again
 from support.tiers import sample
 
 from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.sized import depth, step
 from ulysses_cli.plan.ledger.sized.step import measure_step, run_step
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.sizes.sources import make_model
 from ulysses_cli.prove.trace.trace import list_ranks
 
 # By seed, how many random recipes are stored. Together they have all families, adapters, bases in fewer bits, layers
@@ -92,3 +94,25 @@ def test_layers_that_are_alike_need_run_only_once(number: int) -> None:
     for phase, moment in every.items():
         assert few[phase].num_bytes == pytest.approx(moment.num_bytes, rel=1e-6), phase
         assert few[phase].lines.keys() == moment.lines.keys()
+
+
+def test_a_deep_model_of_like_layers_is_run_once_and_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = read_stored("20261129")
+    number = next(number for number, row in enumerate(stored["rows"]) if row["family"] == "llama")
+    recipe = draw_again(stored, stored["rows"][number]).recipe
+    assert recipe.model.config is not None
+    model = recipe.model.model_copy(update={"config": deepen(recipe.model.config, 60)})
+    memory = recipe.memory.model_copy(update={"activation_offloading": False})
+    job = make_job(**make_request(recipe.model_copy(update={"model": model, "memory": memory})))
+    live: list[int] = []
+
+    def choose(layers: Any, num_offloaded: int) -> depth.Depth:
+        chosen = depth.choose_depth(layers, num_offloaded)
+        live.append(len(chosen.live))
+        return chosen
+
+    made: list[Any] = []
+    monkeypatch.setattr(step, "choose_depth", choose)
+    monkeypatch.setattr(step, "make_model", lambda *words: made.append(1) or make_model(*words))
+    run_step(job, 0)
+    assert (len(made), live) == (1, [3])

@@ -18,6 +18,7 @@ from ulysses_cli.plan.sizes.tensor import Tensor
 Event = tuple[int, str, Tag]
 SplitPath = tuple[str, int | None, str]
 PLACES = ("layer_idx", "layer_id", "layer_number")  # of a layer in the model
+LOAD, AGAIN_PASS = "load", " again"
 COPYING = 3  # layers until copies to the host come and go evenly
 
 
@@ -74,8 +75,8 @@ class Depth:
         of_layer = {window.layer: window for window in windows if window.layer is not None}
         num_others, is_first = 0, True
         for window in windows:
-            if window.layer is None:
-                yield window, Turn(None, num_others)
+            if window.layer is None or self.is_whole:
+                yield window, Turn(window.layer, num_others)
                 num_others += 1
             elif is_first:
                 is_first = False
@@ -247,10 +248,11 @@ class Recorded:
             now += size if tag != GATHERED else 0
             self.levels.append(now)
         self.phases: dict[str, list[Window]] = {}
+        marks = _part_passes(marks)
         joined = [window for phase, own in groupby(marks, key=lambda mark: mark.phase) for window in _join(list(own))]
         ends = [own[0].at for _, own in joined[1:]] + [len(events)]
         for (layer, own), end in zip(joined, ends, strict=True):
-            while end > own[-1].at and events[end - 1][1] != own[0].phase:
+            while end > own[-1].at and events[end - 1][1] != own[0].phase.removesuffix(AGAIN_PASS):
                 end -= 1  # what comes between phases belongs to none
             window = Window(layer, own, own[0].at, end)
             self.phases.setdefault(own[0].phase, []).append(window)
@@ -260,8 +262,8 @@ class Recorded:
         return self.levels.index(max(self.levels[first : end + 1]), first, end + 1)
 
     def is_even(self, depth: Depth) -> bool:
-        """Whether each layer that stands for others gives back all that it takes, and only its own work is done in its
-        turn; in that of another layer, no work of layers that are not beside it."""
+        """Whether each layer that stands for others gives back all that it takes, and work that is done late, in the
+        turn of another layer, is that of a layer beside it."""
         stands = {place for place, count in Counter(depth.like).items() if count > 1}
         changes: Counter[tuple[str, int]] = Counter()
         for phase, windows in self.phases.items():
@@ -270,13 +272,11 @@ class Recorded:
                 own = window.layer
                 if own is None:
                     continue
-                others = {find_number(mark.path) for mark in window.marks} - {None, own}
-                if any(depth.live[other] - depth.live[own] != other - own for other in others if other is not None):
+                late = {find_number(mark.path) for mark in window.marks} - {None}
+                if any(depth.live[other] - depth.live[own] != other - own for other in late if other is not None):
                     return False
                 if own in stands:
                     changes[step, own] += self.levels[window.end] - self.levels[window.first]
-                    if others:
-                        return False
         return not any(changes.values())
 
     def count_tags(self, first: int, end: int) -> Counter[Tag]:
@@ -285,6 +285,21 @@ class Recorded:
             if tag != GATHERED:
                 tags[tag] += size
         return tags
+
+
+def _part_passes(marks: Sequence[HookMark]) -> list[HookMark]:
+    """The proof of the head runs the decoder a second time, which is a phase of its own here."""
+    parted, seen = list[HookMark](), set[str]()
+    has_layers, suffix = False, ""
+    for mark in marks:
+        if mark.phase == LOAD and not suffix:
+            number = find_number(mark.path)
+            has_layers |= number is not None
+            if number is None and mark.work == "fetch":
+                suffix = AGAIN_PASS if has_layers and mark.path in seen else ""
+                seen.add(mark.path)
+        parted.append(mark._replace(phase=LOAD + suffix) if mark.phase == LOAD else mark)
+    return parted
 
 
 def _join(marks: list[HookMark]) -> list[tuple[int | None, list[HookMark]]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
-from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, Turn, Window, join_path, split_path
+from ulysses_cli.plan.ledger.sized.depth import AGAIN_PASS, LOAD, Depth, Recorded, Turn, Window, join_path, split_path
 from ulysses_cli.plan.ledger.sized.lines import AGAIN, FORWARD, join_lines, name_moment
 from ulysses_cli.plan.ledger.sized.walk import EngineBytes, EngineWalk
 from ulysses_cli.plan.sizes.autograd import GRADIENT
@@ -45,7 +45,11 @@ class Joined:
             now = base + levels[window.end]
 
     def describe(self) -> dict[str, MemorySnapshot]:
-        return {phase: self._describe(phase, *peak) for phase, peak in self.peaks.items()}
+        moments = {phase: self._describe(phase, *peak) for phase, peak in self.peaks.items()}
+        again = moments.pop(LOAD + AGAIN_PASS, None)
+        if again is not None and again.num_bytes > moments[LOAD].num_bytes:
+            moments[LOAD] = again._replace(phase=LOAD)
+        return moments
 
     def _describe(self, phase: str, num_bytes: int, at: int, holding: EngineBytes) -> MemorySnapshot:
         recorded, window = self.recorded, self.turns[phase][holding.turn][0]

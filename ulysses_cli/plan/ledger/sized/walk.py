@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ulysses_cli.plan.ledger.sized.depth import Depth, SplitPath, Turn, Window, join_path, split_path
+from ulysses_cli.plan.ledger.sized.depth import AGAIN_PASS, LOAD, Depth, SplitPath, Turn, Window, join_path, split_path
 from ulysses_cli.plan.ledger.sized.hooks import HookMark
 from ulysses_cli.plan.ledger.sized.lines import GRADIENTS, TRANSIENTS
 from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
@@ -14,7 +14,11 @@ from ulysses_cli.plan.ledger.sized.sharding import ShardedEngine
 from ulysses_cli.plan.sizes.meter import ByteMeter, Tag
 from ulysses_cli.plan.sizes.tensor import Running, Storage
 
-LOAD, STEPPING, FIRST = "load", "optimizer_step", Turn(None)
+STEPPING, FIRST = "optimizer_step", Turn(None)
+
+
+class LayersDiffer(Exception):
+    """A layer lacks a module of the one that runs for it, or for the one beside it."""
 
 
 class EngineMeter(ByteMeter):
@@ -72,6 +76,7 @@ class EngineWalk:
         engine.start()
         self.found[LOAD] = [EngineBytes(FIRST, 0, False, self.meter.device.peak, self.meter.fullest)]
         self._play(LOAD)
+        self._play(LOAD + AGAIN_PASS)
         self._step(micro_steps, finds=False)
         if "evaluation" in windows:
             self._play("evaluation")
@@ -92,7 +97,10 @@ class EngineWalk:
         windows = self.windows.get(phase, ())
         for window, turn in self.depth.list_windows(phase, windows):
             for at, mark in enumerate(self._list_marks(window, turn.layer)):
-                is_added = self._do(mark)
+                try:
+                    is_added = self._do(mark)
+                except KeyError as error:
+                    raise LayersDiffer(mark.path) from error
                 if finds:
                     found.append(EngineBytes(turn, at, False, meter.device.peak, meter.fullest, is_added))
                     found.append(EngineBytes(turn, at, True, meter.device.now, dict(meter.tags)))
