@@ -111,7 +111,6 @@ ORDER: dict[str, list[str]] = {
         *(
             "loss",
             "objective",
-            "preferences",
             "finiteness",
             "processes",
             "guard",
