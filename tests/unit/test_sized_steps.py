@@ -114,5 +114,6 @@ def test_a_deep_model_of_like_layers_is_run_once_and_not_whole(monkeypatch: pyte
     made: list[Any] = []
     monkeypatch.setattr(step, "choose_depth", choose)
     monkeypatch.setattr(step, "make_model", lambda *words: made.append(1) or make_model(*words))
-    run_step(job, 0)
+    moments = run_step(job, 0)
     assert (len(made), live) == (1, [3])
+    assert moments["optimizer_step"].name == "the optimizer's work"

@@ -12,6 +12,9 @@ from ulysses_cli.plan.ledger.sized.walk import EngineBytes, EngineWalk
 from ulysses_cli.plan.sizes.autograd import GRADIENT
 from ulysses_cli.plan.sizes.meter import Tag
 
+# Work of the engine at no module.
+WORKS = {"step": "the optimizer's work", "end backward": "the last gradients leave", "end evaluation": "its end"}
+
 
 class Joined:
     def __init__(self, recorded: Recorded, depth: Depth, walk: EngineWalk) -> None:
@@ -65,7 +68,11 @@ class Joined:
         own, layer = window.layer, holding.turn.layer
         if own is not None and layer is not None:
             path = join_path(split_path(path, own), layer)
-        name = name_moment((kind, path)) if before == phase else f"before the {phase.replace('_', ' ')}"
+        mark = window.marks[holding.mark]
+        if not holding.after and mark.work in WORKS:
+            name = WORKS[mark.work]
+        else:
+            name = name_moment((kind, path)) if before == phase else f"before the {phase.replace('_', ' ')}"
         return MemorySnapshot(phase, name, join_lines(tags, phase))
 
     def _add_windows(self, tags: Counter[Tag], phase: str, until: EngineBytes | None) -> None:
