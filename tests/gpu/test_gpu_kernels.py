@@ -93,7 +93,7 @@ def test_documents_never_mix(kernel: str) -> None:
     problem = KINDS["plain"]
     skip_unless_served(kernel, problem)
     tensors, other = make_tensors(problem), make_tensors(problem, seed=1)
-    for name in "qkv":
+    for name in ("q", "k", "v", "dout"):
         other[name][:, 700:] = tensors[name][:, 700:]  # only the first document changes
     torch.use_deterministic_algorithms(True)
     try:

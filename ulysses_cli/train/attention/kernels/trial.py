@@ -19,9 +19,11 @@ from ulysses_cli.train.attention.kernels.merging import add_sinks, merge
 from ulysses_cli.train.attention.kernels.operators import attend, list_options, run_backward
 from ulysses_cli.train.attention.kernels.rule import Rule
 
-# Largest relative error of any token's head against float32. bfloat16 keeps 8 bits and rounds inputs, weights and
-# results; a missing scale, softcap, sink, token, bound or window causes a far larger error.
-PROBE_TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
+# Largest relative error of any token's head against float32. bfloat16 keeps 8 bits: kernels round weights and results,
+# and the gradient of a query is a difference of two that nearly cancel. Right ones reach 0.08; one that leaves out a
+# scale, softcap, sink, token or bound, or whose window is one token off, has 0.4 and more.
+PROBE_TOLERANCE = {"bfloat16": 0.2, "float32": 1e-3}
+LEAST_NORM = 0.5  # of the mean norm: what a smaller vector is compared with
 PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, no multiple of a tile
 PROBE_KEY_LENGTHS = (900, 130, 65, 400)  # on a ring, a document's queries are the last of more keys
 PROBE_HEADS, PROBE_KV_HEADS = 4, 2
@@ -62,7 +64,8 @@ def _compare(request: TrialRequest) -> str:
     cases = [make_documents(PROBE_LENGTHS, device)]
     cases += [make_documents(PROBE_LENGTHS, device, PROBE_KEY_LENGTHS)] if need.has_more_keys else []
     for documents, rule in product(cases, _list_rules(need, request.window_tokens)):
-        tensors = _make_tensors(need, sum(documents.key_lengths), (PROBE_HEADS, PROBE_KV_HEADS), device)
+        heads = (PROBE_HEADS, PROBE_KV_HEADS)
+        tensors = _make_tensors(need, sum(documents.key_lengths), heads, device, torch.device("cpu"))
         tensors[:2] = (tensor[: documents.num_tokens] for tensor in tensors[:2])
         sinks = torch.linspace(-1, 1, PROBE_HEADS, device=device).to(tensors[0].dtype) if need.has_sinks else None
         try:
@@ -95,20 +98,23 @@ def _list_rules(need: Need, window_tokens: int | None) -> list[Rule]:
     return [Rule(scale, window, softcap) for window in windows]
 
 
-def _make_tensors(need: Need, tokens: int, heads: tuple[int, int], device: torch.device) -> list[Tensor]:
-    """Makes dout, q, k and v as an exchange returns them: their heads adjoin in one buffer. A long row is drawn in
-    seconds on its device alone."""
-    generator = torch.Generator(device).manual_seed(0)
+def _make_tensors(
+    need: Need, tokens: int, heads: tuple[int, int], device: torch.device, drawn_on: torch.device
+) -> list[Tensor]:
+    """Makes dout, q, k and v as an exchange returns them: their heads adjoin in one buffer. A CPU draws the same values
+    for every device, which draws others for itself, but in no time."""
+    generator = torch.Generator(drawn_on).manual_seed(0)
     shape = (tokens, 2 * heads[0] + 2 * heads[1], need.head_dim)
-    joined = torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, need.dtype))
+    joined = torch.randn(shape, generator=generator, device=drawn_on, dtype=getattr(torch, need.dtype)).to(device)
     return list(joined.split([heads[0], heads[0], heads[1], heads[1]], dim=1))
 
 
 def _measure_error(result: Tensor, expected: Tensor) -> float:
     """The largest relative error of any token's head: norm of the difference over norm of the expected vector, so that
-    a late token, whose values are means of many, counts like an early one. Vectors near zero use the mean norm."""
+    a late token, whose values are means of many, counts nearly like an early one. The gradient of a query is computed
+    from terms that cancel and whose rounding does not: one near zero is compared with a share of the mean norm."""
     norm = torch.linalg.vector_norm(expected, dim=-1)
-    floor = 0.1 * norm.square().mean().sqrt()
+    floor = LEAST_NORM * norm.square().mean().sqrt()
     return (torch.linalg.vector_norm(result.float() - expected, dim=-1) / torch.maximum(norm, floor)).max().item()
 
 
@@ -191,7 +197,7 @@ def _time(request: TrialRequest) -> float:
     device = torch.device(request.device)
     documents = make_documents(request.timed_lengths, device)
     heads = (request.num_heads, request.num_kv_heads)
-    tensors = _make_tensors(request.need, documents.num_tokens, heads, device)
+    tensors = _make_tensors(request.need, documents.num_tokens, heads, device, device)
     best = math.inf
     try:
         for _ in range(1 + NUM_TIMED):
