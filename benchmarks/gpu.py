@@ -5,8 +5,7 @@ written when it exists; a later call goes on where an earlier one stopped, of an
     python benchmarks/gpu.py --suite proof --rehearse      in miniature on a CPU; measures nothing
 
 `more` runs one part a call. A machine that has the packages needs no installation: docs/benchmarks.md names them. Exit
-codes: 0 when all parts are done or skipped, 1 when one has failed or time ran out, 2 without a GPU. No GPU has run it
-yet.
+codes: 0 when all parts are done or skipped, 1 when one has failed or time ran out, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ HALF = {  # Qwen2.5-0.5B's shape
     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
 }  # fmt: skip
+SHALLOW = {**HALF, "num_hidden_layers": 6}  # two runs of the whole model take more than four minutes
 SMALL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 4096,
@@ -121,15 +121,32 @@ def judge_tests(rows: list[Row]) -> tuple[str, str]:
 def run_training(folders: PartFolders) -> list[list[str]]:
     """A real run, saved, exported and read again. Then its step 3 is resumed in another folder, with the optimizer on
     the host, which steps while the backward goes on, activations on the host, and tiles."""
-    config, length, device = (SMALL, 256, "cpu") if folders.rehearses else (HALF, 32768, "cuda")
+    config, length, device = (SMALL, 256, "cpu") if folders.rehearses else (SHALLOW, 32768, "cuda")
     plain = make_recipe(folders.scratch, PLAIN, config, length=length, device=device)
     again = make_recipe(folders.scratch, AGAIN, config, length=length, device=device)
     small = ["deepspeed.zero_optimization.sub_group_size=20000"] if folders.rehearses else []  # several steps early
     saved = folders.scratch / PLAIN / "checkpoints" / "step-3"
+    keys = ["run.rehearsal=false"]
     return [
-        [*ULYSSES, "train", str(plain), "run.save_steps=3", "run.save_total_limit=null", "--overwrite"],
-        [*ULYSSES, "train", str(again), "run.rehearsal=false", "--resume", str(saved), *HOST, *small],
+        [*ULYSSES, "train", str(plain), *keys, "run.save_steps=3", "run.save_total_limit=null", "--overwrite"],
+        [*ULYSSES, "train", str(again), *keys, "--resume", str(saved), *HOST, *small],
     ]
+
+
+def run_half(folders: PartFolders) -> list[list[str]]:
+    """As a user runs it: rehearsed, saved twice, exported and loaded again."""
+    config, length, device = (SMALL, 256, "cpu") if folders.rehearses else (HALF, 32768, "cuda")
+    recipe = make_recipe(folders.scratch, PLAIN, config, length=length, device=device)
+    return [[*ULYSSES, "train", str(recipe), "run.save_steps=3", "run.save_total_limit=null", "--overwrite"]]
+
+
+def read_half(output: str) -> list[Row]:
+    kept = ("loss", "tokens", "peak_memory_bytes", "host_peak_memory_bytes", "mfu")
+    return [
+        {"name": f"step {step['step']}", "seconds": step["step_seconds"], **{key: step.get(key) for key in kept},
+         **({"part_seconds": step["step_parts"]} if step.get("step_parts") else {})}
+        for step in read_steps(Path(output.strip().rpartition("\n")[2]).parent)
+    ]  # fmt: skip
 
 
 def read_training(output: str) -> list[Row]:
@@ -256,14 +273,15 @@ SUITES: dict[str, tuple[Part, ...]] = {
     ),
     # How fast? In the order of worth, nothing beside them.
     "measure": (
-        make_layers(AUTO, "32Ki,128Ki", 110),
-        make_kernels(90),
+        make_layers(AUTO, "8Ki,32Ki", 125),
+        make_layers(AUTO, "128Ki", 110),
         make_peers("against ALST's wiring", "speed", "32Ki,128Ki", 140),
-        make_layers(AUTO, "8Ki", 45),
-        make_layers(PEER, "32Ki", 75, num_layers=2, peer=True),
+        make_kernels(80),
+        make_layers(PEER, "32Ki", 90, num_layers=2, peer=True),
     ),
     # What 15 minutes do not hold: one part a call.
     "more": (
+        Part("a run of 0.5B, rows of 32Ki", run_half, 160, read=read_half),
         make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
         make_tests("attention by packages on a GPU", "test_gpu_kernels.py", 120, "-k", "flash"),  # may end its process
         make_tests("training over NCCL", "test_gpu_training.py", 240),

@@ -111,30 +111,38 @@ def read_rows(part: Part, output: str) -> tuple[list[Row], str]:
 
 
 def run_command(command: list[str], seconds: float, log: Path, run: PartRun) -> tuple[str, int | None, str]:
-    """Returns its stdout, its exit code (None: its time was over) and the end of all that it printed. No process of it
-    is left."""
-    mark, lines, is_late = f"{CALL}-{uuid.uuid4().hex}", [], False
+    """Returns its stdout, its exit code (None: its time was over) and the end of all that it printed, each line with
+    its second. No process of it is left."""
+    mark, lines, is_late, begun = f"{CALL}-{uuid.uuid4().hex}", [], False, time.monotonic()
     with log.open("a", encoding="utf-8") as copy:
         copy.write(f"\n$ {' '.join(command)}\n")
         copy.flush()
         start = copy.tell()
+
+        def write(line: str) -> None:
+            with suppress(ValueError):  # a process that outlives the command, whose log is closed
+                copy.write(f"[{time.monotonic() - begun:6.1f}] {line}")
+                copy.flush()
+
         environ = {**make_environ(mark), **run.part.environ}
         process = subprocess.Popen(
             command, cwd=ROOT, env=environ, text=True, errors="replace", start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=copy,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+        talk = threading.Thread(target=lambda stream: [*map(write, stream)], args=(process.stderr,), daemon=True)
+        talk.start()
         try:
             for line in read_lines(process, time.monotonic() + seconds):
                 is_late = line is None
                 if line is not None:
                     lines.append(line)
-                    copy.write(line)
-                    copy.flush()
+                    write(line)
                     run.add(list(run.part.read_line(line.rstrip("\n"))))
         finally:
             end_marked(mark)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
+            talk.join(1.0)
     with log.open(encoding="utf-8", errors="replace") as whole:
         whole.seek(start)
         tail = whole.read().strip()[-TAIL_CHARS:]

@@ -443,10 +443,10 @@ def test_a_choice_is_kept_by_gpu_versions_and_widths(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(choosing, "_Trial", make)
 
-    def choose(hidden: int = 64) -> tuple[Any, int]:
+    def choose(hidden: int = 64, num_tokens: int = 64) -> tuple[Any, int]:
         tried.clear()
         widths = Widths(hidden, 4, 16, 128, {"rounded": {hidden}})
-        return choose_ways(torch.device("cuda"), torch.bfloat16, widths, 64, uses_cache=True), len(tried)
+        return choose_ways(torch.device("cuda"), torch.bfloat16, widths, num_tokens, uses_cache=True), len(tried)
 
     errors.pop("compiled")
     assert choose()[1] == choose()[1] == 3, "a choice after a failure is not kept"
@@ -457,6 +457,7 @@ def test_a_choice_is_kept_by_gpu_versions_and_widths(monkeypatch: pytest.MonkeyP
     assert again.ways == first.ways == {**NO_WAYS, "rounded": "compiled", "rotary": "compiled", "gate": "compiled"}
     assert "found in an earlier run" in again.reason
     assert choose(hidden=128)[1] == 3
+    assert [choose(num_tokens=number)[1] for number in (96, 1 << 21, 1 << 22)] == [3, 3, 0], "as many rows are timed"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU B")
     assert choose()[1] == 3
     for file in tmp_path.rglob("*.json"):

@@ -207,9 +207,9 @@ def test_a_package_that_is_missing_is_named_before_any_part(monkeypatch: pytest.
 
 
 def test_parts_have_names_of_their_own_and_both_calls_fit_fifteen_minutes() -> None:
-    """A machine's start takes up to two of them, and the tree travels twice."""
+    """A machine was there after 35 seconds, and the tree travels twice."""
     assert len({part.name for part in PARTS}) == len(PARTS)
-    assert gpu.count_seconds("proof") + gpu.count_seconds("measure") <= 720
+    assert gpu.count_seconds("proof") + gpu.count_seconds("measure") <= 800
     proof = gpu.SUITES["proof"]
     for lane in {part.lane for part in proof}:
         assert (

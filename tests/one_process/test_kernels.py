@@ -103,6 +103,46 @@ def test_a_correct_bfloat16_kernel_passes(head_dim: int) -> None:
     assert choose_kernel("auto", KernelSearch(Need(head_dim), CPU)).name == "sdpa"
 
 
+def run_as_a_gpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any, rule: Rule, rest: tuple[torch.Tensor, ...] = ()
+) -> tuple[torch.Tensor, ...]:
+    """Sums in float32 and rounds weights, the output and the gradient of logits to bfloat16, as kernels on GPUs do.
+    `rest`: dout and out, for the gradients."""
+    group = q.size(1) // k.size(1)
+    query, key, value = q.float(), *(tensor.float().repeat_interleave(group, 1) for tensor in (k, v))
+    owner = torch.repeat_interleave(torch.tensor(documents.lengths))
+    distance = torch.arange(q.size(0))[:, None] - torch.arange(q.size(0))
+    allowed = (distance >= 0) & (owner[:, None] == owner) & (distance < (rule.window_tokens or q.size(0)))
+    logits, slope = torch.einsum("qhd,khd->hqk", query, key) * rule.scale, torch.ones(())
+    if rule.softcap is not None:
+        tanh = torch.tanh(logits / rule.softcap)
+        logits, slope = tanh * rule.softcap, 1 - tanh.square()
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    weights = logits.softmax(-1)
+    rounded = weights.bfloat16().float()
+    if not rest:
+        return torch.einsum("hqk,khd->qhd", rounded, value).to(q.dtype), logits.logsumexp(-1)
+    dout, out = (tensor.float() for tensor in rest)
+    change = torch.einsum("qhd,khd->hqk", dout, value) - (dout * out).sum(-1).T[..., None]
+    dlogits = (weights * change * slope * rule.scale).bfloat16().float()
+    dk, dv = torch.einsum("hqk,qhd->khd", dlogits, query), torch.einsum("hqk,qhd->khd", rounded, dout)
+    grads = [torch.einsum("hqk,khd->qhd", dlogits, key), *(g.unflatten(1, (-1, group)).sum(2) for g in (dk, dv))]
+    return tuple(grad.to(q.dtype) for grad in grads)
+
+
+@pytest.mark.parametrize("has_softcap", [False, True])
+@pytest.mark.parametrize("head_dim", sample([64, 128, 256, 512], quick=[64, 128]))
+def test_a_kernel_may_round_as_gpus_do(head_dim: int, has_softcap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a query nearly cancels where few keys decide, and its rounding does not."""
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, documents: Any, rule: Rule) -> Any:
+        return run_as_a_gpu(q, k, v, documents, rule, (dout, out))
+
+    monkeypatch.setitem(operators.KERNELS, "sdpa", operators.Kernel(run_as_a_gpu, backward))
+    need = Need(head_dim, has_window=True, has_softcap=has_softcap)
+    assert choose_kernel("auto", KernelSearch(need, CPU)).name == "sdpa"
+
+
 def test_every_back_end_has_a_kernel_and_sdpa_serves_all() -> None:
     assert operators.KERNELS.keys() == BACK_ENDS.keys()
     for need in NEEDS:

@@ -83,6 +83,12 @@ class Gpu:
     price_date: str
     efficiency: Efficiency = Efficiency()
     host: HostCosts = HostCosts()
+    packed_attention: tuple[float, float] | None = None
+
+    def get_attention(self, *, is_packed: bool) -> tuple[float, float]:
+        """Shares of the peak, forward and backward. `is_packed`: by torch's own kernel for many documents."""
+        own = self.packed_attention if is_packed else None
+        return own or (self.attention_forward, self.attention_backward)
 
     @property
     def is_amd(self) -> bool:
@@ -132,7 +138,7 @@ Numbers = TypeVar("Numbers", Efficiency, HostCosts)
 SECTIONS = ("gpus", "efficiency", "host")
 NUMBERS = {"tflops", "memory_gb_s", "link_gb_s", "host_gb_s", "network_gb_s"}
 REQUIRED = {*NUMBERS, "name", "memory_mib", "attention", "gpus_per_node", "host_gib_per_gpu"}
-OPTIONAL = {"aliases", "efficiency", "usd_per_hour", "source", "price_source", "price_date"}
+OPTIONAL = {"aliases", "efficiency", "packed_attention", "usd_per_hour", "source", "price_source", "price_date"}
 
 
 def read_hardware(*tables: tuple[str, Any]) -> Hardware:
@@ -225,8 +231,9 @@ def _read_gpu(
     for name in ("memory_mib", "gpus_per_node", "host_gib_per_gpu"):
         if name in entry and not (_is_number(entry[name], 1e9) and entry[name] == int(entry[name])):
             complain(name, f"{entry[name]!r} is not a positive whole number")
-    if "attention" in entry and not _is_pair(entry["attention"], 1.0):
-        complain("attention", f"{entry['attention']!r} is not a pair of shares", "write [forward, backward]")
+    for name in ("attention", "packed_attention"):
+        if name in entry and not _is_pair(entry[name], 1.0):
+            complain(name, f"{entry[name]!r} is not a pair of shares", "write [forward, backward]")
     price = entry.get("usd_per_hour")
     if _is_number(price, 1e4):
         price = [price, price]
@@ -239,6 +246,7 @@ def _read_gpu(
     own = _read_shares(file, entry.get("efficiency") or {}, efficiency, problems)
     low, high = (float(price[0]), float(price[1])) if price is not None else (None, None)
     forward, backward = entry["attention"]
+    packed = entry.get("packed_attention")
     return Gpu(
         key=key,
         name=str(entry["name"]),
@@ -255,6 +263,7 @@ def _read_gpu(
         price_date=str(entry.get("price_date") or ""),
         efficiency=own,
         host=host,
+        packed_attention=(float(packed[0]), float(packed[1])) if packed else None,
     )
 
 

@@ -45,6 +45,7 @@ from ulysses_cli.plan.step_parts import HOST, PARTS
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 
 GIGA, TERA = 1e9, 1e12
+PACKED_KERNELS = ("torch_varlen", "sdpa", "flash_attention_2")
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
 ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read and written, gradient, result
 CPU_ADAM_TRAFFIC_BYTES = 34
@@ -245,6 +246,12 @@ def compute_sum_bytes(job: Job) -> float:
     return (2 * job.dtype_bytes + 8) * num_bytes
 
 
+def takes_packed_kernel(job: Job) -> bool:
+    """Whether torch's own kernel computes attention. `auto` takes it for rows of many documents unless a package is
+    installed, which a plan does not know."""
+    return job.kernel in PACKED_KERNELS or (job.kernel == "auto" and job.document_tokens is not None)
+
+
 def compute_speed(job: Job, gpu: Gpu) -> Speed:
     share = gpu.efficiency
     matmul = gpu.tflops * TERA * share.matmul
@@ -261,8 +268,9 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["projections"] = passes * compute_projection_flops(job) / matmul
     parts["mlp"] = (passes + (levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
     parts["head_loss"] = (2 + job.trains("lm_head")) * compute_head_flops(job) / matmul
-    parts["attention"] = attention * forwards / (peak * gpu.attention_forward)
-    parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
+    forward_share, backward_share = gpu.get_attention(is_packed=takes_packed_kernel(job))
+    parts["attention"] = attention * forwards / (peak * forward_share)
+    parts["attention"] += attention * BACKWARD_ATTENTION / (peak * backward_share)
     parts["recurrence"] = sum(compute_recurrence_seconds(job, gpu))
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
     parts["other"] += compute_sum_bytes(job) / memory
@@ -399,7 +407,8 @@ def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> fl
     """Of a micro-step: computation without one forward. Exchanges are left out."""
     share, peak = gpu.efficiency, gpu.tflops * TERA
     products = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job)
-    forward = products / (peak * share.matmul) + compute_attention_flops(job) / (peak * gpu.attention_forward)
+    rate, _ = gpu.get_attention(is_packed=takes_packed_kernel(job))
+    forward = products / (peak * share.matmul) + compute_attention_flops(job) / (peak * rate)
     forward += compute_elementwise_bytes(job) / (gpu.memory_gb_s * GIGA * share.memory)
     forward += compute_recurrence_seconds(job, gpu)[0]
     names = ("projections", "attention", "recurrence", "mlp", "head_loss", "other")

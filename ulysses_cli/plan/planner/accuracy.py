@@ -1,5 +1,5 @@
-"""How far a predicted speed may be from the truth: by its errors for published runs, and by how processors differ. No
-GPU has measured a prediction of this tool.
+"""How far a predicted speed may be from the truth: by its errors for published runs, and by how processors differ. One
+GPU has measured predictions of this tool, for minutes: docs/benchmarks.md.
 """
 
 from __future__ import annotations

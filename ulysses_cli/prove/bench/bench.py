@@ -26,6 +26,7 @@ from ulysses_cli.plan.planner.lever_choice import choose_levers, list_strongest
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.plan.units import format_bytes
 from ulysses_cli.prove.bench.calibration import calibrate
 from ulysses_cli.prove.bench.speed import Timed, time_steps
 from ulysses_cli.prove.ranks.interleaving import compare_pairs
@@ -133,6 +134,7 @@ def bench(
         results, is_paired = measure(sides, world, device, sweep)
         for side, result in zip(sides, results, strict=True):
             findings.rows.append(describe(side, result, shape, device))
+            report(summarize(findings.rows[-1]))
             if side.is_ours and isinstance(result, Timed):
                 measured.append((side.cell.job, result))
         if len(sides) > 1 and isinstance(results[0], Timed) and isinstance(results[1], Timed):
@@ -269,6 +271,21 @@ def describe(side: Side, result: SideResult, shape: ModelShape, device: BenchDev
     parts = sorted(result.parts.items(), key=lambda part: -part[1])[:3]
     total = sum(result.parts.values()) or 1.0
     return Row(cell.group, side.name, "", values, ", ".join(f"{name} {time / total:.0%}" for name, time in parts))
+
+
+def summarize(row: Row) -> str:
+    """A cell's figures as soon as they are known: what comes after it may take hours, or fail."""
+    values, name = row.values, f"{row.group}, {row.name} tokens"
+    if "step_seconds" not in values:
+        return f"{name}: {row.verdict} {row.text}"
+    words = [_name_step(values, "")] + ([f"MFU {values['mfu']:.1%}"] if "mfu" in values else [])
+    words += [f"predicted {_name_step(values, 'predicted_')}"] if "predicted_step_seconds" in values else []
+    return f"{name}: {', '.join(words)}"
+
+
+def _name_step(values: Mapping[str, Any], kind: str) -> str:
+    peak = values.get("predicted_memory_bytes" if kind else "peak_memory_bytes")
+    return f"{values[f'{kind}step_seconds']:.3g} s a step" + (f" and {format_bytes(peak)}" if peak else "")
 
 
 def _compare_prediction(timed: Timed, job: Job, gpu: Gpu) -> Iterator[tuple[str, Any]]:

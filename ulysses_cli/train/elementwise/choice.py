@@ -86,7 +86,11 @@ def choose_ways(
         return ElementwiseChoice(GPU_WAYS, "as on a GPU")
     if not uses_cache:
         return _try_parts(device, dtype, widths, num_tokens)[0]
-    facts = {"dtype": str(dtype), "rows": [widths.list_rows(part) for part in CANDIDATES], "tokens": num_tokens}
+    rows = [
+        [(row, count_timed(per_token * num_tokens, row, dtype)) for per_token, row in widths.list_rows(part)]
+        for part in CANDIDATES
+    ]
+    facts = {"dtype": str(dtype), "rows": rows}  # beyond some length all rows of tokens are timed alike
     cache = ChoiceCache(get_folder(os.environ), SOURCES, facts | _list_versions(device))
     if (found := cache.read()) and (kept := _read_ways(found[0])):
         return ElementwiseChoice(kept, f"{found[1]} (found in an earlier run: {cache.file})")
@@ -159,7 +163,7 @@ class _Trial:
         self, part: Part, device: torch.device, dtype: torch.dtype, row: tuple[int, ...], num_rows: int = NUM_COMPARED
     ) -> None:
         self.part, self.device, self.dtype, self.row = part, device, dtype, row
-        self.num_timed = max(1, min(num_rows, TIMED_BYTES // (math.prod(row) * dtype.itemsize)))
+        self.num_timed = count_timed(num_rows, row, dtype)
         self.num_compared = min(NUM_COMPARED, self.num_timed)
 
     def draw(self, num_rows: int) -> tuple[Inputs, Tensor]:
@@ -206,6 +210,10 @@ class _Trial:
             torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - start)
         return min(seconds)
+
+
+def count_timed(num_rows: int, row: tuple[int, ...], dtype: torch.dtype) -> int:
+    return max(1, min(num_rows, TIMED_BYTES // (math.prod(row) * dtype.itemsize)))
 
 
 def _run_norm(kind: NormKind, way: str, hidden: Tensor, weight: Tensor) -> Tensor:
