@@ -231,8 +231,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]
             ],
         },
         [
-            {"role": "system", "content": "s", "cutoff_date": "01.01.2023", "mask": False}, {**ASKED, "mask": False},
-            {**ANSWER, "mask": False},
+            {"role": "system", "content": "s", "cutoff_date": "01.01.2023"}, ASKED, ANSWER,
         ],
         {},
     ),
@@ -326,5 +325,5 @@ def test_a_thought_has_the_name_that_the_template_reads() -> None:
     encoder = Encoder(wrap(train("qwen"), chat_template=template))
     for name in ("reasoning_content", "reasoning", "thinking"):
         ids, _ = encoder.encode(read_sample("chat", {"messages": [ASKED, {**ANSWER, name: "hm "}]}))
-        assert encoder.tokenizer.decode(ids) == "user:qassistant:hm done"
+        assert encoder.tokenizer.decode(ids) == "user:qassistant:hm done</s>"
         assert not encoder.lost

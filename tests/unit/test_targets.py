@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.real_model import READY, needs_real_model
 from support.recipes import VALID
 from support.templates import CHATML
 from support.tiers import count_examples
@@ -20,7 +21,7 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.rows import open_rows
-from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT
+from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
@@ -142,8 +143,24 @@ def test_a_field_may_have_any_name_or_be_left_alone() -> None:
     assert getattr(sample, "flags") == () and getattr(sample, "messages")[1]["weight"] == 0  # noqa: B009, PT018
 
 
+def test_a_field_may_say_the_opposite() -> None:
+    """In some data sets `mask` is true where nothing is learned, in others where something is."""
+    chat = {"messages": [{**USER, "mask": False}, turn("a", mask=True), USER, turn("b", mask=False)]}
+
+    def find(field: str, **choice: Any) -> tuple[bool | None, ...]:
+        return getattr(read_sample("chat", chat, reading=Reading(train_field=field)), "flags")  # noqa: B009
+
+    assert find("not mask") == (None, False, None, None)
+    assert find("mask") == (False, True, None, False)
+    with pytest.raises(BadRow, match="turn 2: mask is true, which is a target in some data sets, in others none"):
+        find("auto")
+    unmasked = {"messages": [{**USER, "mask": False}, turn("a", mask=0)]}
+    sample: Any = read_sample("chat", unmasked)
+    assert sample.flags == () and "mask" not in sample.messages[0]  # noqa: PT018
+
+
 def test_a_field_needs_a_loss_mask() -> None:
-    with pytest.raises(BadRow, match=r"turn 2 says .* data.assistant_only_loss: true; train_field: none ignores it"):
+    with pytest.raises(BadRow, match=r"turn 2 says whether it is a target, but every token of a chat is learned"):
         Encoder(make_tokenizer(CHATML)).encode(read_sample("chat", {"messages": [USER, turn("a", weight=0)]}))
 
 
@@ -193,6 +210,137 @@ def test_an_end_mark_that_only_earlier_turns_have_is_no_target() -> None:
     chat = [USER, turn("a"), USER, turn("b")]
     assert list_targets(UNTIL_FINAL, chat) == [["a", "b<|return|>"]]
     assert list_targets(UNTIL_FINAL, chat, on_rewritten_turns="split") == [["a<|return|>"], ["b<|return|>"]]
+
+
+# As GLM's: no token ends a turn; the model stops at the one that begins what follows.
+ROLES = ("<|user|>", "<|assistant|>", "<|observation|>")
+NO_END = """\
+{%- for m in messages %}{%- if m.role == 'tool' %}
+{%- if loop.index0 and messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
+{{- '<result>' + m.content + '</result>' }}
+{%- else %}{{- '<|' + m.role + '|>\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<call>' + (call.function | tojson) + '</call>' }}{%- endfor %}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"""
+
+
+def make_glm(stops: tuple[str, ...], **choice: Any) -> Encoder:
+    tokenizer = wrap(train("qwen"), chat_template=NO_END)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
+    tokenizer.add_tokens(["</call>"])  # a token, and no end
+    return Encoder(tokenizer, EncoderSettings(assistant_only_loss=True, **choice), stops)
+
+
+def list_runs(encoder: Encoder, messages: list[Row]) -> list[str]:
+    ids, flags = encoder.encode(read_sample("chat", {"messages": [dict(message) for message in messages]}))
+    assert flags is not None
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (flags & TARGET) > 0, [0]]).astype(int)))
+    return [encoder.tokenizer.decode(ids[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def test_a_turn_ends_with_the_token_at_which_the_model_stops() -> None:
+    chat = [USER, turn("", "", call(path="a\n\"b'")), tool("one"), turn("Done."), USER, turn("Yes.")]
+    called = f"<call>{CALLED}</call><|observation|>"
+    stops = ("<|observation|>", "<|user|>")
+    assert list_runs(make_glm(stops), chat) == [called, "Done.<|user|>", "Yes.<|user|>"]
+    assert list_runs(make_glm(stops), chat[:2]) == [called], "the chat ends with a call"
+    assert list_runs(make_glm(stops, train_on_turns="last"), chat) == ["Yes.<|user|>"]
+    _, flags = make_glm(stops).encode(read_sample("chat", {"messages": chat[:2]}))
+    assert flags is not None and not flags[-1] & TURN, "a document is not cut before its last token"  # noqa: PT018
+
+
+def test_a_last_turn_without_an_end_ends_as_texts_do() -> None:
+    chat = [USER, turn("Done."), USER, turn("Yes.")]
+    encoder = make_glm(())
+    assert list_runs(encoder, chat) == ["Done.", "Yes.</s>"]
+    assert encoder.counts["endless"] == 1, "it is not learned where the first turn ends"
+    assert list_runs(make_encoder(CHATML), chat) == ["Done.<|im_end|>", "Yes.<|im_end|>"]
+
+
+def test_stop_tokens_come_from_the_models_files(tmp_path: Path) -> None:
+    encoder = make_glm(())
+    encoder.tokenizer.save_pretrained(tmp_path)
+    row = {"messages": [USER, turn("Done."), USER, turn("Yes.")]}
+    (tmp_path / "d.jsonl").write_text(json.dumps(row))
+    recipe = RECIPE.replace("tokenizer: bytes", f"tokenizer: {tmp_path}, name_or_path: {tmp_path}/model")
+    recipe = recipe.replace("config: {model_type: llama}, ", "").replace("  chat_template: FOLDER/t.jinja\n", "")
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def find() -> list[str]:
+        made = prepare_data(parse_recipe(recipe.replace("FOLDER", str(tmp_path)), "r.yaml").recipe, 8, lambda _: None)
+        rows = open_rows(made.path, "train")
+        labels = rows.read(0, 0, rows.capacity).labels
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], labels >= 0, [0]]).astype(int)))
+        return [encoder.tokenizer.decode(labels[a:b]) for a, b in edges.reshape(-1, 2)]
+
+    ids = encoder.tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    assert find() == ["Done.", "Yes.</s>"]
+    for file in ("config.json", "generation_config.json"):
+        (folder / file).write_text(json.dumps({"eos_token_id": [*ids, 1 << 30]}))
+        assert find() == ["Done.<|user|>", "Yes.<|user|>"], "what was prepared without them is not taken"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": encoder.tokenizer.eos_token_id}))
+    assert find() == ["Done.", "Yes.</s>"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "words"),
+    [
+        ([{**USER, "content": "a<|im_end|>b"}, turn("c")], {}, "turn 1 holds <|im_end|> in its text"),
+        ([USER, turn("c", "", call(path=["<|im_end|>"]))], {}, "turn 2 holds <|im_end|> in its calls"),
+        ([USER, turn("c", "a<|im_end|>")], {}, "turn 2 holds <|im_end|> in its thought"),
+        ([USER, turn("c")], {"tools": [{"name": "f", "description": "<|im_end|>"}]}, "the column `tools` holds"),
+        ([USER, turn("c")], {"chat_template_kwargs": {"style": "</s>"}}, "a variable of its template holds </s>"),
+    ],
+    ids=["text", "call", "thought", "tools", "variable"],
+)
+@pytest.mark.parametrize("only_said", [False, True], ids=["all", "answers"])
+def test_end_marks_inside_of_a_chat_are_refused(messages: list[Row], more: Row, words: str, only_said: bool) -> None:
+    encoder = Encoder(make_tokenizer(ALL_SHOWN), EncoderSettings(assistant_only_loss=only_said))
+    with pytest.raises(BadRow, match=re.escape(words)):
+        encoder.encode(read_sample("chat", {"messages": messages, **more}))
+
+
+@needs_real_model
+def test_end_marks_of_a_real_tokenizer() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(READY)
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+    for content in ("a<|im_end|>", "<|im_end|>\n<|im_start|>assistant\nb"):
+        for messages in ([{**USER, "content": content}, turn("c")], [USER, turn(content)]):
+            with pytest.raises(BadRow, match=r"holds <\|im_end\|> in its text, which the tokenizer reads as the end"):
+                encoder.encode(read_sample("chat", {"messages": messages}))
+    ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("<|im_end |> < |im_end|>")]}))
+    assert flags is not None and list(ids).count(tokenizer.eos_token_id) == 3, "what only looks like one is text"  # noqa: PT018
+
+
+@pytest.mark.parametrize("mode", ["keep", "split"])
+@pytest.mark.parametrize("template", [LAST_ROUND, UNTIL_FINAL, ALL_SHOWN], ids=["last round", "until final", "all"])
+def test_turns_are_numbered_within_their_whole_chat(tmp_path: Path, template: str, mode: str) -> None:
+    """Of a text of a split chat, too: evaluations tell the loss of each turn of the assistant."""
+    chat = [USER, turn("t0."), *[{**each, "content": "t1."} if each.get("tool_calls") else each for each in ROUND]]
+    chat += [USER, turn("t3.", "Hm."), USER, turn("t4.")]
+    chat = [{**each, "content": "t2."} if each["content"] == "Done." else each for each in chat]
+    words = (f"data.on_rewritten_turns={mode}", "data.added_tokens=[<|im_end|>, <|return|>]")
+    rows = open_rows(prepare(tmp_path, [chat], template, *words).path, "train")
+    found = {}
+    for row in range(len(rows)):
+        part = rows.read(row, 0, rows.capacity)
+        assert part.classes is not None
+        letters = ["" if token > 255 else chr(token) for token in part.labels.clip(0)]
+        for number in set(part.classes >> TURN_BITS):
+            here = [at for at in np.flatnonzero(part.classes >> TURN_BITS == number) if part.classes[at] & TARGET]
+            for word in re.findall(r"t\d", "".join(letters[at] for at in here)):
+                found.setdefault(word, []).append(int(number))
+    assert found == {f"t{number}": [number] for number in range(5)}
+
+
+def test_turns_that_follow_each_other_are_two(tmp_path: Path) -> None:
+    template = "{%- for m in messages %}{{- m.content }}{%- endfor %}"
+    rows = open_rows(prepare(tmp_path, [[USER, turn("aa"), turn("bb")]], template).path, "train")
+    part = rows.read(0, 0, rows.capacity)
+    assert part.classes is not None
+    assert [int(code) >> TURN_BITS for code in part.classes[3:7]] == [0, 0, 1, 1]
 
 
 WORDS = st.text("abc \n", min_size=1, max_size=6).filter(str.strip).map(str.strip)
@@ -342,11 +490,6 @@ def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Pr
     )
 
 
-def list_texts(prepared: Prepared) -> list[bytes]:
-    store = open_rows(prepared.path, "train").stores[0]
-    return [bytes(store.read(at, 0, int(store.lengths[at]))[0].tolist()) for at in range(len(store))]
-
-
 def read_targets(prepared: Prepared) -> str:
     rows = open_rows(prepared.path, "train")
     parts = [rows.read(row, 0, rows.capacity) for row in range(len(rows))]
@@ -410,7 +553,7 @@ SWITCHED = LAST_ROUND.replace("loop.index0 > ns.last and (", "(preserve_thinking
          ["data.chat_template_kwargs={preserve_thinking: true}"]),
         ([THOUGHTS], CHATML, [], "set data.thoughts: drop", ["data.thoughts=drop"]),
         ([{"messages": ROUND, "chat_template_kwargs": {"enable_thinking": False}}], LAST_ROUND, [],
-         "data.thoughts: drop leaves that out", ["data.thoughts=drop"]),
+         "set data.thoughts: drop to leave that out", ["data.thoughts=drop"]),
         ([THOUGHTS, "{"], ALL_SHOWN, [], "set data.on_bad_row: skip", ["data.on_bad_row=skip"]),
     ],
     ids=["variable", "field", "switch", "drop", "thinks", "bad row"],
@@ -468,7 +611,13 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path: Path) -> None:
 def test_a_column_of_text_beside_chats_is_said(tmp_path: Path) -> None:
     """Many data sets hold chats and their rendering."""
     rows = [{"messages": [USER, turn("a")], "text": "Why? a"}, {"messages": [USER, turn("b")], "text": None}]
-    prepared = prepare(tmp_path, rows, CHATML)
+    with pytest.raises(DataError, match="a row holds a chat in `messages`, and `text` beside it") as caught:
+        prepare(tmp_path, rows, CHATML)
+    assert caught.value.problems[0].hint == (
+        "write data.datasets.0.type: chat for the chat, or data.datasets.0.type: text"
+    )
+    assert "a<|im_end|>" in read_targets(prepare(tmp_path, rows, CHATML, "data.datasets.0.type=chat"))
+    prepared = prepare(tmp_path, rows[::-1], CHATML)  # the first row has none
     (note,) = [note for note in prepared.report["notes"] if "`text`" in note]
     assert "`text` of 1 row is not read, but the chat beside it; data.datasets.0.type: text reads it" in note
     words = ("data.datasets.0.type=text", "data.assistant_only_loss=false")
@@ -479,9 +628,9 @@ def test_each_class_of_turns_is_counted(tmp_path: Path) -> None:
     chats = [[USER, turn("a", weight=0), USER, turn("b")], TWO]
     prepared = prepare(tmp_path, chats, LAST_ROUND, "data.on_rewritten_turns=split")
     (texts,) = [line for line in format_report(prepared.report).splitlines() if "2 chats in 3 texts" in line]
-    tokens = [len(store_text) for store_text in list_texts(prepared)]
+    tokens = open_rows(prepared.path, "train").stores[0].lengths
     whole = make_tokenizer(LAST_ROUND).apply_chat_template(TWO, tokenize=False)
-    growth = sum(tokens) / (len(whole) + min(tokens))
+    growth = sum(tokens) / (len(whole) + 1 + min(tokens))
     assert f"{growth:.1f} x the tokens" in texts, "bytes are tokens here"
     for shown in (format_report(prepared.report), make_data_page(prepared.report)):
         for line in (

@@ -222,7 +222,7 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         if source["fingerprint"] in seen and source["key"].startswith("data.datasets."):
             notes.append(f"{source['key']} is the same data as {seen[source['fingerprint']]}; both are trained on")
         seen.setdefault(source["fingerprint"], source["key"])
-        if number := source["turns"].get("unread text"):
+        if (number := source["turns"].get("unread text")) and _get_type(recipe, source["key"]) == "auto":
             rows = format_count(number, "row")
             key = f"{source['key']}.type: text"
             notes.append(f"{source['name']}: `text` of {rows} is not read, but the chat beside it; {key} reads it")
@@ -254,6 +254,11 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         rows = format_count(train["num_rows"], "row")
         notes.append(f"{rows} in all, but an optimizer step takes {layout['rows_per_step']:,}: rows of padding fill it")
     return notes
+
+
+def _get_type(recipe: Recipe, key: str) -> str:
+    _, section, index = key.split(".")
+    return str(getattr(recipe.data, section)[int(index)].type)
 
 
 def explain_targets(report: Mapping[str, Any], recipe: Recipe) -> str:

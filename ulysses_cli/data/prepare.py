@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.columns import Reading
 from ulysses_cli.readers.first_rows import explain_absent
-from ulysses_cli.readers.problems import DataError, NoTemplate, explain_bad_rows
+from ulysses_cli.readers.problems import SOURCE, DataError, NoTemplate, explain_bad_rows
 
 MAX_KEPT_BAD = 100
 SMALL_BYTES = 8 << 20
@@ -67,7 +67,7 @@ class _Context:
 
     @cached_property
     def encoder(self) -> Encoder:
-        return Encoder(self.tokenizer.loaded, self.settings)
+        return Encoder(self.tokenizer.loaded, self.settings, self.tokenizer.stops)
 
 
 def prepare_data(
@@ -193,15 +193,17 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     writer = StoreWriter(partial, len(encoder.tokenizer))
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
+    remedies: dict[str, None] = {}
     lost, counts = LostCounts(), Counter[str]()
     reading = context.make_reading(source)
-    task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings, reading)
+    task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings, reading, encoder.stops)
     seen, columns = set[str](), ""
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
     for block in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
         writer.append(block.batch)
         seen, columns = seen | block.seen, columns or block.columns
         bad += block.bad[: MAX_KEPT_BAD - len(bad)]
+        remedies |= dict.fromkeys(block.remedies)
         totals["num_bad"] += len(block.bad)
         lost.add(block.lost)
         counts.update(block.counts)
@@ -209,13 +211,13 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
             totals[name] += getattr(block, name)
         if block.bad and recipe.data.on_bad_row == "raise":
             is_all = not writer.num_tokens and source.facts.get("num_files") == 1
-            raise DataError(_explain_bad(bad, totals["num_bad"], source, is_all=is_all))
+            raise DataError(_explain_bad(bad, totals["num_bad"], source, remedies, is_all=is_all))
         emit({**progress, "bytes": totals["num_bytes"], "tokens": writer.num_tokens})
     if absent := [name for name in source.columns if name not in seen]:
         raise RecipeError(explain_absent(source.columns, absent, columns, source.key))
-    if reading.train_field not in ("auto", "none", *seen):
+    if reading.named_field not in ("", *seen):
         hint = "name a field that messages have, or leave it out"
-        message = f"no message has a field {reading.train_field}"
+        message = f"no message has a field {reading.named_field}"
         raise RecipeError([Problem(f"{source.key}.train_field", message, hint)])
     changed = context.hashes.find_changed()
     if changed is not None:
@@ -223,7 +225,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     written = writer.finish()
     if not written["num_documents"]:
         if bad:
-            raise DataError(_explain_bad(bad, totals["num_bad"], source, is_all=True))
+            raise DataError(_explain_bad(bad, totals["num_bad"], source, remedies, is_all=True))
         hint = f"name a file with text in {source.key}.path"
         raise DataError([Problem("", "holds no document: all of its rows are empty", hint, Where(source.name))])
     emit({**progress, "bytes": source.num_bytes or totals["num_bytes"], "tokens": writer.num_tokens, "is_done": True})
@@ -231,6 +233,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         **written,
         **totals,
         "bad": bad,
+        "remedies": list(remedies),
         "lost": asdict(lost),
         "turns": dict(counts),
         "kind": kind,
@@ -243,12 +246,15 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     }
 
 
-def _explain_bad(bad: list[tuple[str, int, str]], total: int, source: Source, *, is_all: bool) -> list[Problem]:
+def _explain_bad(
+    bad: list[tuple[str, int, str]], total: int, source: Source, remedies: Iterable[str], *, is_all: bool
+) -> list[Problem]:
     """`is_all`: no row of the source that was read can be used, so leaving out the bad ones leaves nothing."""
     otherwise = "set data.on_bad_row: skip to leave them out and count them"
     if is_all:
         otherwise = f"name another file in {source.key}.path: no row of this one can be used"
-    return explain_bad_rows(bad, total, otherwise, has_lines=source.has_lines)
+    named = [remedy.replace(SOURCE, source.key) for remedy in remedies]
+    return explain_bad_rows(bad, total, otherwise, named, has_lines=source.has_lines)
 
 
 def _check_bad_rows(store: TokenStore, source: Source, on_bad_row: str) -> None:
@@ -256,7 +262,7 @@ def _check_bad_rows(store: TokenStore, source: Source, on_bad_row: str) -> None:
     manifest = store.manifest
     if manifest["num_bad"] and on_bad_row == "raise":
         bad = [(str(file), int(line), str(message)) for file, line, message in manifest["bad"]]
-        raise DataError(_explain_bad(bad, manifest["num_bad"], source, is_all=False))
+        raise DataError(_explain_bad(bad, manifest["num_bad"], source, manifest["remedies"], is_all=False))
 
 
 def _check_lost_parts(

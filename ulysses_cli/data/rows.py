@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.data.store import SAID, TARGET, TURN_BITS, Flags, Ids, TokenStore
+from ulysses_cli.data.store import SAID, TARGET, TURN, TURN_BITS, Flags, Ids, TokenStore
 from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.rows.packing import Piece, RowPieces
 
@@ -150,7 +150,8 @@ class PackedRows:
         if flags is None:
             return np.zeros(0, np.int64)
         is_said = (flags & SAID) > 0
-        turns = np.cumsum(np.diff(is_said, prepend=False) & is_said) - 1
+        begins = np.diff(is_said, prepend=False) | ((flags & TURN) > 0)  # of two turns with nothing between them, too
+        turns = np.cumsum(begins & is_said) - 1
         codes: NDArray[np.int64] = flags.astype(np.int64) | np.maximum(turns, 0) << TURN_BITS
         return codes[begin + start :]
 

@@ -13,7 +13,7 @@ from typing import Any
 from ulysses_cli.plan.models.chat_template import OUR_VARIABLES
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.data_section import COLUMNS, RowType
-from ulysses_cli.readers.problems import BadRow
+from ulysses_cli.readers.problems import SOURCE, BadRow
 
 Row = Mapping[str, Any]
 Names = Mapping[str, str]  # the file's own name of a column, by the name that is expected here
@@ -28,6 +28,7 @@ ROLE_NAMES = {
 CALLING_ROLES = ("function_call", "tool_call")  # turns of the assistant that hold a call alone
 CONTENTS = ("content", "value", "text")
 FLAGS = ("weight", "train", "training", "loss", "trainable")
+MASK, NOT = "mask", "not "  # a field of two meanings; what stands before the name of one that says the opposite
 THOUGHT_PARTS = ("thinking", "reasoning")
 THOUGHT_KEY = "reasoning_content"
 
@@ -80,6 +81,11 @@ class Reading:
     names: Names = field(default_factory=dict)
     train_field: str = "auto"
     variables: Row = field(default_factory=dict)
+
+    @property
+    def named_field(self) -> str:
+        """The field of messages that the recipe names; '' if it names none."""
+        return "" if self.train_field in ("auto", "none") else self.train_field.removeprefix(NOT)
 
 
 PLAIN = Reading()
@@ -162,19 +168,32 @@ def _make_chat(messages: list[dict[str, Any]], row: Row, reading: Reading, first
 
 
 def _take_flags(messages: list[dict[str, Any]], train_field: str) -> tuple[bool | None, ...]:
-    """Takes from each message whether it is a target, where it says so: the template never sees that."""
+    """Takes from each message whether it is a target, where it says so: the template never sees that. `mask` of agents'
+    data sets, which is false throughout, says nothing."""
     if train_field == "none":
         return ()
     flags: list[bool | None] = []
     for turn, message in enumerate(messages, 1):
         said: dict[str, bool] = {}
-        for name in FLAGS if train_field == "auto" else (train_field,):
+        for name in (*FLAGS, MASK) if train_field == "auto" else (train_field.removeprefix(NOT),):
             value = message.pop(name, None)
             if value is None:
                 continue
             if value not in (0, 1) or isinstance(value, str):
                 raise BadRow(f"turn {turn}: {name} is {value!r}; only true and false, or 1 and 0, are understood")
-            said[name] = bool(value)
+            if train_field == "auto" and name == MASK:
+                if value:
+                    remedy = (
+                        f"write {SOURCE}.train_field: mask where that is a target, or {SOURCE}.train_field: not mask "
+                    )
+                    remedy += "where it is none"
+                    raise BadRow(
+                        f"turn {turn}: mask is true, which is a target in some data sets, in others none", remedy
+                    )
+            elif train_field.startswith(NOT):
+                said |= {name: False} if value else {}  # what is not masked is a target where it is chosen
+            else:
+                said[name] = bool(value)
         if len(set(said.values())) > 1:
             raise BadRow(f"turn {turn}: {' and '.join(said)} do not agree on whether it is a target")
         flag = next(iter(said.values()), None)

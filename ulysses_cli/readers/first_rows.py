@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.data_section import COLUMNS, OPTIONAL, RowType
+from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, walk_rows
-from ulysses_cli.readers.columns import SAME, Names, Row, detect_kind, read_sample
-from ulysses_cli.readers.problems import MAX_SHOWN, BadRow, DataError, explain_bad_rows, make_where
+from ulysses_cli.readers.columns import SAME, Names, Row, detect_kind, read_sample, rename
+from ulysses_cli.readers.problems import MAX_SHOWN, SOURCE, BadRow, DataError, explain_bad_rows, make_where
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ def _detect(row: Row, names: Names, origin: Origin, where: Where) -> RowType:
     except BadRow as error:
         hint = f"rename the columns, name them in {origin.key}.columns, or write {origin.key}.type"
         raise DataError([Problem("", str(error), hint, where)]) from None
+    if kind in CHAT_TYPES and rename(row, names).get("text"):
+        message = f"a row holds a chat in `{names.get(COLUMNS[kind][0], COLUMNS[kind][0])}`, and `text` beside it"
+        hint = f"write {origin.key}.type: {kind} for the chat, or {origin.key}.type: text"
+        raise DataError([Problem("", message, hint, where)])
     used = (*COLUMNS[kind], *OPTIONAL[kind])
     if unused := [name for name in names if name not in used]:
         message = f"is not used: the columns show rows of type {kind}, which have {', '.join(used)}"
@@ -68,7 +73,7 @@ def read_first_rows(blocks: Iterator[Block], kind: RowType, origin: Origin) -> t
     """Reads the rows of the first block that holds any. Returns their number, and whether there are more. Raises
     DataError for those that cannot be used."""
     for block in blocks:
-        num_rows, bad = 0, list[tuple[str, int, str]]()
+        num_rows, bad, remedies = 0, list[tuple[str, int, str]](), dict[str, None]()
         for line, row in walk_rows(block):
             num_rows += 1
             try:
@@ -77,9 +82,10 @@ def read_first_rows(blocks: Iterator[Block], kind: RowType, origin: Origin) -> t
                 read_sample(kind, row)
             except BadRow as error:
                 bad.append((block.file, line, str(error)))
+                remedies |= dict.fromkeys([error.remedy.replace(SOURCE, origin.key)] if error.remedy else [])
         if bad:
             otherwise = "set data.on_bad_row: skip to leave them out and count them"
-            raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=origin.has_lines))
+            raise DataError(explain_bad_rows(bad, len(bad), otherwise, remedies, has_lines=origin.has_lines))
         if num_rows:
             return num_rows, next(_walk(blocks), None) is not None
     return 0, False

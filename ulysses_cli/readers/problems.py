@@ -15,8 +15,16 @@ MAX_SHOWN = 20
 NOT_UTF8 = "is not UTF-8"  # how the message about a row ends whose bytes are no text
 
 
+SOURCE = "SOURCE"  # in a remedy: the key of the source in the recipe, which a reader of rows does not know
+
+
 class BadRow(Exception):
-    """One row that cannot be used. Raised where the row's file and line are not known yet."""
+    """One row that cannot be used. Raised where the row's file and line are not known yet. `remedy`: a line of the
+    recipe with which it can be used, such as `set data.thoughts: drop`."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        self.remedy = remedy
+        super().__init__(message)
 
 
 class NoTemplate(Exception):
@@ -52,14 +60,19 @@ def shorten(problems: Sequence[Problem], total: int, hint: str = "") -> list[Pro
 
 
 def explain_bad_rows(
-    bad: Sequence[tuple[str, int, str]], total: int, otherwise: str, *, has_lines: bool = True
+    bad: Sequence[tuple[str, int, str]],
+    total: int,
+    otherwise: str,
+    remedies: Iterable[str] = (),
+    *,
+    has_lines: bool = True,
 ) -> list[Problem]:
-    """`bad`: file, line and message of the first of `total` bad rows. `otherwise` is what can be done instead of
-    mending them."""
+    """`bad`: file, line and message of the first of `total` bad rows. `remedies`: lines of the recipe with which they
+    can be used; `otherwise`: what can be done instead."""
     problems = [Problem("", message, "", make_where(file, line, has_lines=has_lines)) for file, line, message in bad]
     foreign = next(((file, message) for file, _, message in bad if message.endswith(NOT_UTF8)), None)
     remedy = "fix the rows" if foreign is None else _explain_conversion(*foreign)
-    return shorten(problems, total, f"{remedy}, or {otherwise}")
+    return shorten(problems, total, ", or ".join((remedy, *remedies, otherwise)))
 
 
 def _explain_conversion(file: str, message: str) -> str:

@@ -22,6 +22,7 @@ TURNS = {
     "masked by choice": "not trained, as data.train_on_turns says",
     "rewritten": "of which the template shows less inside of the chat than when the model writes them",
     "other prompt": "behind another prompt than the model gets; data.on_rewritten_turns: split shows them as it does",
+    "endless": "of which the template shows no end that is a token: the model does not learn to stop there",
     "unread variables": "chats with variables that the template never reads",
     "unread text": "chats with a column `text`, which is not read",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -24,9 +24,12 @@ from ulysses_cli.data.tokenizing.targets import ChatText, TargetChoice, count_th
 from ulysses_cli.data.tokenizing.tokenizer import get_template
 from ulysses_cli.plan.models.chat_template import THINKING_SWITCHES, list_variables
 from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tokens
-from ulysses_cli.readers.problems import BadRow, NoTemplate
+from ulysses_cli.readers.problems import SOURCE, BadRow, NoTemplate
 
 PIECES_AT_ONCE = 8  # what the library returns of a piece takes about 150 bytes per token
+END_CHARS = 256  # before the end of a turn, in which its end mark stands; the longest has 30
+# What of a message templates show, and how it is called.
+SAID_KEYS = {"content": "text", "name": "name", "tool_calls": "calls", **dict.fromkeys(THOUGHT_KEYS, "thought")}
 Bounds = NDArray[np.signedinteger[Any]]  # [tokens, 2]: first character and one past the last
 
 
@@ -43,11 +46,13 @@ class EncoderSettings:
 
 @dataclass
 class Encoder:
-    """A tokenizer with the facts derived from it. Counts the long texts encoded in pieces and whole. Of the last chat,
+    """A tokenizer with the facts derived from it. `stops`: tokens at which the model stops besides the tokenizer's own
+    that ends a text. Counts the long texts encoded in pieces and whole. Of the last chat,
     `lost` is what the assistant said and the template does not show, and `counts` its turns of each kind."""
 
     tokenizer: Any
     settings: EncoderSettings = field(default_factory=EncoderSettings)
+    stops: tuple[str, ...] = ()
     num_in_pieces: int = 0
     num_whole: int = 0
 
@@ -65,6 +70,9 @@ class Encoder:
             self._read_backend()
         self.specials = sorted(str(token) for token in self.tokenizer.all_special_tokens)
         self.specials += sorted(str(token) for token in getattr(self.tokenizer, "added_tokens_encoder", {}))
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        special = {*map(str, self.tokenizer.all_special_tokens), *(str(token) for token in added if token.special)}
+        self.ends = tuple(sorted({*special, *self.stops}))
         self.renderer = Renderer(self.tokenizer, self.specials)
         template = self.tokenizer.chat_template
         self.has_template = bool(template)
@@ -188,7 +196,12 @@ class Encoder:
         settings = self.settings
         answers_only = settings.completion_only_loss if chat.is_completion else settings.assistant_only_loss
         choice = TargetChoice(
-            answers_only, self.marks_answers and answers_only, on_rewritten_turns=settings.on_rewritten_turns
+            answers_only,
+            self.marks_answers and answers_only,
+            on_rewritten_turns=settings.on_rewritten_turns,
+            ends=self.ends,
+            stops=self.stops,
+            text_end=str(self.tokenizer.eos_token or ""),
         )
         if answers_only:
             choice = replace(choice, train_on_turns=settings.train_on_turns, thoughts=settings.thoughts)
@@ -246,29 +259,28 @@ class Encoder:
     def _check_chat(self, chat: Chat, choice: TargetChoice) -> None:
         if any(flag is not None for flag in chat.flags) and not choice.answers_only:
             turn = next(at for at, flag in enumerate(chat.flags, 1) if flag is not None)
-            raise BadRow(
-                f"turn {turn} says whether it is a target, which needs data.assistant_only_loss: true; "
-                "train_field: none ignores it"
-            )
+            remedy = f"set data.assistant_only_loss: true, or write {SOURCE}.train_field: none to ignore that"
+            raise BadRow(f"turn {turn} says whether it is a target, but every token of a chat is learned", remedy)
         off = next((name for name in THINKING_SWITCHES if chat.settings.get(name) is False), None)
         if off and choice.thoughts == "train" and count_thoughts(chat.messages[chat.first_target :]):
-            raise BadRow(f"the assistant thinks, but {off} is false for this chat; data.thoughts: drop leaves that out")
+            remedy = "set data.thoughts: drop to leave that out"
+            raise BadRow(f"the assistant thinks, but {off} is false for this chat", remedy)
 
     def _check_end_marks(self, chat: Chat, texts: Sequence[ChatText]) -> None:
-        """A special token that ends turns is read as one wherever it stands, in what a user says, too."""
-        stops = [text.text[:end].rstrip() for text in texts[:1] for end in text.turn_ends[-1:]]
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        specials = {*map(str, self.tokenizer.all_special_tokens), *(str(token) for token in added if token.special)}
-        marks = {special for special in specials for text in stops if special and text.endswith(special)}
-        marks |= {str(self.tokenizer.eos_token)} if self.tokenizer.eos_token else set()
-        for turn, message in enumerate(chat.messages, 1):
-            for key in ("content", *THOUGHT_KEYS):
-                value = message.get(key)
-                held = next((mark for mark in marks if isinstance(value, str) and mark in value), None)
-                if held is not None:
-                    raise BadRow(
-                        f"turn {turn} holds {held} in its text, which the tokenizer reads as the end of a turn"
-                    )
+        """A special token that ends turns is read as one wherever it stands: in what a user says, in a call, too."""
+        shown = {text.text[max(0, end - END_CHARS) : end].rstrip() for text in texts for end in text.turn_ends}
+        marks = {end for end in self.ends for text in shown if end and text.endswith(end)}
+        marks |= {*self.stops, *([str(self.tokenizer.eos_token)] if self.tokenizer.eos_token else ())}
+        places = [
+            (f"turn {turn} holds {{}} in its {name}", message.get(key))
+            for turn, message in enumerate(chat.messages, 1)
+            for key, name in SAID_KEYS.items()
+        ]
+        places += [("the column `tools` holds {}", chat.tools), ("a variable of its template holds {}", chat.settings)]
+        for place, value in places:
+            held = next((mark for words in _walk_words(value) for mark in marks if mark in words), None)
+            if held is not None:
+                raise BadRow(f"{place.format(held)}, which the tokenizer reads as the end of a turn")
 
     def _encode_bounds(self, text: str) -> tuple[Ids, Bounds]:
         if self.backend is None:
@@ -298,6 +310,19 @@ def _mark(bounds: Bounds, classes: Sequence[tuple[int, int, int]]) -> Flags:
         else:
             flags[(starts < last) & (stops > first)] |= np.uint8(bits)
     return flags
+
+
+def _walk_words(value: Any) -> Iterator[str]:
+    """All texts within a value, names of mappings too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _walk_words(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _walk_words(item)
 
 
 def _name_tool(tool: Any) -> str:

@@ -18,14 +18,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
-from ulysses_cli.data.tokenizing.tokenizer import BYTES_TEMPLATE, load_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import BYTES_TEMPLATE, load_tokenizer, read_stop_tokens
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.models.chat_template import read_template
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.recipe import Model
 
-FORMAT = 1
+FORMAT = 2
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
+CONFIGS = ("generation_config.json", "config.json")
 LIBRARIES = ("transformers", "tokenizers")
 MAX_KNOWN = 100  # tokenizers in the file
 
@@ -46,9 +47,14 @@ class KnownTokenizer:
     def loaded(self) -> Any:
         return load_tokenizer(self.model, self.data)
 
+    @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """Tokens at which the model stops besides the one that ends a text."""
+        return read_stop_tokens(self.model.name_or_path, self.model.revision, self.loaded)
+
     @property
     def hash(self) -> str:
-        """A hash of everything in the tokenizer that decides tokens."""
+        """A hash of everything in the tokenizer that decides tokens, and of the model's stop tokens."""
         return str(self._get("hash"))
 
     @property
@@ -59,7 +65,7 @@ class KnownTokenizer:
         if name not in self._facts:
             ids = (self.loaded.pad_token_id, self.loaded.eos_token_id)
             pad_id = next((token for token in ids if token is not None), 0)
-            self._facts = {"hash": hash_tokenizer(self.loaded), "pad_id": pad_id}
+            self._facts = {"hash": hash_parts(hash_tokenizer(self.loaded), self.stops), "pad_id": pad_id}
         return self._facts[name]
 
     def decode(self, ids: NDArray[Any]) -> str:
@@ -97,7 +103,7 @@ def _compute_key(model: Model, data: Data, hashes: FileHashes) -> str | None:
         return None
     name = model.tokenizer or model.name_or_path
     template = None if data.chat_template is None else read_template(data.chat_template).text
-    parts = (FORMAT, template, data.added_tokens, [version(library) for library in LIBRARIES])
+    parts: tuple[Any, ...] = (FORMAT, template, data.added_tokens, [version(library) for library in LIBRARIES])
     if name == "bytes":
         return hash_parts(*parts, BYTES_TEMPLATE)
     folder = None if name is None else _find_folder(name, None if model.tokenizer else model.revision)
@@ -105,6 +111,10 @@ def _compute_key(model: Model, data: Data, hashes: FileHashes) -> str | None:
         return None
     try:
         files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
+        if model.tokenizer and model.name_or_path:  # its stop tokens count, too
+            own = _find_folder(model.name_or_path, model.revision)
+            configs = [own / name for name in CONFIGS if (own / name).is_file()] if own else []
+            parts = (*parts, [hashes.hash_file(file) for file in configs])
         return hash_parts(*parts, [(file.relative_to(folder).as_posix(), hashes.hash_file(file)) for file in files])
     except OSError:
         return None
@@ -117,7 +127,7 @@ def _find_folder(name: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     with suppress(ValueError):  # no name that the hub could have
-        for file in ("tokenizer_config.json", "tokenizer.json"):
+        for file in ("tokenizer_config.json", "tokenizer.json", *CONFIGS):
             found = try_to_load_from_cache(name, file, revision=revision)
             if isinstance(found, str):
                 return Path(found).parent

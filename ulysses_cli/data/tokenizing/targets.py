@@ -14,6 +14,7 @@ from typing import Any
 
 from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT
 from ulysses_cli.data.tokenizing.chat import (
+    MARK,
     InexactTemplate,
     Messages,
     Render,
@@ -35,13 +36,17 @@ from ulysses_cli.data.tokenizing.lost_parts import (
 @dataclass(frozen=True)
 class TargetChoice:
     """What of chats is trained; the fields that recipes have are named as there. `is_marked`: the template's own
-    {% generation %} marks bound the targets."""
+    {% generation %} marks bound the targets. `ends`: tokens that end a turn where it ends with one; `stops`: those at
+    which the model stops where it ends with none, such as GLM's `<|user|>`; `text_end`: that of the last turn, then."""
 
     answers_only: bool = False
     is_marked: bool = False
     train_on_turns: str = "all"
     thoughts: str = "train"
     on_rewritten_turns: str = "raise"
+    ends: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    text_end: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class _Chat:
     """A chat, or its first messages, as one text of which it is known what the assistant says."""
 
     def __init__(self, source: _Source, count: int, text: str, spans: Spans) -> None:
-        self.source, self.text, self.spans = source, text, spans
+        self.source, self.text = source, text
         self.messages = source.messages[:count]
         turns = [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
         self.answers = dict(zip(turns, spans.answers, strict=True))
@@ -113,6 +118,31 @@ class _Chat:
         self.faithful = {turn for turn, is_so in zip(turns, spans.faithful, strict=True) if is_so}
         # as the model writes them, with the end mark
         self.whole = {turn for turn, is_so in zip(turns, spans.has_own_end, strict=True) if is_so} & self.faithful
+        self.stops: dict[int, Span] = {}
+        self.endless = set[int]()
+        for turn in turns:
+            self._find_stop(turn)
+
+    def _find_stop(self, turn: int) -> None:
+        """Adds to a turn without an end mark the token at which the model stops: the one that follows, or, after the
+        last turn, the one that would follow."""
+        choice, (start, stop) = self.source.choice, self.answers[turn]
+        if not choice.ends or self.text[start:stop].endswith(choice.ends):
+            return
+        found = next((each for each in choice.stops if self.text.startswith(each, stop)), "")
+        if turn == len(self.messages) - 1:
+            found = self.source.find_next_stop(turn) or choice.text_end
+            self.text += found
+            self.ends[turn] += len(found)
+        if found:
+            self.stops[turn] = (stop, stop + len(found))
+            self.answers[turn] = (start, stop + len(found))
+        else:
+            self.endless.add(turn)
+
+    @property
+    def turn_ends(self) -> list[int]:
+        return list(self.ends.values())
 
     def find_lost(self, turns: Collection[int]) -> list[LostPart]:
         return [
@@ -126,7 +156,7 @@ class _Chat:
     def marks(self) -> list[Span]:
         source = self.source
         text, spans = read_marked_spans(source.tokenizer, self.messages, source.tools, source.settings)
-        return spans if text == self.text else [(0, len(self.text))]
+        return [*spans, *self.stops.values()] if self.text.startswith(text) else [(0, len(self.text))]
 
     def classify(self, trained: Collection[int]) -> list[tuple[int, int, int]]:
         """The flags of each span. An answer of which the template shows the end mark alone is no target: the model
@@ -166,6 +196,21 @@ class _Source:
         """Raises InexactTemplate."""
         text = self.render(self.messages[:count]) if text is None else text
         return _Chat(self, count, text, find_spans(self.render, self.messages[:count], text, self.specials))
+
+    def find_next_stop(self, turn: int) -> str:
+        """The token at which the model stops after a turn that is the last: with it the template begins what follows,
+        the result of a call or a message of the user. '' where there is none."""
+        calls = self.messages[turn].get("tool_calls") or [{}]
+        has_calls = bool(list_calls(self.messages[turn]))
+        role = {"role": "tool", "tool_call_id": calls[0].get("id", "")} if has_calls else {"role": "user"}
+        try:
+            shown = self.render([*self.messages[: turn + 1], {**role, "content": MARK}]) if self.choice.stops else ""
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - a template may raise any exception
+            return ""
+        before = shown.partition(MARK)[0]
+        return max(self.choice.stops, key=before.rfind, default="") if any(map(before.count, self.choice.stops)) else ""
 
     def is_bare(self, text: str) -> bool:
         for special in self.specials:
@@ -207,14 +252,16 @@ def render_chat(
             return RenderedChat([_read_marks(source, chosen)], "", lost, counts)
         return RenderedChat([ChatText(text, [(0, len(text), TARGET)])], str(error), lost, counts)
     if not choice.answers_only:
-        classes = [*chat.classify(()), (0, len(text), TARGET)]
+        classes = [*chat.classify(()), (0, len(chat.text), TARGET)]
         lost = chat.find_lost(chat.answers)
-        return RenderedChat([ChatText(text, classes, chat.spans.turn_ends)], "", lost, counts)
+        return RenderedChat([ChatText(chat.text, classes, chat.turn_ends)], "", lost, counts)
+    text = chat.text
     # where a turn is no target a thought may be missing, since templates leave it out when the model is asked
     lost = [part for part in chat.find_lost(chat.answers) if part.kind != "thought" or part.turn in chosen]
     rewritten = chosen - chat.faithful
     lost_turns = {part.turn for part in lost}
     counts |= {"rewritten": len(rewritten & lost_turns), "other prompt": len(rewritten - lost_turns)}
+    counts["endless"] = len(chosen & chat.endless)
     texts = None
     if (choice.on_rewritten_turns == "split" and chosen - chat.whole) or (
         choice.on_rewritten_turns == "raise" and rewritten and lost
@@ -230,7 +277,7 @@ def render_chat(
         texts = texts if choice.on_rewritten_turns == "split" else None
     if choice.on_rewritten_turns == "mask":
         chosen, lost = chosen & chat.faithful, []
-    texts = texts or [ChatText(text, chat.classify(chosen), chat.spans.turn_ends)]
+    texts = texts or [ChatText(text, chat.classify(chosen), chat.turn_ends)]
     shown = sum(len(each.text) for each in texts)
     counts |= {
         "chats": 1,
@@ -271,7 +318,7 @@ def _split(chat: _Chat, chosen: Collection[int]) -> tuple[list[ChatText], list[L
         last = max(left)
         trained = left & chat.whole
         if last in trained or last != max(chat.answers):
-            text, missing = ChatText(chat.text, chat.classify(trained), chat.spans.turn_ends), chat.find_lost(trained)
+            text, missing = ChatText(chat.text, chat.classify(trained), chat.turn_ends), chat.find_lost(trained)
         else:  # the chat ends with a turn that does not follow the prompt for it
             text, trained, missing = _answer_prompt(chat, last, left)
         if trained:
@@ -292,7 +339,7 @@ def _answer_prompt(chat: _Chat, turn: int, left: Collection[int]) -> tuple[ChatT
     start, lost = chat.answers[turn][0], chat.find_lost({turn})
     added = prompt[len(before) :] if prompt.startswith(before) else ""
     if not added or not chat.text[:start].endswith(added):
-        return ChatText(chat.text, chat.classify({turn}), chat.spans.turn_ends), {turn}, lost
+        return ChatText(chat.text, chat.classify({turn}), chat.turn_ends), {turn}, lost
     text = prompt + chat.text[start:]
     shift = len(prompt) - start
     classes = [(a + shift, b + shift, bits) for a, b, bits in chat.classify({turn}) if a >= start]
@@ -306,7 +353,7 @@ def _answer_prompt(chat: _Chat, turn: int, left: Collection[int]) -> tuple[ChatT
         also = set(left) & earlier.whole
         trained |= also
         classes = [*earlier.classify(also), *classes]
-        ends = [*earlier.spans.turn_ends, *ends]
+        ends = [*earlier.turn_ends, *ends]
         lost = [*earlier.find_lost(also), *lost]
     return ChatText(text, classes, ends), trained, lost
 
@@ -315,11 +362,12 @@ def _read_marks(source: _Source, chosen: Collection[int]) -> ChatText:
     """A chat of which the template's own marks alone show what the assistant says."""
     text, spans = read_marked_spans(source.tokenizer, source.messages, source.tools, source.settings)
     turns = [at for at, message in enumerate(source.messages) if message["role"] == "assistant"]
+    trained = spans
     if not set(turns) <= set(chosen):
         if len(turns) != len(spans):
             raise InexactTemplate(f"the chat template marks {len(spans)} answers where there are {len(turns)}")
-        spans = [span for turn, span in zip(turns, spans, strict=True) if turn in chosen]
-    return ChatText(text, [(start, stop, SAID | TARGET) for start, stop in spans])
+        trained = [span for turn, span in zip(turns, spans, strict=True) if turn in chosen]
+    return ChatText(text, [(*span, SAID) for span in spans] + [(*span, TARGET) for span in trained])
 
 
 def _describe_answer(message: Mapping[str, Any], text: str, span: Span) -> list[tuple[int, int, int]]:

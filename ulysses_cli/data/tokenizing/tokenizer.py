@@ -93,6 +93,36 @@ def list_stop_tokens(tokenizer: Any, model: Any) -> set[int]:
     return {token for token in found if isinstance(token, int)}
 
 
+def read_stop_tokens(name: str | None, revision: str | None, tokenizer: Any) -> tuple[str, ...]:
+    """The tokens at which the model stops besides the one that ends a text, by its generation config, or else by its
+    config. Of a folder or of the hub's cache; asks the hub for what is not there."""
+    for file in ("generation_config.json", "config.json") if name else ():
+        try:
+            named = json.loads(read_regular(_find_file(str(name), file, revision), MAX_SPEC_BYTES))["eos_token_id"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue
+        known = getattr(tokenizer, "added_tokens_decoder", {})
+        stops = [str(known[token]) for token in (named if isinstance(named, list) else [named]) if token in known]
+        return tuple(sorted({*stops} - {str(tokenizer.eos_token)}))
+    return ()
+
+
+def _find_file(name: str, file: str, revision: str | None) -> str:
+    """Raises OSError where there is none."""
+    from transformers.utils import cached_file
+
+    local = os.path.expanduser(name)
+    if os.path.isdir(local):
+        return os.path.join(local, file)
+    choice: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **choice)
+    if found is None and not find_obstacle():
+        found = cached_file(name, file, **choice)
+    if found is None:
+        raise FileNotFoundError(file)
+    return str(found)
+
+
 def get_template(tokenizer: Any) -> str:
     """The chat template's text; '' without one. Of several, the one for chats with tools."""
     template = getattr(tokenizer, "chat_template", None) or ""

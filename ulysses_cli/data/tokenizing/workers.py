@@ -42,6 +42,7 @@ class TokenizingTask:
     kind: RowType
     settings: EncoderSettings
     reading: Reading = PLAIN
+    stops: tuple[str, ...] = ()
 
 
 @dataclass
@@ -53,6 +54,7 @@ class EncodedBlock:
     batch: Batch
     num_bytes: int
     bad: list[tuple[str, int, str]] = field(default_factory=list)  # file, line, message
+    remedies: list[str] = field(default_factory=list)  # of the bad rows, each once
     num_blank: int = 0
     num_in_pieces: int = 0
     num_whole: int = 0
@@ -69,6 +71,7 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     encoded: list[tuple[Ids, Flags | None]] = []
     hashes: list[int] = []
     bad: list[tuple[str, int, str]] = []
+    remedies: dict[str, None] = {}
     lost, counts = LostCounts(), Counter[str]()
     encoder.num_in_pieces = encoder.num_whole = 0
     seen, columns = set[str](), ""
@@ -80,8 +83,8 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
             if reading.names:
                 seen.update(name for name, given in reading.names.items() if given in row)
                 columns = columns or list_columns(row)
-            if reading.train_field not in ("auto", "none", *seen) and has_field(row, reading.train_field):
-                seen.add(reading.train_field)
+            if reading.named_field not in ("", *seen) and has_field(row, reading.named_field):
+                seen.add(reading.named_field)
         samples.append((line, _read(kind, row, encoder, reading)))
     encoder.announce([sample for _, sample in samples if not isinstance(sample, BadRow)])
     for line, sample in samples:
@@ -105,6 +108,8 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
                 where = make_where(block.file, line, has_lines=block.kind == "lines")
                 raise DataError([Problem("", encoder.renderer.failure, hint, where)]) from None
             bad.append((block.file, line, str(error)))
+            if remedy := getattr(error, "remedy", ""):
+                remedies[remedy] = None
     for ids in _encode_texts(encoder, texts, block, lines) if texts else ():
         encoded.append((ids, None))
         hashes.append(hash_document(ids))
@@ -121,7 +126,7 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
         flags,
     )
     numbers = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
-    return EncodedBlock(batch, block.num_bytes, bad, *numbers, lost, dict(counts), seen, columns)
+    return EncodedBlock(batch, block.num_bytes, bad, list(remedies), *numbers, lost, dict(counts), seen, columns)
 
 
 def _encode_texts(encoder: Encoder, texts: list[str], block: Block, lines: list[int]) -> list[Ids]:
@@ -172,7 +177,7 @@ def encode_blocks(
     """Encodes blocks in their order. Starts no other process for one block or one worker."""
     first = [block for _, block in zip(range(2), blocks, strict=False)]
     if num_workers == 1 or len(first) < 2:
-        encoder = Encoder(tokenizer, task.settings)
+        encoder = Encoder(tokenizer, task.settings, task.stops)
         for block in _chain(first, blocks):
             yield encode_block(encoder, task.kind, block, task.reading)
         return
@@ -210,7 +215,7 @@ def _start_worker(task: TokenizingTask, lifeline: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C for all
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
-    _encoder, _task = Encoder(load_tokenizer(task.model, task.data), task.settings), task
+    _encoder, _task = Encoder(load_tokenizer(task.model, task.data), task.settings, task.stops), task
 
 
 def _exit_with_parent(lifeline: Connection) -> None:

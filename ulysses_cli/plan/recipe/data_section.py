@@ -68,7 +68,8 @@ class Dataset(Section):
     train_field: Annotated[str, Field(min_length=1, max_length=256)] = setting(
         "auto",
         "the field of a message that says whether it is a target, true or false, 1 or 0; it beats train_on_turns; "
-        "auto = weight, train, training, loss or trainable; none = no field is read",
+        "auto = weight, train, training, loss or trainable; not NAME = a field whose true is no target, such as not "
+        "mask; none = no field is read",
         unit="field",
         aliases=("message_field_training",),
     )

@@ -22,7 +22,7 @@ from ulysses_cli.data.sources.sources import open_source
 from ulysses_cli.data.steps import IGNORE_INDEX, plan_step, read_micro_batch
 from ulysses_cli.data.store import TARGET, Flags, Ids
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.tokenizer import get_variables
+from ulysses_cli.data.tokenizing.tokenizer import get_variables, read_stop_tokens
 from ulysses_cli.data.tokenizing.workers import encode_block
 from ulysses_cli.evaluate.losses import TASK, describe_document, list_bounds
 from ulysses_cli.evaluate.prompts import TaskPrompt, name_prompt
@@ -98,7 +98,8 @@ def read_documents(sets: Sequence[Mapping[str, Any]], tokenizer: Any, lengths: S
 
 def read_chats(sets: Sequence[Mapping[str, Any]], tokenizer: Any) -> Iterator[tuple[Ids, Flags | None]]:
     """The chats of data sets as they are trained where each turn stands behind the prompt that the model gets."""
-    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True, on_rewritten_turns="split"))
+    stops = read_stop_tokens(str(tokenizer.name_or_path), None, tokenizer)
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True, on_rewritten_turns="split"), stops)
     for tokens, flags, _ in _walk(sets, encoder):
         yield tokens, flags
 
