@@ -196,12 +196,12 @@ def compare_threads(*words: str) -> float:
     return max(measure_difference(*results).values())
 
 
-class Mean:
+class Mean(NextToken):
     """Twice each target's loss over twice the targets, and beside it what NextToken's loss is."""
 
     names = ("single",)
 
-    def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None) -> Tensor:
+    def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Any) -> Tensor:
         total = loss(hidden, labels, places)
         return torch.stack([2 * total, 2 * total.detach()])
 

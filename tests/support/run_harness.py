@@ -22,6 +22,7 @@ from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.rehearsal import rehearse
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.train_state import StepResult
+from ulysses_cli.train.worker import choose_objective
 
 
 class RunHarness:
@@ -43,7 +44,10 @@ class RunHarness:
         self.plan = plan = settle(recipe, shape, choose_levers(recipe, shape, gpu).levers)
         # a run's own folder, which inputs.py makes
         swap = Path(recipe.memory.nvme_path) if recipe.memory.nvme_path else None
-        run = assemble_run(plan, groups, device or torch.device("cpu"), rows, num_steps, swap_folder=swap)
+        objective = choose_objective(recipe, groups)
+        run = assemble_run(
+            plan, groups, device or torch.device("cpu"), rows, num_steps, swap_folder=swap, objective=objective
+        )
         self.built, self.train_state, self.context = run.built, run.state, run.context
         self.results: list[StepResult] = []
         self.warnings: list[str] = []

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.rows import Split, save_rows
 from ulysses_cli.data.selection import select_documents
-from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.data.store import TARGET, PairStore, TokenStore
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.rows.packing import (
@@ -90,8 +90,12 @@ def make_rows(
     settings: RowSettings,
 ) -> dict[str, Any]:
     """Writes both splits and returns the facts of their manifest. The first len(weights) stores are training sources,
-    the others evaluation sources."""
-    num_train = len(weights)
+    the others evaluation sources. Both answers of a pair stand in the same row, one after the other."""
+    num_train, documents = len(weights), stores
+    document_bases = np.cumsum([0, *(len(store) for store in stores)])
+    is_paired = all(store.manifest.get("kind") == "preference" for store in stores)
+    if is_paired:
+        stores = [PairStore(store.folder) for store in stores]
     bases = np.cumsum([0, *(len(store) for store in stores)])
     has_joined = any(store.manifest.get("is_joined") for store in stores)
     chosen = select_documents(
@@ -116,7 +120,9 @@ def make_rows(
         if part.num_untrainable and not settings.skip_untrainable:
             raise DataError(_explain_untrainable(part))
         rows = _pack(part.pieces, settings)
-        targets = _count_row_targets(rows, stores, bases, settings)
+        if is_paired:
+            rows = _part_pairs(rows, np.concatenate([store.lengths for store in documents]))
+        targets = _count_row_targets(rows, documents, document_bases, settings)
         rows, targets, skipped = _leave_out(rows, targets, settings, split)
         if split == "train" and not len(rows):
             raise DataError([_explain_nothing(part, skipped)])
@@ -219,6 +225,14 @@ def _pack(pieces: list[Piece], settings: RowSettings) -> RowPieces:
     return pack_alone(pieces, settings.max_length)
 
 
+def _part_pairs(rows: RowPieces, lengths: NDArray[np.int64]) -> RowPieces:
+    """Each piece, a pair, as its two documents. `lengths`: those of all documents."""
+    documents = array("q", (2 * pair + at for pair in rows.documents for at in (0, 1)))
+    stops = array("q", lengths[np.asarray(documents, np.int64)].tolist())
+    offsets = array("q", (2 * offset for offset in rows.offsets))
+    return RowPieces(rows.capacity, documents, array("q", [0]) * len(documents), stops, offsets)
+
+
 def _count_row_targets(
     rows: RowPieces, stores: Sequence[TokenStore], bases: NDArray[Any], settings: RowSettings
 ) -> NDArray[np.int64]:
@@ -273,6 +287,10 @@ def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings
     kind = "chat" if store.manifest.get("has_turns") else "document"
     split = "split (between turns where that is possible)" if kind == "chat" else "split"
     hint = f"set data.excess_length_strategy: {split}, truncate or drop; or a larger data.max_length"
+    if isinstance(store, PairStore):
+        longest = int(store.lengths[long].max())
+        kind = "pair of answers, each with its prompt,"
+        hint = f"set data.max_length to {longest:,} or more, or data.excess_length_strategy: drop"
     problems = [
         Problem(
             "",

@@ -84,12 +84,15 @@ def prepare_data(
     context = _Context(recipe, tokenizer, hashes, root, emit)
     datasets = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
     datasets += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
+    if recipe.preference is not None:  # no other type passes the rules
+        datasets = [(key, dataset.model_copy(update={"type": "preference"})) for key, dataset in datasets]
     stores: list[TokenStore] = []
     described: list[Event] = []
     for key, dataset in datasets:
         emit({"event": "stage", "stage": "source", "source": key})
         source = open_source(dataset, key, recipe.run.seed, context.hashes, output_folders=(root, output))
         store = _make_store(source, context)
+        _check_pairs(store, key, recipe)
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
         _check_bad_rows(store, source, data.on_bad_row)
@@ -179,6 +182,7 @@ def _list_deciding(source: Source, kind: str, context: _Context) -> list[Any]:
         "conversations": ("assistant_only_loss", *chats),
         "completion": ("completion_only_loss", "assistant_only_loss", *chats),
         "instruction": ("completion_only_loss",),
+        "preference": ("completion_only_loss", *chats),
     }.get(kind, ())
     more = [reading.train_field, dict(reading.variables)] if len(names) > 1 else []
     return [*(settings[name] for name in names), *more, *([dict(source.columns)] if source.columns else [])]
@@ -278,6 +282,12 @@ def _check_lost_parts(
             problems.append(explain_lost_parts(lost, template, source["name"], growth, has_lines=has_lines))
     if problems:
         raise DataError(problems)
+
+
+def _check_pairs(store: TokenStore, key: str, recipe: Recipe) -> None:
+    if store.manifest["kind"] == "preference" and recipe.preference is None:
+        what = "the rows are pairs of answers, which only a run with a section `preference` learns from"
+        raise RecipeError([Problem(f"{key}.type", what, "write preference: {loss: sigmoid}, which is DPO")])
 
 
 def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:

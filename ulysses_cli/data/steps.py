@@ -67,7 +67,8 @@ class StepPlan:
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """This rank's share of the rows of one micro-step. `lengths` are the documents of the whole rows, with padding;
-    `order` says which of their tokens each rank of the ring holds; `classes` are those of RowSlice."""
+    `order` says which of their tokens each rank of the ring holds; `classes` are those of RowSlice. `members`: of each
+    token, the number of its document among the rows' own, -1 in padding; `num_members`: how many there are."""
 
     input_ids: Numbers  # [B, local tokens]
     labels: Numbers
@@ -76,6 +77,9 @@ class MicroBatch:
     rows: tuple[int, ...]
     order: Order = ()
     classes: Numbers | None = None  # None where rows have none
+    members: Numbers | None = None
+    num_members: int = 0
+    reference: NDArray[np.float64] | None = None  # of each of these documents, where rows know one
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,11 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
     classes = np.zeros(shape, np.int64)
     ring_rank, inner_rank = divmod(sp_rank, sp_size // plan.ring.size)
     documents: list[int] = []
+    numbers_of, num_documents = np.full(shape, -1), 0
+    find_reference, references = getattr(rows, "get_reference", None), [np.empty(0)]
     for at, member in enumerate(members):
         lengths = plan.lengths[member] if member != NO_ROW else ()
+        ends = np.cumsum(lengths)
         lengths += (total - sum(lengths),) if total > sum(lengths) else ()  # padding is a document
         documents += lengths
         place = 0
@@ -181,6 +188,14 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
             ids[here], labels[here], positions[here] = part.input_ids, part.labels, part.positions
             if part.classes is not None:
                 classes[here] = part.classes
+            found = np.searchsorted(ends, np.arange(start, stop), "right")
+            numbers_of[here] = np.where(found < len(ends), num_documents + found, -1)
+        num_documents += len(ends)
+        if find_reference is not None and member != NO_ROW:
+            references.append(find_reference(plan.rows[member]))
     numbers = tuple(plan.rows[member] if member != NO_ROW else NO_ROW for member in members)
     order = deal_rows(documents, len(members), plan.ring)
-    return MicroBatch(ids, labels, positions, tuple(documents), numbers, order, classes)
+    reference = np.concatenate(references) if find_reference is not None else None
+    return MicroBatch(
+        ids, labels, positions, tuple(documents), numbers, order, classes, numbers_of, num_documents, reference
+    )

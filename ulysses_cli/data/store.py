@@ -162,3 +162,18 @@ class TokenStore:
         if not line:
             return Where(name)
         return Where(name, line, 1) if self.manifest.get("has_lines", True) else Where(f"{name}, row {line}")
+
+
+class PairStore(TokenStore):
+    """The same store with two documents that follow each other as one: both answers to a prompt."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.offsets = self.offsets[::2]
+
+    @cached_property
+    def hashes(self) -> NDArray[np.uint64]:
+        return np.load(self.folder / "hashes.npy")[::2]
+
+    def locate(self, document: int) -> Where:
+        return super().locate(2 * document)

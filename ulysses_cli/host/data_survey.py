@@ -28,6 +28,7 @@ ROW_NOUNS: dict[RowType, str] = {
     "instruction": "instructions",
     "tokens": "rows of tokens",
     "text": "texts",
+    "preference": "pairs of answers",
 }
 
 

@@ -27,6 +27,7 @@ ROLE_NAMES = {
 }
 CALLING_ROLES = ("function_call", "tool_call")  # turns of the assistant that hold a call alone
 CONTENTS = ("content", "value", "text")
+TURN_COLUMNS = ("messages", "conversations", "trajectory", "prompt", "completion", "chosen", "rejected")
 FLAGS = ("weight", "train", "training", "loss", "trainable")
 MASK, NOT = "mask", "not "  # a field of two meanings; what stands before the name of one that says the opposite
 THOUGHT_PARTS = ("thinking", "reasoning")
@@ -205,7 +206,7 @@ def _take_flags(messages: list[dict[str, Any]], train_field: str) -> tuple[bool 
 
 def has_field(row: Row, name: str) -> bool:
     """Whether some message of a row has a field of this name."""
-    columns = (row.get(column) for column in ("messages", "conversations", "trajectory", "prompt", "completion"))
+    columns = (row.get(column) for column in TURN_COLUMNS)
     return any(
         isinstance(turn, dict) and name in turn for turns in columns if isinstance(turns, list) for turn in turns
     )

@@ -9,7 +9,8 @@ from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.data_section import COLUMNS, OPTIONAL, RowType
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, walk_rows
-from ulysses_cli.readers.columns import SAME, Names, Row, detect_kind, read_sample, rename
+from ulysses_cli.readers.columns import SAME, Names, Row, detect_kind, rename
+from ulysses_cli.readers.pairs import read_row
 from ulysses_cli.readers.problems import MAX_SHOWN, SOURCE, BadRow, DataError, explain_bad_rows, make_where
 
 
@@ -79,7 +80,7 @@ def read_first_rows(blocks: Iterator[Block], kind: RowType, origin: Origin) -> t
             try:
                 if isinstance(row, BadRow):
                     raise row
-                read_sample(kind, row)
+                read_row(kind, row)
             except BadRow as error:
                 bad.append((block.file, line, str(error)))
                 remedies |= dict.fromkeys([error.remedy.replace(SOURCE, origin.key)] if error.remedy else [])

@@ -7,13 +7,14 @@ Recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ulysses_cli.data.steps import IGNORE_INDEX, MicroBatch, Numbers
@@ -82,8 +83,7 @@ class Engine:
     def evaluate_micro_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same sharded forward as in training. Returns (losses, positions) of this slice's targets."""
         losses, loaded = self.compute_token_losses(batch)
-        places: Places = loaded["places"]
-        return losses, loaded["positions"].flatten()[places.find(slice(0, len(places)))]
+        return losses, find_positions(loaded)
 
     @torch.no_grad()
     def compute_token_losses(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
@@ -112,20 +112,27 @@ class Engine:
     def _load(self, batch: MicroBatch) -> dict[str, Any]:
         arrays = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels}
         tensors: dict[str, Any] = {name: self._send(array) for name, array in arrays.items()}
-        places = self._find_places(batch.labels)
+        numbers = np.flatnonzero(batch.labels != IGNORE_INDEX)
         documents = make_documents(batch.lengths, self.device, order=batch.order)
-        return {**tensors, "places": places, "documents": documents}
+        answers = self.objective.load(batch, numbers, self._send)
+        return {**tensors, "places": self._make_places(numbers), "documents": documents, "answers": answers}
 
-    def _find_places(self, labels: Numbers) -> Places:
+    def _make_places(self, numbers: Numbers) -> Places:
         """Also on a rank without a target: its head runs for none."""
-        numbers = np.flatnonzero(labels != IGNORE_INDEX)
         has_gaps = len(numbers) > 0 and numbers[-1] - numbers[0] >= len(numbers)
         return Places(numbers, self._send(numbers) if has_gaps else None)  # type: ignore[arg-type]
 
-    def _send(self, array: Numbers) -> Tensor:
+    def _send(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
         pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
         return pinned.to(self.device, non_blocking=True)
+
+
+def find_positions(loaded: Mapping[str, Any]) -> Tensor:
+    """Of a slice's targets."""
+    places: Places = loaded["places"]
+    positions: Tensor = loaded["positions"].flatten()[places.find(slice(0, len(places)))]
+    return positions
 
 
 def release_gathered(wrapped: Any) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
 from ulysses_cli.data.store import CALL, SAID, THOUGHT, TURN_BITS
-from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.engine import Engine, find_positions
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.processes.consistency import compare_facts, gather_values
 from ulysses_cli.train.processes.groups import Groups
@@ -56,7 +56,8 @@ def evaluate(
     bounds = torch.tensor(list_bounds(longest))
     first_class, first_turn = len(bounds), len(bounds) + len(CLASSES)
     sums = torch.zeros(first_turn + len(TURN_BOUNDS), 2, dtype=torch.float64, device=engine.device)
-    position = 0
+    objective, divisor, position = engine.objective, 0, 0
+    measured = sums.new_zeros(len(objective.eval_names))
     while position < len(rows):
         report(f"evaluation, row {position + 1} of {len(rows)}")
         plan = plan_step(rows, batching, position, len(rows))
@@ -64,7 +65,9 @@ def evaluate(
             return {}
         for micro_step in range(plan.num_micro_steps):
             batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
-            losses, positions = engine.evaluate_micro_batch(batch)
+            losses, loaded = engine.compute_token_losses(batch)
+            measured += objective.measure(losses, loaded["answers"])
+            positions = find_positions(loaded)
             buckets = torch.bucketize(positions, bounds.to(positions.device), right=True)
             _add(sums, buckets, losses)
             if batch.classes is not None:
@@ -73,8 +76,11 @@ def evaluate(
                 kinds, turns = (torch.from_numpy(each).to(losses.device) for each in _classify(codes))
                 _add(sums, first_class + kinds[is_said], losses[is_said])
                 _add(sums, first_turn + turns[is_said], losses[is_said])
-        position = plan.next_position
+        position, divisor = plan.next_position, divisor + objective.count(plan)
     sums = engine.sum_over_ranks(sums).cpu()
+    if objective.eval_names:
+        means = (engine.sum_over_ranks(measured) / max(1, divisor)).tolist()
+        return {**dict(zip(objective.eval_names, means, strict=True)), "tokens": int(sums[:first_class, 1].sum())}
     by_class, by_turn = sums[first_class:first_turn], sums[first_turn:]
     return {
         **summarize(sums[:first_class], bounds.tolist()),

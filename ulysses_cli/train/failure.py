@@ -15,9 +15,12 @@ from ulysses_cli.train.hooks.bad_steps import BadStepsError
 from ulysses_cli.train.memory.disk import OffloadDiskError
 from ulysses_cli.train.processes.consistency import DisagreementError
 from ulysses_cli.train.processes.device import GpuMemoryError, StartError
+from ulysses_cli.train.reference import ReferenceMismatchError
 from ulysses_cli.train.telemetry.trackers import TrackerError
 
-ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError, LostFolderError, OffloadDiskError)
+ANTICIPATED = (
+    BadStepsError, CheckpointError, DisagreementError, LostFolderError, OffloadDiskError, ReferenceMismatchError,
+)  # fmt: skip
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:

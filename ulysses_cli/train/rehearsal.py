@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ulysses_cli.data.steps import Batching, Rows, plan_longest
 from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
@@ -39,6 +41,10 @@ class LongestRow:
 
     def read(self, row: int, start: int, stop: int) -> Any:
         return self.rows.read(self.row, start, stop)
+
+    def get_reference(self, row: int) -> Any:
+        find = getattr(self.rows, "get_reference", None)
+        return find(self.row) if find is not None else np.zeros(len(self.get_lengths(row)))
 
 
 def rehearse(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_cli.data.batching import make_eval_batching
-from ulysses_cli.data.steps import plan_step
+from ulysses_cli.data.steps import Rows, plan_step
 from ulysses_cli.data.tokenizing.renderer import TemplateProblem
 from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
@@ -45,8 +45,12 @@ from ulysses_cli.train.hooks.model_choice import ModelChoice
 from ulysses_cli.train.hooks.samples import Samples, encode_prompts
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name, read_inputs
 from ulysses_cli.train.loop import every, train
+from ulysses_cli.train.objective import NextToken, Objective
 from ulysses_cli.train.optimizer.shards import count_parameters
+from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings
 from ulysses_cli.train.processes.device import GpuMemoryError, StartError
+from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.reference import ComputedReferences, ReferenceFile, References
 from ulysses_cli.train.rehearsal import rehearse
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.run_file import describe_machine, list_versions, write_run_file
@@ -89,7 +93,7 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
     run = assemble_run(
         connected.plan, connected.groups, inputs.device, inputs.rows, connected.length,
         eval_rows=inputs.eval_rows, batching=connected.batching, stop=connected.stop, report=record.report,
-        swap_folder=connected.swap_folder,
+        swap_folder=connected.swap_folder, objective=choose_objective(recipe, connected.groups),
     )  # fmt: skip
     run = replace(run, context=replace(run.context, disk_owners=connected.disks.owners))
     record.describe_step = partial(describe_step, run.state)
@@ -104,6 +108,29 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
             f"{first.num_targets:,} targets; {run.built.num_trained:,} trained parameters"
         )
     return run
+
+
+def choose_objective(recipe: Recipe, groups: Groups) -> Objective:
+    if recipe.preference is None:
+        return NextToken()
+    return PreferenceObjective(PreferenceSettings(**recipe.preference.model_dump()), groups.sp_axis)
+
+
+def choose_references(launch: Launch, inputs: Inputs, connected: Connected, state: TrainState) -> References:
+    """What the objective compares with; nothing where it compares with nothing."""
+    recipe, batching = connected.plan.recipe, make_eval_batching(inputs.shape, inputs.resolved)
+    if recipe.preference is None:
+        return References(inputs.eval_rows, batching)
+    deciding = recipe.model_dump(mode="json", include={"model", "lora"})
+    key = {"data": launch.options.data.name, "seed": recipe.run.seed, **deciding}
+    layout = {"layout": vars(connected.plan.layout), "batching": connected.batching, "levers": connected.plan.levers}
+    folder = launch.run_dir / "reference"
+    return ComputedReferences(
+        inputs.eval_rows,
+        batching,
+        state,
+        [ReferenceFile(folder / f"{split}.npz", key, layout) for split in ("train", "eval")],
+    )
 
 
 def make_schedule_of(recipe: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
@@ -125,6 +152,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     goes_on, stop_seconds = settings.on_save_error == "continue", STOP_SHARE * stop_timeout
     policy = SavePolicy(settings.save_total_limit, is_async, goes_on, keeps_best, stop_seconds)
     uploads = open_uploads(launch, run, record)
+    references = choose_references(launch, inputs, connected, state)
     saves = Saves(
         run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads,
         lambda: launch.interruption.is_hurried,
@@ -136,14 +164,15 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
     judges: list[Callable[[TrainState], None]] = [choice.judge, ignore]
     judge_loss, judge_score = reversed(judges) if settings.keep_best == SCORE else judges
-    evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, judge_loss)
+    evaluation = Evaluation(references.eval_rows, eval_batching, record.write_eval, judge_loss)
     stop_tokens = agree_on_stop_tokens(state.engine, inputs.tokenizer)
     samples = make_samples(inputs, connected.plan.recipe, stop_tokens, record)
     suite = make_suite(inputs, connected, stop_tokens, record, judge_score)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
-            rehearse_and_report(launch, inputs, connected, run, record)
+            rehearse_and_report(launch, references.eval_rows, inputs, connected, run, record)
+        references.fill(state, record.set_phase, is_fresh=point.path is None)
     if point.path is not None:
         record.set_phase("loading the checkpoint")
         saves.resume(state, point)
@@ -153,7 +182,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     if connected.groups.is_first:
         write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
     meter = Meter(partial(compute_model_flops, inputs.shape), connected.forecast.peak_tflops, record.write_step)
-    post_step_hooks: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.check]
+    post_step_hooks: list[Callable[[TrainState, StepResult], None]] = [meter.record, references.check, bad_steps.check]
     post_step_hooks += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
     post_step_hooks += [every(settings.save_steps, saves.save)] if settings.save_steps else []
     # after the save: generation needs memory of its own, and a failure there must not cost the steps
@@ -260,14 +289,14 @@ def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: Assemb
 
 
 def rehearse_and_report(
-    launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record
+    launch: Launch, eval_rows: Rows | None, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record
 ) -> None:
     """Collective over all ranks."""
     record.set_phase("rehearsal")
     started = time.perf_counter()
     eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
     scratch = launch.run_dir / "rehearsal"
-    longest = rehearse(run.state, inputs.eval_rows, eval_batching, run.context, scratch, record.set_phase)
+    longest = rehearse(run.state, eval_rows, eval_batching, run.context, scratch, record.set_phase)
     memory = ""
     if inputs.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(inputs.device) / GIB

@@ -32,6 +32,7 @@ KINDS: dict[str, RowType] = {
     "conversations": "conversations",
     "instruction": "instruction",
     "tokens": "tokens",
+    "preference": "preference",
 }
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from ulysses_cli.data.store import TARGET, Batch, Flags, Ids, hash_document
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import LostCounts
+from ulysses_cli.data.tokenizing.pairs import encode_pair
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -27,7 +28,8 @@ from ulysses_cli.plan.recipe.data_section import Data, RowType
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
-from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, read_sample, rename
+from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, rename
+from ulysses_cli.readers.pairs import Pair, read_row
 from ulysses_cli.readers.problems import BadRow, DataError, NoTemplate, make_where
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
@@ -48,7 +50,7 @@ class TokenizingTask:
 @dataclass
 class EncodedBlock:
     """A block's documents as tokens, its bad rows, the number of its blank rows, what its template did not show, and
-    `counts` of its chats' turns. All documents of a chat have one hash.
+    `counts` of its chats' turns. All documents of a chat have one hash, and so have pairs of one prompt.
     `seen`: which of the columns that the recipe names its rows have; `columns`: those of a row."""
 
     batch: Batch
@@ -75,7 +77,7 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     lost, counts = LostCounts(), Counter[str]()
     encoder.num_in_pieces = encoder.num_whole = 0
     seen, columns = set[str](), ""
-    samples: list[tuple[int, Sample | BadRow]] = []
+    samples: list[tuple[int, Sample | Pair | BadRow]] = []
     for line, row in walk_rows(block):
         if not isinstance(row, BadRow):
             if kind in CHAT_TYPES and isinstance(row, dict) and rename(row, reading.names).get("text"):
@@ -86,7 +88,7 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
             if reading.named_field not in ("", *seen) and has_field(row, reading.named_field):
                 seen.add(reading.named_field)
         samples.append((line, _read(kind, row, encoder, reading)))
-    encoder.announce([sample for _, sample in samples if not isinstance(sample, BadRow)])
+    encoder.announce([branch for _, sample in samples for branch in _list_branches(sample)])
     for line, sample in samples:
         try:
             if isinstance(sample, BadRow):
@@ -96,12 +98,12 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
                 lines.append(line)
                 continue
             with _naming(encoder, block, line):
-                made = encoder.encode_documents(sample)
+                made, key = _encode_sample(encoder, sample)
             lost.add_chat(block.file, line, encoder.lost)
             counts.update(encoder.counts)
             encoded += made
             lines += [line] * len(made)
-            hashes += [hash_document(np.concatenate([ids for ids, _ in made]))] * len(made)
+            hashes += [hash_document(key)] * len(made)
         except (BadRow, TemplateOutOfBounds) as error:
             if encoder.renderer.failure:
                 hint = "name another template with data.chat_template, or check what the template does with this row"
@@ -127,6 +129,24 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     )
     numbers = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
     return EncodedBlock(batch, block.num_bytes, bad, list(remedies), *numbers, lost, dict(counts), seen, columns)
+
+
+def _list_branches(sample: Sample | Pair | BadRow) -> list[Sample]:
+    if isinstance(sample, BadRow):
+        return []
+    return [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
+
+
+def _encode_sample(encoder: Encoder, sample: Sample | Pair) -> tuple[list[tuple[Ids, Flags | None]], Ids]:
+    """The documents of a sample, and the tokens by which equal ones are known: of pairs those that both answers
+    share, since a prompt that is trained on is not evaluated with other answers."""
+    if not isinstance(sample, Pair):
+        made = encoder.encode_documents(sample)
+        return made, np.concatenate([ids for ids, _ in made])
+    pair = encode_pair(encoder, sample)
+    branches = (pair.chosen, pair.rejected)
+    key = pair.chosen.ids[: pair.num_shared] if pair.num_shared else np.concatenate([each.ids for each in branches])
+    return [(branch.ids, branch.flags) for branch in branches], key
 
 
 def _encode_texts(encoder: Encoder, texts: list[str], block: Block, lines: list[int]) -> list[Ids]:
@@ -162,11 +182,11 @@ def _is_failure(error: BaseException) -> bool:
     return is_panic or (isinstance(error, Exception) and not isinstance(error, ours))
 
 
-def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, reading: Reading) -> Sample | BadRow:
+def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, reading: Reading) -> Sample | Pair | BadRow:
     try:
         if isinstance(row, BadRow):
             return row
-        return read_sample(kind, row, has_template=encoder.has_template, reading=reading)
+        return read_row(kind, row, has_template=encoder.has_template, reading=reading)
     except BadRow as error:
         return error
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ulysses_cli.plan.secrets import MASK
 
-DECIDING = ("model", "data", "train", "lora")
+DECIDING = ("model", "data", "train", "lora", "preference")
 FREE = {
     "model.attn_implementation",
     "model.trust_remote_code",

@@ -10,9 +10,9 @@ from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.setting import LINES, MAX_TOKENS, Lines, Section, setting, text
 
 DatasetType = Literal[
-    "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "folder", "synthetic"
+    "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "preference", "folder", "synthetic"
 ]
-RowType = Literal["text", "chat", "conversations", "completion", "instruction", "tokens"]
+RowType = Literal["text", "chat", "conversations", "completion", "instruction", "tokens", "preference"]
 COLUMNS: dict[RowType, tuple[str, ...]] = {
     "chat": ("messages",),
     "conversations": ("conversations",),
@@ -20,6 +20,7 @@ COLUMNS: dict[RowType, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "tokens": ("input_ids",),
     "text": ("text",),
+    "preference": ("chosen", "rejected"),  # last: rows with these and others are chats, but for a section `preference`
 }
 OPTIONAL: dict[RowType, tuple[str, ...]] = {
     "chat": ("tools", "system", "chat_template_kwargs"),
@@ -28,6 +29,7 @@ OPTIONAL: dict[RowType, tuple[str, ...]] = {
     "instruction": ("input",),
     "tokens": ("labels",),
     "text": (),
+    "preference": ("prompt", "messages", "rejected_response", "tools", "chat_template_kwargs"),
 }
 
 
@@ -46,7 +48,8 @@ class Dataset(Section):
     split: str = text("train", "split of a hub data set")
     type: DatasetType = setting(
         "auto",
-        "columns to expect; auto = by the first row; folder = a tree of files; synthetic = generated",
+        "columns to expect; auto = by the first row; preference = pairs of answers; folder = a tree of files; "
+        "synthetic = generated",
         spellings={"chat_template": "chat", "sharegpt": "conversations", "alpaca": "instruction"},
     )
     columns: dict[str, Annotated[str, Field(min_length=1, max_length=4096)]] = setting(

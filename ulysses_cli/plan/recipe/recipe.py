@@ -1,5 +1,5 @@
 """The recipe's schema: every setting with one doc line, a unit and a bound. The data section is in data_section.py,
-that of adapters in lora_section.py.
+that of adapters in lora_section.py, that of pairs of answers in preference_section.py.
 
 A Recipe is never changed after loading; derived values are in Layout, Resolved or a value of their own.
 """
@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.lora_section import Lora
+from ulysses_cli.plan.recipe.preference_section import Preference
 from ulysses_cli.plan.recipe.setting import MAX_TOKENS, ON_GPU, UNMOVED, Lines, Place, Section, setting, text
 
 
@@ -384,6 +385,7 @@ class Recipe(Section):
     train: Train = setting(Train(), "steps, batch, optimizer")
     memory: Memory = setting(Memory(), "levers that trade time or host memory for GPU memory")
     lora: Lora | None = setting(None, "adapters instead of full fine-tuning")
+    preference: Preference | None = setting(None, "pairs of answers instead of texts: DPO and its kin")
     run: Run = setting(Run(), "where results go, when to save, when to stop")
     deepspeed: dict[str, Any] = setting(
         {},
@@ -394,9 +396,12 @@ class Recipe(Section):
 
 
 def compute_recipe_hash(recipe: Recipe) -> str:
-    """Hash of the settings that decide a run's values: the sections model, data, train and lora, and the seed. Memory
-    levers, bookkeeping and the layout are left out: a run may continue with others if its rows per step stay."""
+    """Hash of the settings that decide a run's values: the sections model, data, train, lora and preference, and the
+    seed. Memory levers, bookkeeping and the layout are left out: a run may continue with others if its rows per step
+    stay."""
     deciding = recipe.model_dump(mode="json", include={"model", "data", "train", "lora"})
     deciding["data"] = {k: v for k, v in deciding["data"].items() if k not in ("store_dir", "num_workers")}
     deciding["seed"] = recipe.run.seed
+    if recipe.preference is not None:  # earlier versions have no such section
+        deciding["preference"] = recipe.preference.model_dump(mode="json")
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.plan.rules import adapters, files, model, positions, training
+from ulysses_cli.plan.rules import adapters, files, model, positions, preferences, training
 from ulysses_cli.plan.rules.chats import check_chats
 
 MAX_PROCESSES = 1 << 20
@@ -327,7 +327,7 @@ def check_recipe(
     if shape is not None:
         shape_rules = (*model.RULES, *adapters.RULES, *positions.RULES)
         problems += [problem for rule in shape_rules for problem in rule(recipe, shape)]
-    recipe_rules = (*training.RULES, *files.RULES)
+    recipe_rules = (*training.RULES, *preferences.RULES, *files.RULES)
     problems += [problem for rule in recipe_rules for problem in rule(recipe)]
     problems += check_chats(recipe, tokenizer)
     placed = [replace(problem, where=loaded.locate(problem.key)) for problem in problems]

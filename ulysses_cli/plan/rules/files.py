@@ -62,7 +62,9 @@ def check_turns(recipe: Recipe) -> Problems:
     """What says which turns of a chat are targets needs a loss mask, and whole turns."""
     data = recipe.data
     types = {dataset.type for dataset in (*data.datasets, *data.eval_datasets)}
-    masks = data.assistant_only_loss or (data.completion_only_loss and bool(types & {"auto", "completion"}))
+    masks = data.assistant_only_loss or (
+        data.completion_only_loss and bool(types & {"auto", "completion", "preference"})
+    )
     needing = {
         "train_on_turns": data.train_on_turns != "all",
         "thoughts": data.thoughts != "train",

@@ -63,9 +63,8 @@ class RunDisplay:
                 self._note_step(values)
             case "eval":
                 self._eval = values
-                self._screen.print_line(
-                    f"eval {_format_pairs(values, ('step', 'loss', 'perplexity', 'tokens'))}", "bold"
-                )
+                names = ("step", "loss", "perplexity", "rewards/accuracies", "tokens")
+                self._screen.print_line(f"eval {_format_pairs(values, names)}", "bold")
             case "samples":
                 for sample in values.get("samples", ()):
                     said = f"{sample['prompt']!r} continues {sample['text']!r}"

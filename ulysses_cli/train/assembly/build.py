@@ -40,7 +40,7 @@ from ulysses_cli.train.elementwise.interface import find_norm_widths, serve_elem
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.memory.replica_copies import OrderedCopies
-from ulysses_cli.train.objective import NextToken
+from ulysses_cli.train.objective import Objective
 from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.shards import get_shape
 from ulysses_cli.train.optimizer.swap_files import read_each_once
@@ -81,9 +81,10 @@ def build(
     report: Callable[[str], None] = lambda _: None,
     mix: LengthMix = ANY_MIX,
     swap_folder: Path | None = None,
+    objective: Objective | None = None,
 ) -> Built:
     """Collective over all ranks. `mix`: the lengths of the run's documents, on which kernels are timed.
-    `swap_folder`: the folder for what is offloaded to a disk."""
+    `swap_folder`: the folder for what is offloaded to a disk. `objective`: left out, the loss of the next token."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -108,7 +109,7 @@ def build(
             report(cost)
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
     loss = apply_levers(model, plan, head_rule, device, swap_folder)
-    module = LossModel(model, loss, NextToken())
+    module = LossModel(model, loss, objective)
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer)

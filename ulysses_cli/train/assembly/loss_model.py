@@ -15,7 +15,8 @@ from ulysses_cli.train.telemetry.clock import part_of_step, watch_backward
 
 
 class LossModel(nn.Module):
-    """Takes the tokens of a slice and the places of its targets, returns the objective's sums. The decoder is the
+    """Takes the tokens of a slice, the places of its targets and what the objective has loaded (`answers`), returns the
+    objective's sums. The decoder is the
     model's own; the loss applies the head."""
 
     def __init__(self, model: nn.Module, loss: Loss, objective: Objective | None = None) -> None:
@@ -34,6 +35,7 @@ class LossModel(nn.Module):
         generation: Any = None,
         wanted: tuple[Tensor, Tensor] | None = None,
         places: Places | None = None,
+        answers: Any = None,
     ) -> Tensor:
         if wanted is not None:
             return self.compute_logits(input_ids, positions, wanted, generation, documents)
@@ -45,7 +47,7 @@ class LossModel(nn.Module):
         with part_of_step("head_loss"):
             if per_token:
                 return self.loss.per_token(hidden, labels, places)
-            sums = self.objective.compute(self.loss, hidden, labels, places)
+            sums = self.objective.compute(self.loss, hidden, labels, places, answers)
         watch_backward("head_loss", sums, hidden)
         return sums
 

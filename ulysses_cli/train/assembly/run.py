@@ -19,6 +19,7 @@ from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
 from ulysses_cli.train.attention.kernels.workload import measure_mix
 from ulysses_cli.train.checkpoint.format import CheckpointContext
 from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.objective import Objective
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.processes.randomness import seed_all
@@ -56,6 +57,7 @@ def assemble_run(
     parts: Parts = REAL_PARTS,
     report: Callable[[str], None] = lambda _: None,
     swap_folder: Path | None = None,
+    objective: Objective | None = None,
 ) -> AssembledRun:
     """Collective over all ranks. A `length` that is a number of steps takes as many rows as they need. All ranks draw
     the model from one seed and train with seeds of their own."""
@@ -68,7 +70,7 @@ def assemble_run(
     built = build(
         plan, groups, device, length.num_steps,
         parts=parts, report=report, mix=measure_mix(rows, eval_rows, generates=generates),
-        swap_folder=swap_folder,
+        swap_folder=swap_folder, objective=objective,
     )  # fmt: skip
     state = TrainState(built.engine, groups, rows, batching, length.num_steps, length.end, stop or StopConditions())
     context = CheckpointContext(

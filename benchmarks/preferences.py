@@ -1,0 +1,203 @@
+"""Stores what TRL's own code returns for losses of preferences: values, gradients and metrics, from drawn logits in
+float64. A test compares train/preferences.py with them, so that it needs no TRL.
+
+TRL is no dependency. Give its folder, such as `pip download trl==1.16.0 --no-deps` and unzipping leave it:
+
+    PYTHONPATH=FOLDER:$PYTHONPATH python benchmarks/preferences.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from paths import RESULTS
+from torch import Tensor
+
+NUM_PAIRS, NUM_TOKENS, VOCABULARY = 5, 12, 7
+SETTINGS: list[dict[str, float]] = [{}, {"beta": 0.7, "discopop_tau": 0.3, "gamma": 0.9}]
+SMOOTHED = {"robust": 0.1, "exo_pair": 0.001, "cpo": 0.2, "simpo": 0.2}
+DPO = (
+    "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "exo_pair", "nca_pair", "sppo_hard",
+    "bco_pair", "discopop",
+)  # fmt: skip
+
+
+class Batch:
+    """Pairs of answers to prompts of 3 tokens, padded on the right; logits of the policy are sharper than those of the
+    reference."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(11)
+        shape = (2 * NUM_PAIRS, NUM_TOKENS)
+        self.ids = torch.randint(0, VOCABULARY, shape, generator=generator)
+        lengths = torch.randint(1, NUM_TOKENS - 3, shape[:1], generator=generator)
+        at = torch.arange(NUM_TOKENS)
+        self.is_text = (at < 3 + lengths[:, None]).long()
+        self.is_answer = self.is_text * (at >= 3)
+        logits = torch.randn(*shape, VOCABULARY, generator=generator, dtype=torch.float64)
+        self.logits = 2 * logits
+        self.reference = 2 * logits + torch.randn(*shape, VOCABULARY, generator=generator, dtype=torch.float64)
+        self.answer_targets = self.is_answer[:, 1:].sum(1)
+
+    def compute_log_probs(self, logits: Tensor, mask: Tensor) -> Tensor:
+        """Of each token but the first; 0 outside the mask."""
+        log_probs = logits[:, :-1].log_softmax(-1).gather(-1, self.ids[:, 1:, None])[..., 0]
+        return log_probs * mask[:, 1:]
+
+    def describe(self) -> dict[str, Any]:
+        sums = self.compute_log_probs(self.logits, self.is_answer).sum(1)
+        chosen_text = self.compute_log_probs(self.logits, self.is_text)[:NUM_PAIRS]
+        return {
+            "sums": sums.tolist(),
+            "reference_sums": self.compute_log_probs(self.reference, self.is_answer).sum(1).tolist(),
+            "targets": self.answer_targets.tolist(),
+            "chosen_nll": (-sums[:NUM_PAIRS].sum() / self.answer_targets[:NUM_PAIRS].sum()).item(),
+            "chosen_nll_with_prompt": (-chosen_text.sum() / self.is_text[:NUM_PAIRS, 1:].sum()).item(),
+        }
+
+
+def make_trainer(**values: Any) -> SimpleNamespace:
+    """What TRL's methods read of a trainer."""
+    accelerator = SimpleNamespace(device="cpu", gather=lambda value: value, gather_for_metrics=lambda value: value)
+    return SimpleNamespace(
+        model=SimpleNamespace(training=True), accelerator=accelerator, aux_loss_enabled=False, ld_alpha=None,
+        precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False, _total_train_tokens=0,
+        _tp_size=1, _metrics={"train": defaultdict(list)}, is_encoder_decoder=False, padding_value=0, pad_token_id=0,
+        alpha=0.0, cpo_alpha=1.0, loss_weights=[1.0], calculate_KL=True, **values,
+    )  # fmt: skip
+
+
+def make_outputs(log_probs: Tensor) -> Any:
+    zeros = torch.zeros_like(log_probs)
+    names = ("entropy", "mean_logits")
+    return SimpleNamespace(log_probs=log_probs, is_top1=zeros.bool(), **dict.fromkeys(names, zeros))
+
+
+def read_metrics(trainer: Any) -> dict[str, float]:
+    wanted = ("rewards/", "logps/", "kl")
+    return {name: values[-1] for name, values in trainer._metrics["train"].items() if name.startswith(wanted)}
+
+
+def spread(batch: Batch, sums: Tensor) -> Tensor:
+    """Per-token values with these sums, as TRL's trainers read a model's output."""
+    mask = batch.is_answer[:, 1:]
+    return mask * (sums / batch.answer_targets)[:, None]
+
+
+def run_dpo(batch: Batch, name: str, settings: dict[str, float]) -> dict[str, Any]:
+    from trl import DPOConfig, DPOTrainer
+
+    args = DPOConfig(output_dir="/tmp", use_cpu=True, bf16=False)
+    sums, reference = (
+        batch.compute_log_probs(each, batch.is_answer).sum(1) for each in (batch.logits, batch.reference)
+    )
+    sums.requires_grad_()
+    chosen, rejected = reference.chunk(2)
+    trainer = make_trainer(
+        loss_types=[name], beta=settings.get("beta", args.beta),
+        label_smoothing=settings.get("label_smoothing", args.label_smoothing),
+        args=SimpleNamespace(discopop_tau=settings.get("discopop_tau", args.discopop_tau)),
+    )  # fmt: skip
+    inputs = {
+        "input_ids": batch.ids, "attention_mask": batch.is_text, "completion_mask": batch.is_answer,
+        "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
+    }  # fmt: skip
+    loss = DPOTrainer._compute_loss(trainer, lambda **_: make_outputs(spread(batch, sums)), inputs, False)
+    (grad,) = torch.autograd.grad(loss, sums)
+    return {"loss": loss.item(), "grad": grad.tolist(), "metrics": read_metrics(trainer)}
+
+
+def run_without_reference(batch: Batch, name: str, settings: dict[str, float]) -> dict[str, Any]:
+    """The whole of cpo, simpo and orpo from logits; the gradient is that of the pairs' part alone, by sums."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    trainer_class, config = (ORPOTrainer, ORPOConfig) if name == "orpo" else (CPOTrainer, CPOConfig)
+    args: Any = config(output_dir="/tmp", use_cpu=True, bf16=False)
+    trainer = make_trainer(
+        loss_type={"cpo": "sigmoid"}.get(name, name), beta=settings.get("beta", args.beta),
+        label_smoothing=settings.get("label_smoothing", getattr(args, "label_smoothing", 0.0)),
+        simpo_gamma=settings.get("gamma", getattr(args, "simpo_gamma", 0.0)),
+    )  # fmt: skip
+    for method in ("cpo_loss", "odds_ratio_loss", "concatenated_forward"):
+        if hasattr(trainer_class, method):
+            setattr(trainer, method, getattr(trainer_class, method).__get__(trainer))
+    for method in ("concatenated_inputs", "get_batch_logps"):
+        setattr(trainer, method, getattr(trainer_class, method))
+    halves: dict[str, Any] = {}
+    labels = batch.ids.masked_fill(batch.is_answer == 0, -100)
+    for key, whole in (("input_ids", batch.ids), ("attention_mask", batch.is_text), ("labels", labels)):
+        halves[f"chosen_{key}"], halves[f"rejected_{key}"] = whole.chunk(2)
+
+    def run_model(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(logits=batch.logits)
+
+    loss, metrics = trainer_class.get_batch_loss_metrics(trainer, run_model, halves)
+    sums = batch.compute_log_probs(batch.logits, batch.is_answer).sum(1).requires_grad_()
+    scores = sums if name == "cpo" else sums / batch.answer_targets
+    compute = trainer.odds_ratio_loss if name == "orpo" else trainer.cpo_loss
+    part = compute(*scores.chunk(2))[0].mean() * (-1 if name == "orpo" else 1)
+    (grad,) = torch.autograd.grad(part, sums)
+    left_out = ("logits/", "nll_loss")
+    kept = {key: float(value) for key, value in metrics.items() if not key.startswith(left_out)}
+    return {"loss": float(loss), "grad": grad.tolist(), "metrics": kept}
+
+
+def run_kto(batch: Batch, settings: dict[str, float]) -> dict[str, Any]:
+    """The answers in one batch, wanted and unwanted mixed; those of other prompts are the same in another order."""
+    from trl import KTOConfig, KTOTrainer
+
+    args = KTOConfig(output_dir="/tmp", use_cpu=True, bf16=False)
+    sums, reference = (
+        batch.compute_log_probs(each, batch.is_answer).sum(1) for each in (batch.logits, batch.reference)
+    )
+    wanted = [True, False, False, True, True, False, True, True, False, True]
+    mismatched, mismatched_reference = sums.flip(0) + 1, reference.flip(0)
+    sums.requires_grad_()
+    trainer = make_trainer(
+        loss_type="kto", beta=settings.get("beta", args.beta),
+        desirable_weight=settings.get("desirable_weight", args.desirable_weight),
+        undesirable_weight=settings.get("undesirable_weight", args.undesirable_weight),
+        _compute_kl_logps=lambda *_: mismatched,
+    )  # fmt: skip
+    inputs = {
+        "input_ids": batch.ids, "attention_mask": batch.is_text, "completion_mask": batch.is_answer,
+        "label": torch.tensor(wanted), "ref_logps": reference, "ref_KL_logps": mismatched_reference,
+    }  # fmt: skip
+    loss = KTOTrainer._compute_loss(trainer, lambda **_: make_outputs(spread(batch, sums)), inputs, False)
+    (grad,) = torch.autograd.grad(loss, sums)
+    return {
+        "loss": loss.item(), "grad": grad.tolist(), "metrics": read_metrics(trainer), "is_chosen": wanted,
+        "mismatched": (mismatched - mismatched_reference).tolist(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    import trl
+
+    batch = Batch()
+    cases: list[dict[str, Any]] = []
+    for name in (*DPO, "cpo", "simpo", "orpo", "kto"):
+        known = {"simpo": ("beta", "gamma"), "discopop": ("beta", "discopop_tau")}
+        for number, drawn in enumerate(SETTINGS):
+            settings = {key: value for key, value in drawn.items() if key in known.get(name, ("beta",))}
+            if name in SMOOTHED and (number or name == "exo_pair"):
+                settings["label_smoothing"] = SMOOTHED[name]
+            if name == "kto":
+                settings |= {"desirable_weight": 1.3, "undesirable_weight": 0.6} if number else {}
+                case = run_kto(batch, settings)
+            else:
+                run = run_dpo if name in DPO else run_without_reference
+                case = run(batch, name, settings)
+            cases.append({"name": name, "settings": settings, **case})
+            print(f"{name} {settings}: {case['loss']:.6f}")
+    result = {"trl": trl.__version__, "batch": batch.describe(), "cases": cases}
+    (RESULTS / "preferences-trl.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

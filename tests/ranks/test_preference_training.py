@@ -1,0 +1,277 @@
+"""Pairs of answers on ranks: losses and gradients in float64 against plain torch, one answer at a time; references that
+are bitwise those of step 1; a run that resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from support.forked import Command
+from support.paths import ROOT
+from support.rank_pool import RankError, run_on_ranks
+from support.run_harness import RunHarness
+from support.small_run import CONFIG, make_settings
+from support.tiers import mark_by
+from support.training import MemoryRows, make_recipe, measure_difference
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import choose_layout
+from ulysses_cli.plan.rows.order import Ring
+from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.assembly.loss_model import LossModel
+from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.attention.rotary import serve_rotary
+from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.loop import train as run_loop
+from ulysses_cli.train.loss import HeadRule, PlainLoss
+from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
+from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings
+from ulysses_cli.train.processes.groups import make_groups
+from ulysses_cli.train.reference import ComputedReferences, ReferencedRows, ReferenceFile
+
+# Pairs of documents, chosen and rejected: (length, first target). In the first row, one rank of two has no target; in
+# the third the shorter answer comes first.
+ROWS = [
+    [(40, 36), (20, 16)],
+    [(9, 4), (12, 4), (30, 20), (11, 6)],
+    [(25, 22), (33, 22)],
+]
+BETA = 0.3
+
+
+def normalize(self: Any, hidden: Tensor) -> Tensor:
+    """transformers' own rounds to float32."""
+    return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def make_model(attention: str) -> Any:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(**deepcopy(CONFIG))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
+
+
+def draw_references() -> list[list[float]]:
+    generator = np.random.default_rng(4)
+    return [(-generator.uniform(5, 60, len(row))).tolist() for row in ROWS]
+
+
+def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Means over all pairs, each answer by a forward of its own."""
+    model = make_model("sdpa")
+    losses, measures = [], []
+    for documents, references in zip(rows.documents, draw_references(), strict=True):
+        scores, sums = [], []
+        for (tokens, labels), reference in zip(documents, references, strict=True):
+            logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+            targets = torch.from_numpy(labels)
+            is_target = targets >= 0
+            log_probs = logits.log_softmax(-1)[is_target, targets[is_target]]
+            sums.append(log_probs.sum())
+            scores.append((sums[-1] - reference) / (len(log_probs) if name == "ipo" else 1))
+        for at in range(0, len(documents), 2):
+            margin = scores[at] - scores[at + 1]
+            losses.append((margin - 1 / (2 * BETA)) ** 2 if name == "ipo" else -logsigmoid(BETA * margin))
+            measures.append([sums[at].item(), sums[at + 1].item()])
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    chosen, rejected = torch.tensor(measures, dtype=torch.float64).mean(0).tolist()
+    means = {"loss": loss.item(), "logps/chosen": chosen, "logps/rejected": rejected}
+    return means, {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
+def compute_on_rank(recipe: Recipe, name: str, tile: int | None) -> tuple[dict[str, float], dict[str, Tensor]]:
+    shape = read_model_shape(recipe.model.config or {}, "test")
+    layout = choose_layout(recipe, shape)
+    groups = make_groups(layout, timedelta(seconds=60))
+    rows = ReferencedRows(MemoryRows(ROWS))
+    rows.values[:] = np.concatenate(draw_references())
+    train = recipe.train
+    sizes = (layout.dp_size, train.per_device_train_batch_size, train.gradient_accumulation_steps, layout.sp_size)
+    batching = Batching(*sizes, recipe.run.seed, ring=Ring(layout.ring_size, shape.window_counts))
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        model = make_model(register_attention(groups.ulysses_axis, "sdpa", 1, ring=groups.ring_axis))
+        serve_rotary(model, groups.sp_axis)
+        head = model.get_output_embeddings()
+        loss: Any = PlainLoss(head, HeadRule()) if tile is None else make_tiled_loss(head, HeadRule(), tile)
+        objective = PreferenceObjective(PreferenceSettings(loss=name, beta=BETA), groups.sp_axis)
+        module = LossModel(model, loss, objective)
+        wrapped = SimpleNamespace(module=module)
+        engine = Engine(wrapped, groups, torch.device("cpu"), lambda _: 0.0, lambda: None, lambda _: None)
+        plan = plan_step(rows, batching, 0, len(rows))
+        totals = torch.zeros(1 + len(objective.names), dtype=torch.float64)
+        for micro_step in range(plan.num_micro_steps):
+            axis = groups.sp_axis
+            batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, axis.rank, axis.size)
+            sums = module(**engine._load(batch))
+            (sums[0] / objective.count(plan)).backward()
+            totals += sums.detach()
+    dist.all_reduce(totals)
+    grads = {key: parameter.grad for key, parameter in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return dict(zip(("loss", *objective.names), (totals / objective.count(plan)).tolist(), strict=True)), grads
+
+
+# layout (sp x dp), micro-steps, words, rows at a time, the loss's tile
+CASES = {
+    "2x1": ("2x1", 3, (), None),
+    "1x2 and no row": ("1x2", 2, (), 4),
+    "2x2": ("2x2", 2, (), 4),
+    "4x1": ("4x1", 3, (), 4),
+    "ring 2": ("2x1", 3, ("parallel.ring_size=2",), 4),
+    "ring 2 of 4": ("4x1", 3, ("parallel.ring_size=2",), None),
+    "two rows at a time": ("2x1", 2, ("train.per_device_train_batch_size=2",), 4),
+}
+
+
+@pytest.mark.parametrize("name", ["ipo", "sigmoid"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(key, marks=mark_by(key == "2x1", key == "ring 2 of 4")) for key in CASES]
+)
+def test_pairs_on_ranks_have_the_losses_and_gradients_of_plain_torch(case: str, name: str) -> None:
+    """ipo divides by targets and logps are sums: prompts that were counted would show."""
+    layout, micro_steps, words, tile = CASES[case]
+    sp_size, dp_size = map(int, layout.split("x"))
+    recipe = make_recipe(
+        *words,
+        f"parallel.sp_size={sp_size}",
+        f"parallel.dp_shard_size={dp_size}",
+        f"train.gradient_accumulation_steps={micro_steps}",
+    )
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        means, grads = compute_plainly(name, MemoryRows(ROWS))
+    for rank, (ours, our_grads) in enumerate(run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, name, tile)):
+        for key, value in means.items():
+            assert ours[key] == pytest.approx(value, rel=1e-12), (rank, key)
+        assert measure_difference(our_grads, grads) < 1e-12, rank
+
+
+def start_run(recipe: Recipe, folder: str, *, is_fresh: bool) -> RunHarness:
+    harness = RunHarness(recipe, MemoryRows(ROWS), 4, folder)
+    state = harness.train_state
+    references = ComputedReferences(
+        None, state.batching, state, [ReferenceFile(Path(folder) / "reference/train.npz", {}, {})]
+    )
+    references.fill(state, lambda _: None, is_fresh=is_fresh)
+    state.post_step_hooks = (*state.post_step_hooks, references.check)
+    return harness
+
+
+def train_and_resume(recipe: Recipe, folder: str) -> tuple[Any, Any, list[dict[str, float]]]:
+    whole = start_run(recipe, folder, is_fresh=True)
+    whole.train_state.num_steps = 2
+    run_loop(whole.train_state)
+    whole.saves.save(whole.train_state)
+    whole.train_state.num_steps = 4
+    run_loop(whole.train_state)
+    again = start_run(recipe, folder, is_fresh=False)
+    point = ResumePoint(Path(folder) / "checkpoints" / "step-2", {}, is_own=True)
+    again.saves.resume(again.train_state, point)
+    run_loop(again.train_state)
+    return (
+        (whole.losses[2:], whole.read_weights()),
+        (again.losses, again.read_weights()),
+        [result.measures for result in whole.results],
+    )
+
+
+LEARNING = ("parallel.sp_size=2", "train.learning_rate=0.01", "preference.beta=0.5")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("memory.tiled_loss=true", "memory.tiled_mlp=true"), id="tiles"),
+        pytest.param(("lora.r=4", "parallel.zero_stage=2"), id="adapters", marks=pytest.mark.check),
+        pytest.param(("train.gradient_accumulation_steps=2", "memory.offload_optimizer=cpu"), id="offload",
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_a_run_learns_from_its_own_reference_and_resumes_bitwise(tmp_path: Path, words: tuple[str, ...]) -> None:
+    recipe = make_recipe(*LEARNING, *words)
+    for whole, again, measures in run_on_ranks(2, train_and_resume, recipe, str(tmp_path)):
+        assert measures[0]["rewards/margins"] == measures[0]["rewards/chosen"] == 0
+        assert measures[-1]["rewards/margins"] > 0
+        assert whole[0] == again[0]
+        assert all(torch.equal(whole[1][name], again[1][name]) for name in whole[1])
+
+
+def start_with_changed_reference(recipe: Recipe, folder: str) -> None:
+    harness = RunHarness(recipe, MemoryRows(ROWS), 1, folder)
+    state = harness.train_state
+    references = ComputedReferences(
+        None, state.batching, state, [ReferenceFile(Path(folder) / "reference/train.npz", {}, {})]
+    )
+    references.fill(state, lambda _: None, is_fresh=True)
+    state.rows.values *= 1 + 1e-7  # type: ignore[attr-defined]
+    if json.loads(recipe.run.run_name or "false"):  # another model's, in the file
+        if state.groups.is_first:
+            state.rows.values *= 1.1  # type: ignore[attr-defined]
+            references.files[0].save(state.rows)  # type: ignore[arg-type]
+        dist.barrier()
+        references.fill(state, lambda _: None, is_fresh=False)
+    state.post_step_hooks = (references.check,)
+    run_loop(state)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("is_stored", "message"), [("false", "at step 1, where the model"), ("true", "other weights")])
+def test_another_reference_stops_the_run(tmp_path: Path, is_stored: str, message: str) -> None:
+    recipe = make_recipe(*LEARNING, f"run.run_name='{is_stored}'")
+    with pytest.raises(RankError, match=message):
+        run_on_ranks(2, start_with_changed_reference, recipe, str(tmp_path))
+
+
+def train(folder: Path, *words: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = Command(["train", "r.yaml", *words], folder, environ)
+    _, err = command.communicate(timeout=240)
+    assert command.returncode == 0, err
+    return err
+
+
+def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_path: Path) -> None:
+    """Answers say yes where they are chosen. References are the same when their folder is lost: a resumed run has
+    loaded the same model first."""
+    rows = [{"prompt": f"{n} or {n % 7}? ", "chosen": f"yes, {n}", "rejected": f"{n}? no"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = make_settings(
+        parallel={"sp_size": 2},
+        data={"datasets": [{"path": "pairs.jsonl"}], "eval_split": 0.2, "max_length": 192},
+        train={"max_steps": 6, "learning_rate": 0.01, "adam_epsilon": 1e-8},
+        run={"eval_steps": 3, "save_steps": 3, "save_total_limit": None},
+    )
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**recipe, "preference": {"loss": "sigmoid"}}))
+    err = train(tmp_path)
+    assert "reference, row 1 of" in err
+    read = {name: tmp_path / "run" / f"{name}.jsonl" for name in ("metrics", "eval")}
+    metrics, evaluations = ([json.loads(line) for line in file.read_text().splitlines()] for file in read.values())
+    assert metrics[0]["loss"] == evaluations[0]["loss"] == pytest.approx(math.log(2))
+    assert metrics[0]["rewards/chosen"] == metrics[0]["rewards/rejected"] == evaluations[0]["rewards/margins"] == 0
+    assert evaluations[-1]["rewards/accuracies"] > 0.9
+    assert evaluations[-1]["loss"] < evaluations[1]["loss"] < evaluations[0]["loss"]
+    for lost in ("checkpoints/step-6", "model", "reference"):
+        shutil.rmtree(tmp_path / "run" / lost)
+    train(tmp_path, "--resume", "auto")
+    again, evaluated = ([json.loads(line) for line in file.read_text().splitlines()] for file in read.values())
+    assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
+    assert evaluated == evaluations

@@ -1,0 +1,235 @@
+"""Rows of two answers to one prompt, in the columns that data sets have, and the tokens that both answers share."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.templates import CHATML
+from support.tiers import count_examples
+from support.tokenizers_trained import train, wrap
+
+from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.pairs import TokenPair, encode_pair
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.readers.columns import Reading, read_sample
+from ulysses_cli.readers.pairs import Pair, read_pair
+from ulysses_cli.readers.problems import BadRow, DataError
+
+ASK, YES, NO = "Is it?", "Yes, it is.", "No."
+USER = {"role": "user", "content": ASK}
+
+
+def say(text: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@cache
+def make_encoder() -> Encoder:
+    tokenizer = wrap(train("qwen"), chat_template=CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return Encoder(tokenizer, EncoderSettings())
+
+
+def show(pair: TokenPair) -> list[str]:
+    """The targets of each branch, as text."""
+    decode = make_encoder().tokenizer.decode
+    return [decode(branch.ids[branch.is_target]) for branch in (pair.chosen, pair.rejected)]
+
+
+def check_shared(pair: TokenPair) -> None:
+    """By the definition: shared tokens are the same in both, none is a target or predicts one, and one more would not
+    do."""
+    branches, num_shared = (pair.chosen, pair.rejected), pair.num_shared
+
+    def can_share(number: int) -> bool:
+        is_same = list(pair.chosen.ids[:number]) == list(pair.rejected.ids[:number])
+        return is_same and not any(branch.is_target[1 : number + 1].any() for branch in branches)
+
+    assert can_share(num_shared)
+    assert num_shared == min(len(branch.ids) for branch in branches) - 1 or not can_share(num_shared + 1)
+
+
+CHATS: list[dict[str, Any]] = [
+    {"prompt": [USER], "chosen": say(YES), "rejected": say(NO)},
+    {"prompt": [USER], "chosen": YES, "rejected": NO},
+    {"chosen": [USER, *say(YES)], "rejected": [USER, *say(NO)]},
+    {"prompt": ASK, "chosen": [USER, *say(YES)], "rejected": [USER, *say(NO)]},  # UltraFeedback
+    {"prompt": ASK, "chosen": say(YES), "rejected": say(NO)},
+    {"messages": [USER, *say(YES)], "rejected_response": NO},
+    {"messages": [USER, *say(YES)], "rejected_response": say(NO)},
+]
+
+
+@pytest.mark.parametrize("row", CHATS, ids=lambda row: "+".join(row))
+def test_chats_in_any_columns_are_the_same_pair(row: dict[str, Any]) -> None:
+    first = read_pair(CHATS[0])
+    assert read_pair(row) == first
+    pair = encode_pair(make_encoder(), read_pair(row))
+    chosen, rejected = show(pair)
+    assert (chosen.replace("<|im_end|>", "").strip(), rejected.replace("<|im_end|>", "").strip()) == (YES, NO)
+    check_shared(pair)
+    assert make_encoder().tokenizer.decode(pair.chosen.ids[: pair.num_shared]).endswith("assistant")
+
+
+def test_columns_may_have_names_of_their_own() -> None:
+    row = {"question": ASK, "win": YES, "lose": NO}
+    names = {"prompt": "question", "chosen": "win", "rejected": "lose"}
+    assert read_pair(row, Reading(names)) == read_pair({"prompt": ASK, "chosen": YES, "rejected": NO})
+
+
+WORDS = st.sampled_from(["token", "tokens", " token", "2", "20", "0", "ing", " the", "the", ".", " ", "\n", "ab", "é"])
+TEXTS = st.lists(WORDS, min_size=1, max_size=6).map("".join)
+
+
+@settings(max_examples=count_examples(200), deadline=None)
+@given(TEXTS, TEXTS, TEXTS, st.booleans())
+def test_branches_are_tokens_of_whole_texts(prompt: str, chosen: str, rejected: str, has_prompt: bool) -> None:
+    """A tokenizer may merge the end of the prompt with an answer's beginning, and not with the other's."""
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    if not has_prompt:
+        row = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+    encoder = make_encoder()
+    try:
+        pair = encode_pair(encoder, read_pair(row))
+    except BadRow as error:
+        assert chosen == rejected or not chosen.strip() or not rejected.strip(), error
+        return
+    for branch, answer in ((pair.chosen, chosen), (pair.rejected, rejected)):
+        assert list(branch.ids) == list(encoder.encode_texts([prompt + answer])[0])
+    check_shared(pair)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": ASK, "chosen": YES}, "column `rejected` is missing; there is"),
+        ({"prompt": ASK, "chosen": YES, "rejected": YES}, "are the same: there is nothing to prefer"),
+        ({"prompt": ASK, "chosen": say(YES), "rejected": NO}, "must both be text, or both be turns"),
+        ({"chosen": say(YES), "rejected": say(NO)}, "begin with different turns, and there is no column `prompt`"),
+        ({"prompt": "Why?", "chosen": [USER, *say(YES)], "rejected": [USER, *say(NO)]}, "`prompt` is no turn that"),
+        ({"chosen": [USER, *say(YES)], "rejected": [USER]}, "one of `chosen` and `rejected` is the beginning"),
+        ({"messages": [USER], "rejected_response": NO}, "must end with the assistant's turn"),
+        ({"prompt": 3, "chosen": say(YES), "rejected": say(NO)}, "column `prompt` must be text or turns"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        read_pair(row)
+
+
+def test_answers_with_the_same_tokens_or_without_a_target_are_refused() -> None:
+    sample = read_pair({"prompt": ASK, "chosen": YES, "rejected": NO})
+    with pytest.raises(BadRow, match="the same tokens"):
+        encode_pair(make_encoder(), Pair(sample.chosen, sample.chosen))
+    tokens = {"input_ids": [5, 6, 7]}
+    nothing = read_sample("tokens", {**tokens, "labels": [-100, -100, -100]})
+    with pytest.raises(BadRow, match="the rejected answer has no target"):
+        encode_pair(
+            make_encoder(), Pair(read_sample("tokens", {"input_ids": [5, 6, 8], "labels": [-100, 6, 8]}), nothing)
+        )
+
+
+def test_the_end_mark_is_what_an_answer_says_after_the_other_ones_beginning() -> None:
+    pair = encode_pair(make_encoder(), read_pair({"chosen": "It is.", "rejected": "It is. No."}))
+    assert show(pair) == ["</s>", " No.</s>"]
+    check_shared(pair)
+
+
+CHATML_TOKENS = "data.added_tokens=['<|im_start|>', '<|im_end|>']"
+RECIPE = """\
+model:
+  config: {model_type: llama}
+  tokenizer: bytes
+data:
+  datasets: [{path: PATH}]
+  max_length: 64
+  store_dir: STORE
+preference: {loss: sigmoid}
+"""
+
+
+def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Prepared:
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = RECIPE.replace("PATH", str(folder / "d.jsonl")).replace("STORE", str(folder / "store"))
+    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None)
+
+
+def read_pairs(prepared: Prepared, split: Any = "train") -> list[tuple[str, str, str]]:
+    """Of each two documents of a row: what stands in both without being a target, and the targets of each."""
+    rows, found = open_rows(prepared.path, split), []
+    decode = make_bytes_tokenizer().decode
+    for row in range(len(rows)):
+        documents = []
+        start = 0
+        for length in rows.get_lengths(row):
+            part = rows.read(row, start, start + length)
+            is_target = part.labels >= 0
+            prompt = part.input_ids[: int(np.argmax(is_target)) + 1]
+            documents.append((decode(prompt), decode(part.labels[is_target])))
+            assert part.positions.tolist() == list(range(length))
+            start += length
+        for (prompt, chosen), (same, rejected) in zip(documents[0::2], documents[1::2], strict=True):
+            assert prompt == same
+            found.append((prompt, chosen, rejected))
+    return found
+
+
+ROWS = [
+    {"prompt": f"Q{n}? ", "chosen": f"yes {n}" * (1 + n % 3), "rejected": f"no {n}" * (1 + n % 2)} for n in range(9)
+]
+
+
+@pytest.mark.parametrize("packing", ["documents", "off"])
+def test_both_answers_of_a_pair_stand_in_one_row(tmp_path: Path, packing: str) -> None:
+    prepared = prepare(tmp_path, ROWS, f"data.packing={packing}")
+    expected = [(row["prompt"], row["chosen"] + "<|end|>", row["rejected"] + "<|end|>") for row in ROWS]
+    assert sorted(read_pairs(prepared)) == sorted(expected)
+    train = prepared.report["splits"]["train"]
+    assert train["num_rows"] == 9 if packing == "off" else train["num_rows"] < 9
+    assert train["num_targets"] == sum(len(row["chosen"]) + len(row["rejected"]) + 2 for row in ROWS)
+
+
+def test_all_pairs_of_a_prompt_are_evaluated_or_trained_on(tmp_path: Path) -> None:
+    rows = [{**row, "prompt": f"Question {at % 5}? "} for at, row in enumerate(ROWS)]
+    prepared = prepare(tmp_path, rows, "data.eval_split=0.3", "data.datasets.0.weight=2")
+    trained, held_out = read_pairs(prepared), read_pairs(prepared, "eval")
+    assert {prompt for prompt, *_ in trained}.isdisjoint(prompt for prompt, *_ in held_out)
+    assert len(held_out) + len(trained) / 2 == 9
+    assert sorted(trained)[0::2] == sorted(trained)[1::2]
+
+
+def test_a_pair_that_no_row_holds_is_refused_with_what_would_fit(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "long? ", "chosen": "y" * 30, "rejected": "n" * 29}]
+    with pytest.raises(DataError) as caught:
+        prepare(tmp_path, rows)
+    message = str(caught.value)
+    assert (
+        "d.jsonl:10:1: a pair of answers, each with its prompt, of 73 tokens is longer than data.max_length" in message
+    )
+    assert "set data.max_length to 73 or more, or data.excess_length_strategy: drop" in message
+    prepared = prepare(tmp_path, rows, "data.excess_length_strategy=drop")
+    assert len(read_pairs(prepared)) == 9
+    assert len(read_pairs(prepare(tmp_path, rows, "data.max_length=73", "data.packing=off"))) == 10
+
+
+def test_pairs_need_the_section_that_learns_from_them(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="only a run with a section `preference` learns from"):
+        prepare(tmp_path, ROWS, "preference=null")
+    chats = [{"chosen": [USER, *say(YES)], "rejected": [USER, *say(NO)], "messages": [USER, *say(YES)]}]
+    assert (
+        prepare(tmp_path, chats, "data.chat_template=chatml", CHATML_TOKENS, "data.max_length=80").report["sources"][0][
+            "kind"
+        ]
+        == "preference"
+    )

@@ -1,0 +1,229 @@
+"""Losses of pairs of answers, from log-probabilities of whole answers, and the objective that sums these over ranks.
+
+Formulas, defaults and names are those of TRL 1.16 (trainer/dpo_trainer.py); benchmarks/preferences.py stores what TRL's
+own code returns. A loss is per pair; the caller adds them up and divides once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ulysses_cli.data.steps import MicroBatch, Numbers, StepPlan
+from ulysses_cli.train.loss import Loss, Places
+from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerPairs:
+    """Of P pairs: sums of the log-probabilities of each answer's targets [P], how many targets these are, and the
+    reference's sums."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_targets: Tensor
+    rejected_targets: Tensor
+    reference_chosen: Tensor
+    reference_rejected: Tensor
+
+    def score(self, *, is_averaged: bool) -> tuple[Tensor, Tensor]:
+        """What stands for the answers: log-probabilities over those of the reference, per target where averaged."""
+        chosen, rejected = self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+        if is_averaged:
+            chosen, rejected = chosen / self.chosen_targets, rejected / self.rejected_targets
+        return chosen, rejected
+
+
+@dataclass(frozen=True)
+class PreferenceSettings:
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0  # how often a label is wrong
+    discopop_tau: float = 0.05
+
+
+PairFormula = Callable[[Tensor, Tensor, PreferenceSettings], Tensor]
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """A formula of the scores of chosen and rejected answers, [P] each."""
+
+    compute: PairFormula
+    is_averaged: bool = False
+
+
+def compute_sigmoid(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return -logsigmoid(settings.beta * (chosen - rejected))
+
+
+def compute_smoothed(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings, sign: float = 1.0) -> Tensor:
+    """With a sign of -1 the expected loss is what it would be without wrong labels, once divided (robust)."""
+    margin, smoothing = settings.beta * (chosen - rejected), settings.label_smoothing
+    return -logsigmoid(margin) * (1 - smoothing) - sign * logsigmoid(-margin) * smoothing
+
+
+def compute_robust(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return compute_smoothed(chosen, rejected, settings, sign=-1.0) / (1 - 2 * settings.label_smoothing)
+
+
+def compute_hinge(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return torch.relu(1 - settings.beta * (chosen - rejected))
+
+
+def compute_ipo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return (chosen - rejected - 1 / (2 * settings.beta)).square()
+
+
+def compute_apo_zero(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return 1 - torch.sigmoid(settings.beta * chosen) + torch.sigmoid(settings.beta * rejected)
+
+
+def compute_apo_down(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return torch.sigmoid(settings.beta * chosen) + 1 - torch.sigmoid(settings.beta * (chosen - rejected))
+
+
+def compute_exo_pair(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    """The divergence of the policy's preference from the labels' own, 1 - smoothing and smoothing."""
+    margin, smoothing = settings.beta * (chosen - rejected), settings.label_smoothing
+    wins = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-smoothing))
+    return wins + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(smoothing))
+
+
+def compute_nca_pair(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    chosen, rejected = settings.beta * chosen, settings.beta * rejected
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def compute_sppo_hard(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return (chosen - 0.5 / settings.beta).square() + (rejected + 0.5 / settings.beta).square()
+
+
+def compute_bco_pair(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return -logsigmoid(settings.beta * chosen) - logsigmoid(-settings.beta * rejected)
+
+
+def compute_discopop(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    margin = settings.beta * (chosen - rejected)
+    share = torch.sigmoid(margin / settings.discopop_tau)
+    return -logsigmoid(margin) * (1 - share) + torch.exp(-margin) * share
+
+
+PAIR_LOSSES: Mapping[str, PairLoss] = {
+    "sigmoid": PairLoss(compute_sigmoid),
+    "robust": PairLoss(compute_robust),
+    "hinge": PairLoss(compute_hinge),
+    "ipo": PairLoss(compute_ipo, is_averaged=True),
+    "sigmoid_norm": PairLoss(compute_sigmoid, is_averaged=True),
+    "apo_zero": PairLoss(compute_apo_zero),
+    "apo_down": PairLoss(compute_apo_down),
+    "exo_pair": PairLoss(compute_exo_pair),
+    "nca_pair": PairLoss(compute_nca_pair),
+    "sppo_hard": PairLoss(compute_sppo_hard),
+    "bco_pair": PairLoss(compute_bco_pair),
+    "discopop": PairLoss(compute_discopop),
+}
+
+
+def compute_pair_losses(pairs: AnswerPairs, settings: PreferenceSettings) -> Tensor:
+    """A loss for each pair, [P]."""
+    loss = PAIR_LOSSES[settings.loss]
+    return loss.compute(*pairs.score(is_averaged=loss.is_averaged), settings)
+
+
+@torch.no_grad()
+def measure_pairs(pairs: AnswerPairs, settings: PreferenceSettings) -> dict[str, Tensor]:
+    """What is logged for each pair, [P] each, by TRL's names. Rewards are those of whole answers."""
+    chosen, rejected = (settings.beta * score for score in pairs.score(is_averaged=False))
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": pairs.chosen,
+        "logps/rejected": pairs.rejected,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """The answers of a micro-batch, chosen and rejected ones in turn. `runs`: the answer and the number of targets of
+    each run of this slice's targets, in order. `reference` [number]."""
+
+    number: int
+    runs: Sequence[tuple[int, int]]
+    reference: Tensor
+
+
+class PreferenceObjective:
+    """The mean loss of the pairs of a step. Both answers of a pair are documents of one row, which the ranks of `axis`
+    share: these add up each answer's log-probability before any loss is computed."""
+
+    names: tuple[str, ...] = (
+        "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+    )  # fmt: skip
+    eval_names: tuple[str, ...] = ("loss", *names)
+
+    def __init__(self, settings: PreferenceSettings, axis: SequenceAxis = NO_AXIS) -> None:
+        self.settings, self.axis = settings, axis
+
+    def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Answers:
+        if batch.members is None or batch.reference is None or batch.num_members % 2:
+            raise AssertionError("rows of pairs have two documents for each pair, and numbers of a reference")
+        members = batch.members.flatten()[places]
+        starts = np.flatnonzero(np.diff(members, prepend=-1))
+        lengths = np.diff(starts, append=len(members))
+        runs = list(zip(members[starts].tolist(), lengths.tolist(), strict=True))
+        return Answers(batch.num_members, runs, send(batch.reference))
+
+    def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Answers) -> Tensor:
+        return self._judge(loss.per_token(hidden, labels, places), answers)
+
+    @torch.no_grad()
+    def measure(self, losses: Tensor, answers: Answers) -> Tensor:
+        return self._judge(losses, answers)
+
+    def count(self, plan: StepPlan) -> int:
+        return sum(map(len, plan.lengths)) // 2
+
+    def sum_answers(self, losses: Tensor, answers: Answers) -> tuple[Tensor, Tensor]:
+        """Collective over the row's ranks, which all have the same number of answers; ranks without a row have none.
+        Takes the losses of this slice's targets [N]. Returns each answer's log-probability and number of targets, in
+        float64. The gradient is that of this rank's own targets."""
+        # one sum for each run: index_add's order, and so its result, is another one each time on a GPU
+        sums = [losses[:0].sum().double()] * answers.number
+        counts = [0] * answers.number
+        for (answer, length), part in zip(answers.runs, _split(losses.double(), answers.runs), strict=True):
+            sums[answer] = sums[answer] - part.sum()
+            counts[answer] += length
+        own = torch.stack(sums)
+        whole = torch.stack([own.detach(), own.new_tensor(counts)])
+        if self.axis.group is not None:
+            dist.all_reduce(whole, group=self.axis.group)
+        return whole[0] + (own - own.detach()), whole[1]
+
+    def _judge(self, losses: Tensor, answers: Answers) -> Tensor:
+        """This rank's share of the sums over the row's pairs. The first is part of the graph with the whole loss."""
+        if not answers.number:
+            return losses[:0].sum().double().expand(len(self.eval_names))
+        sums, counts = self.sum_answers(losses, answers)
+        parts = (sums, counts, answers.reference)
+        (chosen, rejected), numbers, references = ((part[0::2], part[1::2]) for part in parts)
+        pairs = AnswerPairs(chosen, rejected, *numbers, *references)
+        total = compute_pair_losses(pairs, self.settings).sum()
+        measures = measure_pairs(pairs, self.settings)
+        shares = torch.stack([total.detach(), *(measures[name].sum() for name in self.names)]) / self.axis.size
+        # all ranks have computed the whole loss: each has its gradient, and reports its share
+        return torch.cat([(shares[0] + (total - total.detach()))[None], shares[1:]])
+
+
+def _split(losses: Tensor, runs: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    return losses.split([length for _, length in runs]) if runs else ()
