@@ -10,7 +10,7 @@ import torch
 from support.paths import ROOT
 from torch import Tensor
 
-from ulysses_cli.plan.recipe.preference_section import SMOOTHED, LossName
+from ulysses_cli.plan.recipe.preference_section import SMOOTHED, WITHOUT_REFERENCE, LossName
 from ulysses_cli.train.preferences import (
     PAIR_LOSSES,
     AnswerPairs,
@@ -22,12 +22,13 @@ from ulysses_cli.train.preferences import (
 STORED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/preferences-trl.json").read_text())
 BATCH = STORED["batch"]
 CASES = [case for case in STORED["cases"] if case["name"] in PAIR_LOSSES]
-TOLERANCES = {"exo_pair": 1e-6}  # TRL holds its smoothing in float32
+# TRL holds exo_pair's smoothing in float32, and all of orpo
+TOLERANCES = {"exo_pair": 1e-6, "orpo": 1e-6}
 
 
-def make_pairs() -> tuple[AnswerPairs, Tensor]:
+def make_pairs(*, has_reference: bool = True) -> tuple[AnswerPairs, Tensor]:
     sums = torch.tensor(BATCH["sums"], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor(BATCH["reference_sums"], dtype=torch.float64)
+    reference = torch.tensor(BATCH["reference_sums"], dtype=torch.float64) * has_reference
     return AnswerPairs(*sums.chunk(2), *torch.tensor(BATCH["targets"]).chunk(2), *reference.chunk(2)), sums
 
 
@@ -40,11 +41,14 @@ def check_close(ours: Any, theirs: Any, name: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_pairs_lose_what_they_lose_in_trl(case: dict[str, Any]) -> None:
     own = {key: value for key, value in case["settings"].items() if key in PreferenceSettings.__dataclass_fields__}
-    settings = PreferenceSettings(loss=case["name"], **own)
-    pairs, sums = make_pairs()
+    loss = PAIR_LOSSES[case["name"]]
+    settings = PreferenceSettings(loss=case["name"], sft_weight=0.0, **own)
+    pairs, sums = make_pairs(has_reference=loss.has_reference)
     mean = compute_pair_losses(pairs, settings).mean()
     check_close(torch.autograd.grad(mean, sums)[0], case["grad"], case["name"])
-    check_close(mean.item(), case["loss"], case["name"])
+    # TRL's cross-entropy is a mean over all tokens of a batch, orpo's with prompts; ours is one of each answer
+    nll = BATCH["chosen_nll_with_prompt" if case["name"] == "orpo" else "chosen_nll"]
+    check_close(mean.item() + loss.sft_weight * nll, case["loss"], case["name"])
     measures = measure_pairs(pairs, settings)
     assert measures.keys() == case["metrics"].keys()
     for key, value in case["metrics"].items():
@@ -52,7 +56,34 @@ def test_pairs_lose_what_they_lose_in_trl(case: dict[str, Any]) -> None:
         check_close(measures[key].mean(), value, "exo_pair" if key == "rewards/accuracies" else case["name"])
 
 
+def test_the_chosen_answers_own_part_is_a_mean_over_its_targets() -> None:
+    pairs, _ = make_pairs(has_reference=False)
+    own = -pairs.chosen / pairs.chosen_targets
+    for loss, weight, expected in (
+        ("cpo", None, 1.0),
+        ("simpo", 0.3, 0.3),
+        ("sigmoid", 2.0, 2.0),
+        ("sigmoid", None, 0),
+    ):
+        plain, whole = (PreferenceSettings(loss=loss, sft_weight=each) for each in (0.0, weight))
+        added = compute_pair_losses(pairs, whole) - compute_pair_losses(pairs, plain)
+        check_close(added.detach(), (expected * own).tolist(), loss)
+        measures = measure_pairs(pairs, whole)
+        assert ("nll_loss" in measures) == bool(expected)
+
+
+def test_odds_of_certain_and_impossible_answers_have_a_gradient() -> None:
+    """Of both branches of log(1 - exp(x)) only one may be computed: the other one's gradient is not finite."""
+    sums = torch.tensor([-1e-20, -300.0, -1e-20, -300.0], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(2, dtype=torch.float64)
+    pairs = AnswerPairs(*sums.chunk(2), one, one, 0 * one, 0 * one)
+    compute_pair_losses(pairs, PreferenceSettings(loss="orpo")).sum().backward()
+    assert sums.grad is not None
+    assert torch.isfinite(sums.grad).all()
+
+
 def test_every_loss_of_a_recipe_is_compared() -> None:
     assert {case["name"] for case in CASES} == {*PAIR_LOSSES} == {*get_args(LossName)}
     smoothed = {case["name"] for case in CASES if case["settings"].get("label_smoothing")}
     assert smoothed == {*SMOOTHED}
+    assert {name for name, loss in PAIR_LOSSES.items() if not loss.has_reference} == {*WITHOUT_REFERENCE}

@@ -86,11 +86,18 @@ def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict
             is_target = targets >= 0
             log_probs = logits.log_softmax(-1)[is_target, targets[is_target]]
             sums.append(log_probs.sum())
-            scores.append((sums[-1] - reference) / (len(log_probs) if name == "ipo" else 1))
+            score = sums[-1] if name == "simpo" else sums[-1] - reference
+            scores.append(score / (1 if name == "sigmoid" else len(log_probs)))
         for at in range(0, len(documents), 2):
             margin = scores[at] - scores[at + 1]
-            losses.append((margin - 1 / (2 * BETA)) ** 2 if name == "ipo" else -logsigmoid(BETA * margin))
-            measures.append([sums[at].item(), sums[at + 1].item()])
+            if name == "ipo":
+                losses.append((margin - 1 / (2 * BETA)) ** 2)
+            elif name == "simpo":
+                losses.append(-logsigmoid(BETA * margin - 0.5) - scores[at])
+            else:
+                losses.append(-logsigmoid(BETA * margin))
+            logged = scores if name == "simpo" else sums
+            measures.append([logged[at].item(), logged[at + 1].item()])
     loss = torch.stack(losses).mean()
     loss.backward()
     chosen, rejected = torch.tensor(measures, dtype=torch.float64).mean(0).tolist()
@@ -143,7 +150,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["ipo", "sigmoid"])
+@pytest.mark.parametrize("name", ["ipo", "sigmoid", pytest.param("simpo", marks=pytest.mark.check)])
 @pytest.mark.parametrize(
     "case", [pytest.param(key, marks=mark_by(key == "2x1", key == "ring 2 of 4")) for key in CASES]
 )

@@ -18,6 +18,8 @@ def test_recipes_of_pairs_are_valid() -> None:
     for loss in ("sigmoid", "ipo", "apo_zero", "bco_pair"):
         assert check(*PAIRS, f"preference.loss={loss}", num_processes=4, text=VALID) == []
     assert check("preference.loss=robust", "preference.label_smoothing=0.1", num_processes=4, text=VALID) == []
+    words = ("preference.loss=simpo", "preference.gamma=1", "preference.sft_weight=0", "lora.dropout=0.1")
+    assert check(*words, num_processes=4, text=VALID) == []
     assert check(*PAIRS, "data.excess_length_strategy=drop", "lora.r=8", num_processes=4, text=VALID) == []
 
 
@@ -29,6 +31,7 @@ def test_recipes_of_pairs_are_valid() -> None:
         ((*PAIRS, "preference.label_smoothing=0.1"), "sigmoid has no such setting"),
         ((*PAIRS, "preference.loss=exo_pair"), "exo_pair takes its logarithm, so it cannot be 0"),
         ((*PAIRS, "preference.discopop_tau=0.1"), "preference.discopop_tau: sigmoid has no such setting"),
+        ((*PAIRS, "preference.loss=orpo", "preference.gamma=0.1"), "preference.gamma: orpo has no such setting"),
         ((*PAIRS, "data.packing=stream"), "stream cuts answers where a row ends"),
         ((*PAIRS, "data.excess_length_strategy=truncate"), "truncate would compare parts of answers"),
         ((*PAIRS, "data.attend_across_documents=true"), "the rejected answer would see the chosen one"),

@@ -105,6 +105,25 @@ def test_the_score_of_questions_between_steps_is_a_curve(tmp_path: Path) -> None
         assert text in drawn
 
 
+def test_pairs_of_answers_have_charts_of_their_rewards(tmp_path: Path) -> None:
+    rewards = {"rewards/chosen": 0.5, "rewards/rejected": -0.25, "rewards/margins": 0.75}
+    lines = [{"step": step, "loss": 0.5, "rewards/accuracies": 0.25 * step, **rewards} for step in (1, 2, 3)]
+    write_lines(tmp_path, *lines)
+    write_lines(tmp_path, {"step": 2, "loss": 0.6, "rewards/accuracies": 0.625, **rewards}, name="eval.jsonl")
+    summary, page = make(tmp_path)
+    assert summary["accuracy"] == 0.625
+    for title in ("Pairs whose chosen answer", "Margin between the rewards", "Rewards of chosen and rejected"):
+        assert title in page
+    assert "62.5%" in page
+    assert "mean over pairs" in page
+    assert "nats per supervised token" not in page
+    write_lines(tmp_path, {"step": 1, "loss": 2.0})
+    write_lines(tmp_path, name="eval.jsonl")
+    summary, page = make(tmp_path)
+    assert summary["accuracy"] is None
+    assert "Margin between the rewards" not in page
+
+
 def test_planted_markup_stays_text(tmp_path: Path) -> None:
     facts = dict.fromkeys(("recipe_hash", "started", "recipe_file"), EVIL)
     facts |= {name: {EVIL: EVIL, "name": EVIL, "kernel": EVIL} for name in ("recipe", "layout", "model", "attention")}

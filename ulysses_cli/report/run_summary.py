@@ -68,6 +68,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
         "num_steps": _get_number(run.facts, "num_steps"),
         "loss": _summarize_loss(metrics),
         "eval_loss": _summarize_loss(run.evals),
+        **_summarize_pairs(run),
         **_summarize_choice(run),
         "num_bad_steps": sum(_is_bad(line) for line in metrics),
         "tokens": tokens or None,
@@ -130,6 +131,9 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
             begin = " before step 1" if losses["first_step"] == 0 else ""
             lowest = f"from {losses['first']:.4g}{begin}, lowest {losses['min']:.4g} at step {losses['min_step']:,}"
             figures.append((name, f"{losses['last']:.4g}", lowest))
+    if summary["accuracy"] is not None:
+        remark = f"pairs whose chosen answer has the higher reward, {summary['accuracy_of']}"
+        figures.append(("accuracy", f"{summary['accuracy']:.1%}", remark))
     if summary["best_step"] is not None:
         remark = f"{summary['best_measure']}; {summary['best_use']}"
         figures.append(("best model", f"step {summary['best_step']:,}", remark))
@@ -172,6 +176,14 @@ def format_summary(summary: dict[str, Any]) -> str:
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {remark}".rstrip() for name, value, remark in rows]
     return "\n".join(clean_text(line) for line in [*lines, *(f"note: {note}" for note in summary["notes"])])
+
+
+def _summarize_pairs(run: RecordedRun) -> dict[str, Any]:
+    """Of pairs of answers, the last share that is told apart: of held-out pairs where there are any."""
+    for name, lines in (("held-out pairs", run.evals), ("those of the last step", run.metrics)):
+        if shares := list_values(lines, "rewards/accuracies"):
+            return {"accuracy": shares[-1], "accuracy_of": name}
+    return {"accuracy": None, "accuracy_of": None}
 
 
 def _summarize_loss(lines: Sequence[Line]) -> dict[str, float] | None:

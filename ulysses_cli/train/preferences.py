@@ -1,7 +1,8 @@
 """Losses of pairs of answers, from log-probabilities of whole answers, and the objective that sums these over ranks.
 
-Formulas, defaults and names are those of TRL 1.16 (trainer/dpo_trainer.py); benchmarks/preferences.py stores what TRL's
-own code returns. A loss is per pair; the caller adds them up and divides once.
+Formulas, defaults and names are those of TRL 1.16 (trainer/dpo_trainer.py, experimental/cpo, experimental/orpo);
+benchmarks/preferences.py stores what TRL's own code returns. A loss is per pair; the caller adds them up and divides
+once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 @dataclass(frozen=True, eq=False)
 class AnswerPairs:
     """Of P pairs: sums of the log-probabilities of each answer's targets [P], how many targets these are, and the
-    reference's sums."""
+    reference's sums, 0 for a loss without a reference."""
 
     chosen: Tensor
     rejected: Tensor
@@ -48,6 +49,8 @@ class PreferenceSettings:
     beta: float = 0.1
     label_smoothing: float = 0.0  # how often a label is wrong
     discopop_tau: float = 0.05
+    gamma: float = 0.5  # simpo: the margin that rewards should have
+    sft_weight: float | None = None  # of the chosen answers' cross-entropy; None: the loss's own
 
 
 PairFormula = Callable[[Tensor, Tensor, PreferenceSettings], Tensor]
@@ -55,10 +58,13 @@ PairFormula = Callable[[Tensor, Tensor, PreferenceSettings], Tensor]
 
 @dataclass(frozen=True)
 class PairLoss:
-    """A formula of the scores of chosen and rejected answers, [P] each."""
+    """A formula of the scores of chosen and rejected answers, [P] each. `sft_weight`: what TRL gives by default to the
+    chosen answer's mean cross-entropy."""
 
     compute: PairFormula
     is_averaged: bool = False
+    has_reference: bool = True
+    sft_weight: float = 0.0
 
 
 def compute_sigmoid(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
@@ -117,6 +123,27 @@ def compute_discopop(chosen: Tensor, rejected: Tensor, settings: PreferenceSetti
     return -logsigmoid(margin) * (1 - share) + torch.exp(-margin) * share
 
 
+def compute_simpo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return compute_smoothed(chosen, rejected + settings.gamma / settings.beta, settings)
+
+
+def compute_orpo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    return -settings.beta * logsigmoid(compute_log_odds(chosen, rejected))
+
+
+def compute_log_odds(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Of answers whose tokens have these log-probabilities on average."""
+    return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+
+
+def _log1mexp(value: Tensor) -> Tensor:
+    """log(1 - exp(x)) of negative numbers. Each branch gets only what it can compute: the gradient of the other one
+    would be NaN."""
+    is_small = value < -0.6931471805599453  # -log 2
+    far, near = torch.where(is_small, value, -1.0), torch.where(is_small, -0.5, value)
+    return torch.where(is_small, torch.log1p(-torch.exp(far)), torch.log(-torch.expm1(near)))
+
+
 PAIR_LOSSES: Mapping[str, PairLoss] = {
     "sigmoid": PairLoss(compute_sigmoid),
     "robust": PairLoss(compute_robust),
@@ -130,27 +157,46 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "sppo_hard": PairLoss(compute_sppo_hard),
     "bco_pair": PairLoss(compute_bco_pair),
     "discopop": PairLoss(compute_discopop),
+    "cpo": PairLoss(compute_smoothed, has_reference=False, sft_weight=1.0),
+    "simpo": PairLoss(compute_simpo, is_averaged=True, has_reference=False, sft_weight=1.0),
+    "orpo": PairLoss(compute_orpo, is_averaged=True, has_reference=False, sft_weight=1.0),
 }
 
 
 def compute_pair_losses(pairs: AnswerPairs, settings: PreferenceSettings) -> Tensor:
-    """A loss for each pair, [P]."""
-    loss = PAIR_LOSSES[settings.loss]
-    return loss.compute(*pairs.score(is_averaged=loss.is_averaged), settings)
+    """A loss for each pair, [P]. The chosen answer's own part is a mean over its targets, whatever other pairs there
+    are."""
+    loss, weight = PAIR_LOSSES[settings.loss], find_sft_weight(settings)
+    losses = loss.compute(*pairs.score(is_averaged=loss.is_averaged), settings)
+    return losses - weight * pairs.chosen / pairs.chosen_targets if weight else losses
+
+
+def find_sft_weight(settings: PreferenceSettings) -> float:
+    return PAIR_LOSSES[settings.loss].sft_weight if settings.sft_weight is None else settings.sft_weight
 
 
 @torch.no_grad()
 def measure_pairs(pairs: AnswerPairs, settings: PreferenceSettings) -> dict[str, Tensor]:
-    """What is logged for each pair, [P] each, by TRL's names. Rewards are those of whole answers."""
-    chosen, rejected = (settings.beta * score for score in pairs.score(is_averaged=False))
-    return {
+    """What is logged for each pair, [P] each, by TRL's names. Rewards are those of whole answers where there is a
+    reference, else those that the loss compares."""
+    loss = PAIR_LOSSES[settings.loss]
+    is_averaged = loss.is_averaged and not loss.has_reference
+    scores = pairs.score(is_averaged=is_averaged)
+    chosen, rejected = (settings.beta * score for score in scores)
+    measures = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
         "rewards/margins": chosen - rejected,
-        "logps/chosen": pairs.chosen,
-        "logps/rejected": pairs.rejected,
+        "logps/chosen": scores[0] if is_averaged else pairs.chosen,
+        "logps/rejected": scores[1] if is_averaged else pairs.rejected,
     }
+    if find_sft_weight(settings):
+        measures["nll_loss"] = -pairs.chosen / pairs.chosen_targets
+    if settings.loss == "orpo":
+        log_odds = compute_log_odds(*scores)
+        measures |= {"log_odds_chosen": log_odds, "log_odds_ratio": logsigmoid(log_odds)}
+    return measures
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,22 +213,22 @@ class PreferenceObjective:
     """The mean loss of the pairs of a step. Both answers of a pair are documents of one row, which the ranks of `axis`
     share: these add up each answer's log-probability before any loss is computed."""
 
-    names: tuple[str, ...] = (
-        "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
-    )  # fmt: skip
-    eval_names: tuple[str, ...] = ("loss", *names)
-
     def __init__(self, settings: PreferenceSettings, axis: SequenceAxis = NO_AXIS) -> None:
         self.settings, self.axis = settings, axis
+        self.has_reference = PAIR_LOSSES[settings.loss].has_reference
+        certain = -torch.ones(1)
+        self.names = tuple(measure_pairs(AnswerPairs(*(certain,) * 6), settings))
+        self.eval_names = ("loss", *self.names)
 
     def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Answers:
-        if batch.members is None or batch.reference is None or batch.num_members % 2:
+        reference = batch.reference if self.has_reference else np.zeros(batch.num_members)
+        if batch.members is None or reference is None or batch.num_members % 2:
             raise AssertionError("rows of pairs have two documents for each pair, and numbers of a reference")
         members = batch.members.flatten()[places]
         starts = np.flatnonzero(np.diff(members, prepend=-1))
         lengths = np.diff(starts, append=len(members))
         runs = list(zip(members[starts].tolist(), lengths.tolist(), strict=True))
-        return Answers(batch.num_members, runs, send(batch.reference))
+        return Answers(batch.num_members, runs, send(reference))
 
     def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Answers) -> Tensor:
         return self._judge(loss.per_token(hidden, labels, places), answers)

@@ -24,6 +24,7 @@ from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import explain_memory
+from ulysses_cli.plan.recipe.preference_section import WITHOUT_REFERENCE
 from ulysses_cli.plan.recipe.recipe import Recipe, Run, Train
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
@@ -119,7 +120,7 @@ def choose_objective(recipe: Recipe, groups: Groups) -> Objective:
 def choose_references(launch: Launch, inputs: Inputs, connected: Connected, state: TrainState) -> References:
     """What the objective compares with; nothing where it compares with nothing."""
     recipe, batching = connected.plan.recipe, make_eval_batching(inputs.shape, inputs.resolved)
-    if recipe.preference is None:
+    if recipe.preference is None or recipe.preference.loss in WITHOUT_REFERENCE:
         return References(inputs.eval_rows, batching)
     deciding = recipe.model_dump(mode="json", include={"model", "lora"})
     key = {"data": launch.options.data.name, "seed": recipe.run.seed, **deciding}

@@ -86,8 +86,11 @@ def _write_losses(run: RecordedRun) -> list[str]:
         return ["## Loss", "", f"Training loss at the end: {loss:.4f}. Nothing was held out.", ""] if is_known else []
     first, last = run.evals[0], run.evals[-1]
     before = f" Before step 1: {_format(first.get('loss'))}." if first["step"] == 0 < last["step"] else ""
+    name, key = "perplexity", "perplexity"
+    if "rewards/accuracies" in last:
+        name, key = "share of pairs whose chosen answer has the higher reward", "rewards/accuracies"
     lines = ["## Loss on held-out documents", "", f"After step {last['step']}: {_format(last.get('loss'))}, "
-             f"perplexity {_format(last.get('perplexity'))}.{before}", ""]  # fmt: skip
+             f"{name} {_format(last.get(key))}.{before}", ""]  # fmt: skip
     for key, title in LOSS_TABLES.items():
         buckets = last.get(key)
         if not isinstance(buckets, dict) or not buckets:

@@ -8,13 +8,15 @@ from ulysses_cli.plan.recipe.setting import Section, setting
 
 LossName = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "exo_pair", "nca_pair", "sppo_hard",
-    "bco_pair", "discopop",
+    "bco_pair", "discopop", "cpo", "simpo", "orpo",
 ]  # fmt: skip
-SMOOTHED: tuple[LossName, ...] = ("robust", "exo_pair")
+SMOOTHED: tuple[LossName, ...] = ("robust", "exo_pair", "cpo", "simpo")
+WITHOUT_REFERENCE: tuple[LossName, ...] = ("cpo", "simpo", "orpo")
 
 
 class Preference(Section):
-    """Learn from pairs of answers, as DPO and its kin do, against the model as it is before step 1."""
+    """Learn from pairs of answers, as DPO and its kin do, against the model as it is before step 1; cpo, simpo and orpo
+    against nothing."""
 
     loss: LossName = setting(
         "sigmoid",
@@ -26,6 +28,18 @@ class Preference(Section):
         0.1, "how much a log-probability over the reference's counts", unit="x", aliases=("pref_beta",), gt=0, le=1000
     )
     label_smoothing: float = setting(
-        0.0, "share of labels that are wrong: robust and exo_pair", unit="share", ge=0, lt=0.5
+        0.0, "share of labels that are wrong: robust, exo_pair, cpo and simpo", unit="share", ge=0, lt=0.5
     )
     discopop_tau: float = setting(0.05, "temperature of discopop", unit="x", gt=0, le=1000)
+    gamma: float = setting(
+        0.5, "simpo: the margin that rewards should have", unit="nats", aliases=("simpo_gamma",), ge=0, le=1000
+    )
+    sft_weight: float | None = setting(
+        None,
+        "weight of the chosen answer's cross-entropy, a mean over its targets, in a pair's loss; left out: 1 for cpo, "
+        "simpo and orpo, else 0",
+        unit="x",
+        aliases=("rpo_alpha", "cpo_alpha", "pref_ftx"),
+        ge=0,
+        le=1000,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ulysses_cli.plan.problem import Problem
-from ulysses_cli.plan.recipe.preference_section import SMOOTHED
+from ulysses_cli.plan.recipe.preference_section import SMOOTHED, WITHOUT_REFERENCE
 from ulysses_cli.plan.recipe.recipe import Recipe
 
 Problems = Iterator[Problem]
@@ -37,8 +37,9 @@ def check_loss(recipe: Recipe) -> Problems:
         yield Problem(key, f"{preference.loss} has no such setting", hint)
     if preference.loss == "exo_pair" and not smoothing:
         yield Problem(key, "exo_pair takes its logarithm, so it cannot be 0", f"write {key}: 0.001")
-    if "discopop_tau" in preference.model_fields_set and preference.loss != "discopop":
-        yield Problem("preference.discopop_tau", f"{preference.loss} has no such setting", "leave it out")
+    for name, loss in (("discopop_tau", "discopop"), ("gamma", "simpo")):
+        if name in preference.model_fields_set and preference.loss != loss:
+            yield Problem(f"preference.{name}", f"{preference.loss} has no such setting", "leave it out")
 
 
 def check_data(recipe: Recipe) -> Problems:
@@ -73,7 +74,8 @@ def check_training(recipe: Recipe) -> Problems:
         yield Problem("train.z_loss_weight", "is not used: a pair's loss is one of whole answers", "leave it out")
     if recipe.train.token_loss is not None:
         yield Problem("train.token_loss", "is not used: a pair's loss is one of whole answers", "leave it out")
-    if recipe.lora is not None and recipe.lora.dropout:
+    has_reference = recipe.preference.loss not in WITHOUT_REFERENCE
+    if recipe.lora is not None and recipe.lora.dropout and has_reference:
         what = f"{recipe.lora.dropout:g}: an answer would differ from its reference by chance"
         yield Problem("lora.dropout", what, "set it to 0")
 

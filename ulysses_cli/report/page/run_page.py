@@ -107,8 +107,10 @@ def _show_learning(run: RecordedRun) -> list[Block]:
         series.append(_smooth(train, max(5, len(train.xs) // 50)))
     if evals.xs:
         series.append(evals)
+    has_pairs = any("rewards/margins" in line for line in (*run.metrics, *run.evals))
     if list_values(run.metrics, "loss") or evals.xs:
-        blocks.append(_plot("Loss", series, "nats per supervised token"))
+        blocks.append(_plot("Loss", series, "mean over pairs" if has_pairs else "nats per supervised token"))
+    blocks += _show_preferences(run) if has_pairs else []
     for key, (title, noun) in LOSS_PARTS.items():
         blocks += _show_losses(run.evals, key, title, noun)
     blocks += _plot_key("Learning rate", run, "learning_rate", "learning rate")
@@ -116,6 +118,25 @@ def _show_learning(run: RecordedRun) -> list[Block]:
     is_spiky = bool(norms) and max(norms) > SPIKY * statistics.median(norms)
     note = "logarithmic" if is_spiky else ""
     blocks += _plot_key("Gradient norm", run, "grad_norm", "before clipping", note, y_log=is_spiky)
+    return blocks
+
+
+def _show_preferences(run: RecordedRun) -> list[Block]:
+    """Of pairs of answers: which are told apart, by how much, and whether both answers become less likely."""
+    sources = (("train", run.metrics), ("eval", run.evals))
+    blocks: list[Block] = []
+    for title, label, names in (
+        ("Pairs whose chosen answer has the higher reward", "share", ("accuracies",)),
+        ("Margin between the rewards of both answers", "reward", ("margins",)),
+        ("Rewards of chosen and rejected answers", "reward", ("chosen", "rejected")),
+    ):
+        series = [
+            _read_series(lines, f"{split}, {name}" if len(names) > 1 else split, f"rewards/{name}")
+            for split, lines in sources
+            for name in names
+            if list_values(lines, f"rewards/{name}")
+        ]
+        blocks += [_plot(title, series, label)] if series else []
     return blocks
 
 
