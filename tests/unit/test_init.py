@@ -190,6 +190,22 @@ def test_of_chats_only_the_answers_are_trained_and_the_recipe_says_so(texts: Pat
     assert "a longer chat is an error" in length
 
 
+def test_pairs_of_answers_become_a_recipe_of_preferences(texts: Path) -> None:
+    rows = [{"prompt": f"{n}? ", "chosen": "yes", "rejected": "no"} for n in range(30)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = invoke("init", "--data", "pairs.jsonl", "--model", "tiny", "--gpus", "cpu", "--yes")
+    assert shown.returncode == 0, shown.stderr
+    assert ": pairs of answers" in shown.stderr
+    text = Path("my.yaml").read_text()
+    written = yaml.safe_load(text)
+    assert written["data"]["datasets"] == [{"path": "pairs.jsonl", "type": "preference"}]
+    assert written["preference"] == {"loss": "sigmoid", "beta": 0.1}
+    assert float(written["train"]["learning_rate"]) == 3e-4
+    assert "a pair, both answers with the prompt, that is longer is an error" in text
+    report = prepare_data(load_recipe("my.yaml", ["data.store_dir=store"]).recipe, 1, lambda _: None).report
+    assert report["splits"]["train"]["num_rows"]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -200,6 +200,14 @@ def test_both_answers_of_a_pair_stand_in_one_row(tmp_path: Path, packing: str) -
     assert train["num_targets"] == sum(len(row["chosen"]) + len(row["rejected"]) + 2 for row in ROWS)
 
 
+def test_the_report_says_what_is_counted_and_what_both_answers_share(tmp_path: Path) -> None:
+    report = prepare(tmp_path, ROWS).report
+    (note,) = (note for note in report["notes"] if "9 pairs of answers" in note)
+    shared = sum(len(row["prompt"]) - 1 for row in ROWS)  # the last token predicts another one in each
+    assert f"{shared / report['sources'][0]['num_tokens']:.0%} of the tokens" in note
+    assert report["splits"]["train"]["sources"][0]["documents"] == 9
+
+
 def test_all_pairs_of_a_prompt_are_evaluated_or_trained_on(tmp_path: Path) -> None:
     rows = [{**row, "prompt": f"Question {at % 5}? "} for at, row in enumerate(ROWS)]
     prepared = prepare(tmp_path, rows, "data.eval_split=0.3", "data.datasets.0.weight=2")

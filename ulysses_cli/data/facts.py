@@ -226,6 +226,13 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
             rows = format_count(number, "row")
             key = f"{source['key']}.type: text"
             notes.append(f"{source['name']}: `text` of {rows} is not read, but the chat beside it; {key} reads it")
+        if source["kind"] == "preference":
+            pairs = format_count(source["num_documents"] // 2, "pair")
+            share = source["turns"].get("shared tokens", 0) / max(1, source["num_tokens"])
+            notes.append(
+                f"{source['name']}: {pairs} of answers; the line of the source counts both as documents, the tables of "
+                f"splits a pair as one; {share:.0%} of the tokens are prompts that the rejected answer repeats"
+            )
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions become chats if the tokenizer has a chat template")
     if note := explain_targets(report, recipe):

@@ -47,7 +47,6 @@ def encode_pair(encoder: Encoder, pair: Pair) -> TokenPair:
         encoded.append(encoder.encode(sample))
         lost += encoder.lost
         counts.update(encoder.counts)
-    encoder.lost, encoder.counts = lost, dict(counts)
     (first, first_flags), (second, second_flags) = encoded
     shortest = min(len(first), len(second))
     is_same = first[:shortest] == second[:shortest]
@@ -63,4 +62,6 @@ def encode_pair(encoder: Encoder, pair: Pair) -> TokenPair:
         if not branch.is_target[1:].any():
             raise BadRow(f"the {name} answer has no target")
     first_target = min(int(np.argmax(branch.is_target[1:])) + 1 for branch in branches)
-    return TokenPair(*branches, num_shared=min(num_common, first_target - 1))
+    num_shared = min(num_common, first_target - 1)
+    encoder.lost, encoder.counts = lost, {**counts, "shared tokens": num_shared}
+    return TokenPair(*branches, num_shared)
