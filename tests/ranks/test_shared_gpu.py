@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import shared_gpu
 from support.paths import ROOT
 from support.served import write_python
 from support.shared_gpu import run_sharing_ranks
@@ -24,8 +25,9 @@ def test_ranks_train_as_one(case: str, tmp_path: Path) -> None:
     compare_with_one_rank(tmp_path, "cpu", case, str(write_python()))
 
 
-def test_a_rank_that_fails_is_shown_and_ends_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_shown_and_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that prints more than a pipe holds, while another waits for it."""
+    monkeypatch.setattr(shared_gpu, "AFTER_FAILURE", 0.5)
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, time\nprint('x' * 200_000)\n"

@@ -343,6 +343,7 @@ def test_turns_that_follow_each_other_are_two(tmp_path: Path) -> None:
     assert [int(code) >> TURN_BITS for code in part.classes[3:7]] == [0, 0, 1, 1]
 
 
+CHOICES = ("all", "last_round", "last")
 WORDS = st.text("abc \n", min_size=1, max_size=6).filter(str.strip).map(str.strip)
 
 
@@ -364,11 +365,13 @@ def draw_chats(draw: st.DrawFn) -> list[Row]:
 def test_each_chosen_turn_is_a_target_once_behind_its_own_prompt(template: str) -> None:
     """Against renderings of each turn alone: what stands before a target is what the model gets."""
     tokenizer = make_tokenizer(template)
+    # one for all chats: each starts a process
+    encoders = {which: make_encoder(template, on_rewritten_turns="split", train_on_turns=which) for which in CHOICES}
 
     @settings(max_examples=count_examples(30))
-    @given(draw_chats(), st.sampled_from(["all", "last_round", "last"]))
+    @given(draw_chats(), st.sampled_from(CHOICES))
     def check(messages: list[Row], which: str) -> None:
-        encoder = make_encoder(template, on_rewritten_turns="split", train_on_turns=which)
+        encoder = encoders[which]
         sample: Any = read_sample("chat", {"messages": [dict(message) for message in messages]})
         expected = []
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
@@ -407,6 +410,7 @@ def test_each_chosen_turn_is_a_target_once_behind_its_own_prompt(template: str) 
 def test_choices_are_within_each_other_and_nobody_elses_words_are_targets(template: str, mode: str) -> None:
     """Each message has a word of its own. A word of the assistant is a target, or is told to be lost, or is not
     chosen."""
+    encoders = {which: make_encoder(template, on_rewritten_turns=mode, train_on_turns=which) for which in CHOICES}
 
     @settings(max_examples=count_examples(25))
     @given(draw_chats())
@@ -416,10 +420,10 @@ def test_choices_are_within_each_other_and_nobody_elses_words_are_targets(templa
         plain = [{key: value for key, value in turn.items() if key != "train"} for turn in chat]
         found = {}
         for name, rows, which in (
-            *((which, plain, which) for which in ("all", "last_round", "last")),
+            *((which, plain, which) for which in CHOICES),
             *((f"flagged {which}", flagged, which) for which in ("all", "last")),
         ):
-            encoder = make_encoder(template, on_rewritten_turns=mode, train_on_turns=which)
+            encoder = encoders[which]
             documents = encoder.encode_documents(read_sample("chat", {"messages": rows}))
             texts = [encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) for ids, flags in documents]  # type: ignore
             found[name] = {at for at in range(len(chat)) for text in texts if f"w{at}w" in text}
