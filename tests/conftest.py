@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import tempfile
+from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +29,8 @@ settings.register_profile(
 settings.load_profile("ulysses")
 os.environ[FOLDER] = str(get_builds_folder(os.environ))  # tests start ranks without the command, too
 os.environ["PATH"] = choose_path(os.environ)
+SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+SHARED = ("_forkserver_address", "_forkserver_authkey")  # the second from Python 3.14 on
 OWN_HOME = tempfile.TemporaryDirectory(prefix="ulysses-tests-")  # in place of a person's rates and caches
 for place in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
     os.environ[place] = os.path.join(OWN_HOME.name, place.lower())
@@ -37,7 +41,30 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # commands keep their output in a buff
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore Ctrl-C
 for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job
     os.environ.pop(scheduler, None)
-rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
+# one server for ranks and for commands
+rank_server.PRELOADED[:] = ["support.uncollected", *rank_server.PRELOADED, *PRELOADED]
+gc.disable()  # until all tests are imported
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """One server for all workers of pytest-xdist, whose own imports run beside it. What ranks print goes nowhere."""
+    kept = [os.dup(number) for number in (1, 2)]
+    with open(os.devnull, "w") as nowhere:
+        for number in (1, 2):
+            os.dup2(nowhere.fileno(), number)
+    rank_server.warm_up()
+    for number, file in enumerate(kept, 1):
+        os.dup2(file, number)
+        os.close(file)
+    node.workerinput["server"] = {name: getattr(SERVER, name) for name in SHARED if hasattr(SERVER, name)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, value in getattr(config, "workerinput", {}).get("server", {}).items():
+        setattr(SERVER, name, value)
+        SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # it lives as long as the first process does
+        SERVER.ensure_running = forkserver.ensure_running = lambda: None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,6 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is alive by now stays. A test that collects garbage would search it for half a second each time."""
+    gc.enable()
     gc.freeze()
 
 

@@ -12,6 +12,8 @@ import gc
 import deepspeed.ops
 import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.muon.muon_optimizer
+import hypothesis  # noqa: F401 - files of tests, which ranks import
+import pytest  # noqa: F401
 from deepspeed.utils import nvtx
 from torch._dynamo import trace_rules
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -24,5 +26,6 @@ nvtx.enable_nvtx = False  # a profiler's marks around each small function, which
 deepspeed.ops.__compatible_ops__  # noqa: B018 - tries the compiler
 trace_rules.get_torch_obj_rule_map()
 get_checkpoint_conversion_mapping("qwen3")
+gc.enable()
 gc.collect()
 gc.freeze()
