@@ -42,7 +42,7 @@ def test_a_trace_counts_files_as_the_formula_does(words: tuple[str, ...]) -> Non
     assert files["weights"] == pytest.approx(compute_weight_file_bytes(job), rel=0.05)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_without_files_none_is_counted() -> None:
     traced, _, _ = trace_and_make_job("memory.offload_param=cpu", "memory.nvme_path=null")
     assert traced["disk"] == {"activations": 0, "states": 0, "weights": 0}
@@ -56,3 +56,4 @@ def test_a_frozen_weight_that_is_soon_used_twice_is_read_once() -> None:
     recipe = make_case(sizes, "parallel.sp_size=2", *narrow, WEIGHTS, "memory.nvme_path=.", "lora.r=16")
     traced = start_trace(DrawnRecipe(0, 0, {"model": {"config": dict(recipe.model.config or {})}}, recipe))
     assert traced["disk"]["weights"] > 0
+    assert traced["disk"]["states"] == traced["disk"]["activations"] == 0  # they have no files

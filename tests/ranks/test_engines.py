@@ -58,7 +58,7 @@ def list_living(*words: str) -> list[str]:
         pytest.param(
             ("memory.offload_optimizer=cpu", *SAVED), marks=[pytest.mark.check, pytest.mark.operator("cpu_adam")]
         ),
-        pytest.param(("lora={r: 4}",), marks=pytest.mark.check),
+        pytest.param(("lora={r: 4}",), marks=pytest.mark.full),
         pytest.param(("parallel.zero_stage=2",), marks=pytest.mark.check),
         pytest.param(("parallel.zero_stage=1",), marks=pytest.mark.check),
     ],

@@ -139,7 +139,7 @@ def test_plain_transformers_loads_the_model_with_the_same_loss(runs: CommandRuns
     assert messages["by_position"] == {"0-2K": {"loss": pytest.approx(total / count, rel=1e-5), "tokens": count}}
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: CommandRuns) -> None:
     code, _, err = runs.train("parallel.sp_size=1", "run.output_dir=alone")
     assert code == 0, err
@@ -149,8 +149,9 @@ def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: CommandRuns) -> No
         assert ours["tokens"] == reference["tokens"]
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_rehearsal_changes_no_bit(runs: CommandRuns) -> None:
+    """In `make test`, test_resume_walk.py compares a run that has one with a run that has none."""
     code, _, err = runs.train("run.rehearsal=false", "run.output_dir=unrehearsed")
     assert code == 0, err
     assert "phase rehearsal" not in err
@@ -159,7 +160,7 @@ def test_a_rehearsal_changes_no_bit(runs: CommandRuns) -> None:
     assert ours.read_bytes() == reference.read_bytes()
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_signal_stops_with_a_checkpoint_from_which_the_run_resumes_exactly(runs: CommandRuns) -> None:
     words = ("run.output_dir=stopped", "run.save_steps=null", "run.rehearsal=false")  # the other run has it
     process = runs.start(*words, "run.stop_exit_code=75")
