@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.lost_parts import compute_growth
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample
@@ -569,6 +571,29 @@ def test_a_hint_that_is_taken_works(
         prepare(tmp_path, rows, template, *wrong)
     assert hint in "".join(f"{problem.message} {problem.hint}\n" for problem in caught.value.problems)
     assert len(open_rows(prepare(tmp_path, rows, template, *taken).path, "train")) > 0
+
+
+@pytest.mark.parametrize("template", [LAST_ROUND, UNTIL_FINAL], ids=["last round", "until final"])
+def test_the_cost_of_split_is_that_of_its_tokens(template: str) -> None:
+    @settings(max_examples=count_examples(25))
+    @given(st.lists(draw_chats(), min_size=1, max_size=3))
+    def check(chats: list[list[Row]]) -> None:
+        total, split, whole = Counter[str](), 0, 0
+        for chat in chats:
+            sample = read_sample("chat", {"messages": [dict(message, train=None) for message in chat]})
+            asked, kept, divided = (
+                make_encoder(template, on_rewritten_turns=mode) for mode in ("raise", "keep", "split")
+            )
+            asked.encode_documents(sample)
+            total.update(asked.counts)
+            before = sum(len(ids) for ids, _ in kept.encode_documents(sample))
+            after = sum(len(ids) for ids, _ in divided.encode_documents(sample))
+            whole += before
+            split += after if asked.lost else before
+            assert asked.lost or after == before or asked.counts["would split"], "the error says: at least"
+        assert (compute_growth(total) or 1.0) == split / whole
+
+    check()
 
 
 def test_rules_of_recipes() -> None:

@@ -23,7 +23,7 @@ from ulysses_cli.data.sources.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.known_tokenizer import KnownTokenizer
-from ulysses_cli.data.tokenizing.lost_parts import LostCounts, compute_growth, explain_lost_parts
+from ulysses_cli.data.tokenizing.lost_parts import LostCounts, explain_lost_parts
 from ulysses_cli.data.tokenizing.tokenizer import get_template, name_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
@@ -278,8 +278,8 @@ def _check_lost_parts(
         lost = LostCounts(**store.manifest["lost"])
         if lost.num_turns:
             template, has_lines = get_template(tokenizer.loaded), store.manifest["has_lines"]
-            growth = compute_growth(source["turns"]) if on_rewritten == "raise" else None
-            problems.append(explain_lost_parts(lost, template, source["name"], growth, has_lines=has_lines))
+            turns = source["turns"] if on_rewritten == "raise" else {}
+            problems.append(explain_lost_parts(lost, template, source["name"], turns, has_lines=has_lines))
     if problems:
         raise DataError(problems)
 

@@ -239,22 +239,28 @@ class Encoder:
             self.lost = [*self.lost, LostPart(0, TOOLS, ", ".join(map(_name_tool, sample.tools)))]
         if any(name not in self.variables for name in sample.settings):
             self.counts = {**self.counts, "unread variables": 1}
-        documents = [self._encode_text(text, has_mask=choice.answers_only) for text in rendered.texts]
+        encoded = [self._encode_text(text, has_mask=choice.answers_only) for text in rendered.texts]
+        documents = [(ids, flags) for ids, flags, _ in encoded]
         shown = sum(len(ids) for ids, _ in documents)
+        if rendered.unsplit:
+            ends = encoded[0][2][:, 1]
+            split = (int((ends <= cut).sum()) + len(self.encode_long(rest)[0]) for cut, rest in rendered.unsplit)
+            self.counts = {**self.counts, "split tokens": sum(split), "split from": shown}
         whole = len(self.encode_long(rendered.whole)[0]) if rendered.whole else shown
         self.counts = {**self.counts, "shown tokens": shown, "whole tokens": whole}
         return documents
 
-    def _encode_text(self, chat: ChatText, *, has_mask: bool) -> tuple[Ids, Flags | None]:
+    def _encode_text(self, chat: ChatText, *, has_mask: bool) -> tuple[Ids, Flags | None, Bounds]:
         if not has_mask and self.backend is None:
-            return np.asarray(self.tokenizer(chat.text, add_special_tokens=False)["input_ids"], self.dtype), None
+            ids = np.asarray(self.tokenizer(chat.text, add_special_tokens=False)["input_ids"], self.dtype)
+            return ids, None, np.empty((0, 2), np.int64)
         ids, bounds = self._encode_bounds(chat.text)
         flags = _mark(bounds, chat.classes)
         for end in chat.turn_ends:
             at = int(np.searchsorted(bounds[:, 0], end))
             if at < len(ids) and bounds[at, 0] == end:
                 flags[at] |= TURN
-        return ids, flags
+        return ids, flags, bounds
 
     def _check_chat(self, chat: Chat, choice: TargetChoice) -> None:
         if any(flag is not None for flag in chat.flags) and not choice.answers_only:

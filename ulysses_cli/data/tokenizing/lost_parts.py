@@ -67,18 +67,19 @@ class LostCounts:
 
 
 def compute_growth(turns: Mapping[str, int]) -> float | None:
-    """How many times the characters of its chats a source would have if they were split; None where that is not known.
-    Only chats that lose something are split."""
-    characters, split, whole = (turns.get(name, 0) for name in ("characters", "split characters", "split from"))
-    is_known = characters and split and not turns.get("never shown")
-    return (characters - whole + split) / characters if is_known else None
+    """How many times the tokens of its chats a source would have if they were split; None where that is not known. Only
+    chats that lose something are split."""
+    tokens, split, whole = (turns.get(name, 0) for name in ("whole tokens", "split tokens", "split from"))
+    is_known = tokens and split and not turns.get("never shown")
+    return (tokens - whole + split) / tokens if is_known else None
 
 
 def explain_lost_parts(
-    lost: LostCounts, template: str, source: str, growth: float | None = None, *, has_lines: bool
+    lost: LostCounts, template: str, source: str, turns: Mapping[str, int], *, has_lines: bool
 ) -> Problem:
-    """`source`: the name of what was read. `growth`: of its tokens, if each turn is shown as the model writes it. The
-    problem's place is that of the example."""
+    """`source`: the name of what was read; `turns`: counts of its turns, also of the tokens that they have if each is
+    shown as the model writes it. The problem's place is that of the example."""
+    growth = compute_growth(turns)
     file, line, turn, kind, words = lost.example or (source, 0, 1, TEXT, "")
     example = f"turn {turn} loses {NOUNS[kind]}" if kind != TOOLS else "the row's column `tools` is not read"
     example += f": {words}" if words else ""
@@ -89,9 +90,8 @@ def explain_lost_parts(
     else:
         remedies.append(f"name a template in {KEY} that shows them")
     if growth is not None:
-        remedies.append(
-            f"set {LOSING_KEY}: split to train each turn as the model writes it, for {growth:.1f} x the tokens"
-        )
+        times = f"{'at least ' if turns.get('would split') else ''}{growth:.1f} x the tokens"
+        remedies.append(f"set {LOSING_KEY}: split to train each turn as the model writes it, for {times}")
     elif set(lost.kinds) == {THOUGHT}:
         remedies.append("set data.thoughts: drop to train without thoughts")
     remedies.append(f"set {LOSING_KEY}: keep to train on what is shown")

@@ -81,9 +81,10 @@ class Renderer:
 
     def render(self, request: RenderRequest) -> RenderedChat:
         """Raises TemplateRefusal for this chat alone, TemplateOutOfBounds for this and every later chat."""
-        texts, reason, lost, counts, whole = self._ask(request)["chat"]
+        texts, reason, lost, counts, whole, unsplit = self._ask(request)["chat"]
         chats = [ChatText(text, [(a, b, bits) for a, b, bits in classes], ends) for text, classes, ends in texts]
-        return RenderedChat(chats, reason, [LostPart(*part) for part in lost], counts, whole)
+        parts = [(int(cut), str(rest)) for cut, rest in unsplit]
+        return RenderedChat(chats, reason, [LostPart(*part) for part in lost], counts, whole, parts)
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """The text alone. `settings`: what tokenizer.apply_chat_template takes. Raises as `render` does."""

@@ -61,14 +61,16 @@ class ChatText:
 @dataclass(frozen=True)
 class RenderedChat:
     """A chat as texts to train on. `inexact_reason`: why it is not known which of it the assistant says, if so. `lost`:
-    what the assistant said and the texts lack. `counts`: turns and parts of each kind; `growth`: the characters of a
-    split chat for each of the whole text."""
+    what the assistant said and the texts lack. `counts`: turns and parts of each kind. `whole`: the text of a chat that
+    is split into several. `unsplit`: of a chat that is not, and could be, each text that it would become: how much of
+    it the whole text begins with, up to a special token, and the rest."""
 
     texts: list[ChatText]
     inexact_reason: str = ""
     lost: list[LostPart] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    whole: str = ""  # the text of a chat that is split into several
+    whole: str = ""
+    unsplit: list[tuple[int, str]] = field(default_factory=list)
 
 
 def choose_turns(messages: Messages, flags: Sequence[bool | None], which: str, first: int = 0) -> set[int]:
@@ -262,7 +264,7 @@ def render_chat(
     lost_turns = {part.turn for part in lost}
     counts |= {"rewritten": len(rewritten & lost_turns), "other prompt": len(rewritten - lost_turns)}
     counts["endless"] = len(chosen & chat.endless)
-    texts = None
+    texts, unsplit = None, list[tuple[int, str]]()
     if (choice.on_rewritten_turns == "split" and chosen - chat.whole) or (
         choice.on_rewritten_turns == "raise" and rewritten and lost
     ):
@@ -273,20 +275,26 @@ def render_chat(
         elif still_lost:
             counts["never shown"] = 1
         else:
-            counts |= {"split characters": sum(len(each.text) for each in texts), "split from": len(text)}
+            unsplit = [_leave_out_shared(each.text, text, specials) for each in texts]
         texts = texts if choice.on_rewritten_turns == "split" else None
+    elif choice.on_rewritten_turns == "raise" and chosen - chat.whole:
+        counts["would split"] = 1  # without loss: what it would cost is not worth its time
     if choice.on_rewritten_turns == "mask":
         chosen, lost = chosen & chat.faithful, []
     texts = texts or [ChatText(text, chat.classify(chosen), chat.turn_ends)]
-    shown = sum(len(each.text) for each in texts)
-    counts |= {
-        "chats": 1,
-        "trained": len(chosen),
-        "texts": len(texts),
-        "characters": len(text),
-        "shown characters": shown,
-    }
-    return RenderedChat(texts, "", lost, counts, text if len(texts) > 1 else "")
+    counts |= {"chats": 1, "trained": len(chosen), "texts": len(texts)}
+    return RenderedChat(texts, "", lost, counts, text if len(texts) > 1 else "", unsplit)
+
+
+def _leave_out_shared(part: str, whole: str, specials: Sequence[str]) -> tuple[int, str]:
+    """Where both texts have the last special token of what they begin with, and the part from there on: no token
+    crosses that place, so tokens before it are counted once."""
+    low, high = 0, min(len(part), len(whole))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if part[low:middle] == whole[low:middle] else (low, middle - 1)
+    cut = max((part.rfind(special, 0, low) for special in specials if special), default=0)
+    return max(cut, 0), part[max(cut, 0) :]
 
 
 def _render_whole(render: Render, messages: Messages) -> tuple[Messages, str]:
