@@ -834,7 +834,7 @@ def test_paths_that_are_not_names_on_the_hub(tmp_path: Path) -> None:
 def test_check_loss_mask() -> None:
     assert only("data.assistant_only_loss=true", "data.datasets.0.type=text") == (
         "command line: data.assistant_only_loss: needs chat data, but the sources are of type text\n\n"
-        "hint: use data of type chat or conversations, or set assistant_only_loss: false"
+        "hint: use data of type chat or conversations, or set data.assistant_only_loss: false"
     )
     assert check("data.assistant_only_loss=true", "data.datasets.0.type=chat") == []
     assert check("data.assistant_only_loss=true") == []  # auto is decided once rows are read

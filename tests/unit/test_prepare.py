@@ -206,7 +206,7 @@ def test_a_file_without_a_good_row_shows_its_rows_and_never_offers_to_skip_them(
     problems = error.value.problems
     assert [problem.where.line for problem in problems if problem.where] == [1, 2, 3]
     assert problems[-1].hint == (
-        "fix the rows, or name another file in data.datasets.0.path: no row of this one can be used"
+        "fix the rows, or name another file in data.datasets.0.path, as no row of this one can be used"
     )
 
 

@@ -534,43 +534,104 @@ def test_refusals(tmp_path: Path, rows: list[Any], template: str, overrides: lis
     assert re.search(words, "".join(f"{problem}\n{problem.hint}" for problem in caught.value.problems))
 
 
-def test_hints_of_refusals_work(tmp_path: Path) -> None:
-    with pytest.raises(DataError):
-        prepare(tmp_path, [TWO], LAST_ROUND)
-    for choice in ("data.on_rewritten_turns=split", "data.on_rewritten_turns=keep", "data.thoughts=drop"):
-        assert "Yes." in read_targets(prepare(tmp_path, [TWO], LAST_ROUND, choice))
-    assert "Look." in read_targets(prepare(tmp_path, [TWO], LAST_ROUND, "data.on_rewritten_turns=split"))
-    assert "Look." not in read_targets(prepare(tmp_path, [TWO], LAST_ROUND, "data.thoughts=drop"))
-    row = {"messages": TWO[-2:], "tools": [{"name": "find"}]}
-    assert "Yes." in read_targets(prepare(tmp_path, [row], LAST_ROUND, "data.on_rewritten_turns=keep"))
-
-
 SWITCHED = LAST_ROUND.replace("loop.index0 > ns.last and (", "(preserve_thinking or loop.index0 > ns.last) and (")
 
 
-@pytest.mark.parametrize(
-    ("rows", "template", "wrong", "hint", "taken"),
-    [
-        ([PLAIN], LAST_ROUND, ["data.chat_template_kwargs={enable_thinkin: false}"], "use enable_thinking",
-         ["data.chat_template_kwargs={enable_thinking: false}"]),
-        ([[USER, turn("a", weight=1)]], CHATML, ["data.datasets.0.train_field=learn"], "name a field that messages",
-         ["data.datasets.0.train_field=weight"]),
-        ([TWO], SWITCHED, [], "write data.chat_template_kwargs: {preserve_thinking: true}",
-         ["data.chat_template_kwargs={preserve_thinking: true}"]),
-        ([THOUGHTS], CHATML, [], "set data.thoughts: drop", ["data.thoughts=drop"]),
-        ([{"messages": ROUND, "chat_template_kwargs": {"enable_thinking": False}}], LAST_ROUND, [],
-         "set data.thoughts: drop to leave that out", ["data.thoughts=drop"]),
-        ([THOUGHTS, "{"], ALL_SHOWN, [], "set data.on_bad_row: skip", ["data.on_bad_row=skip"]),
-    ],
-    ids=["variable", "field", "switch", "drop", "thinks", "bad row"],
-)  # fmt: skip
-def test_a_hint_that_is_taken_works(
-    tmp_path: Path, rows: list[Any], template: str, wrong: list[str], hint: str, taken: list[str]
-) -> None:
+GOOD = [USER, turn("Yes.")]
+UNCLEAR = "{%- for m in messages | reverse %}{{- m.role + ': ' + m.content }}{%- endfor %}"
+ONE_ANSWER = "{%- if messages | length > 2 %}{{- raise_exception('one answer') }}{%- endif %}" + CHATML
+UNTHINKING = {"messages": ROUND, "chat_template_kwargs": {"enable_thinking": False}}
+# Chats that are refused, and the lines of the recipe that the hint names: each alone must help.
+HINTS: dict[str, tuple[list[Any], str, list[str], list[str]]] = {
+    "calls": ([TWO], CHATML, [], ["data.on_rewritten_turns=keep"]),
+    "thoughts": ([THOUGHTS], CHATML, [], ["data.thoughts=drop", "data.on_rewritten_turns=keep"]),
+    "rewritten": ([TWO], LAST_ROUND, [], ["data.on_rewritten_turns=split", "data.on_rewritten_turns=keep"]),
+    "switch": ([TWO], SWITCHED, [], [
+        "data.chat_template_kwargs={preserve_thinking: true}", "data.on_rewritten_turns=split",
+        "data.on_rewritten_turns=keep",
+    ]),
+    "tools": ([{"messages": TWO[-2:], "tools": [{"name": "find"}]}], LAST_ROUND, [], ["data.on_rewritten_turns=keep"]),
+    "variable": ([PLAIN], LAST_ROUND, ["data.chat_template_kwargs={enable_thinkin: true}"],
+                 ["data.chat_template_kwargs={enable_thinking: true}"]),
+    "variable of a source": ([PLAIN], LAST_ROUND, ["data.datasets.0.chat_template_kwargs={enable_thinkin: true}"],
+                             ["data.datasets.0.chat_template_kwargs={enable_thinking: true}"]),
+    "variable of a row": ([GOOD, {"messages": GOOD, "chat_template_kwargs": {"messages": 1}}], CHATML, [],
+                          ["data.on_bad_row=skip"]),
+    "field": ([[USER, turn("a", weight=1)]], CHATML, ["data.datasets.0.train_field=learn"],
+              ["data.datasets.0.train_field=auto"]),
+    "mask": ([[USER, turn("a", mask=True), USER, turn("b", mask=False)]], CHATML, [],
+             ["data.datasets.0.train_field=mask", "data.datasets.0.train_field=not mask"]),
+    "no mask": ([[USER, turn("a", weight=1)]], CHATML, ["data.assistant_only_loss=false"],
+                ["data.assistant_only_loss=true", "data.datasets.0.train_field=none"]),
+    "thinks": ([UNTHINKING], LAST_ROUND, [], ["data.thoughts=drop"]),
+    "text": ([{"messages": GOOD, "text": "words"}], CHATML, [], ["data.datasets.0.type=chat"]),
+    "unclear": ([PLAIN], UNCLEAR, [], ["data.assistant_only_loss=false"]),
+    "no chats": ([{"text": "words"}], CHATML, [], ["data.assistant_only_loss=false"]),
+    "template": ([GOOD, PLAIN], ONE_ANSWER, [], ["data.on_bad_row=skip"]),
+    "no row": ([GOOD, "{"], CHATML, [], ["data.on_bad_row=skip"]),
+    "role": ([GOOD, [{"role": "narrator", "content": "a"}]], CHATML, [], ["data.on_bad_row=skip"]),
+    "image": ([GOOD, [{"role": "user", "content": [{"type": "image"}]}, turn("a")]], CHATML, [],
+              ["data.on_bad_row=skip"]),
+    "end mark": ([GOOD, [USER, turn("a", "", call(path="<|end|>"))]], ALL_SHOWN, [], ["data.on_bad_row=skip"]),
+    "untrainable": ([GOOD, [USER, turn("a", weight=0)]], CHATML, [], ["data.skip_untrainable=true"]),
+    "long": ([GOOD, [USER, turn("long " * 50), USER, turn("b")]], CHATML, ["data.max_length=128"], [
+        "data.excess_length_strategy=split", "data.max_length=382"]),
+}  # fmt: skip
+LINE = re.compile(r"(data(?:\.\w+)+): (\{.*?\}|\[.*?\]|not \w+|[\w-]+)")
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_the_lines_that_hints_name_help(tmp_path: Path, name: str) -> None:
+    rows, template, wrong, expected = HINTS[name]
     with pytest.raises((DataError, RecipeError)) as caught:
         prepare(tmp_path, rows, template, *wrong)
-    assert hint in "".join(f"{problem.message} {problem.hint}\n" for problem in caught.value.problems)
-    assert len(open_rows(prepare(tmp_path, rows, template, *taken).path, "train")) > 0
+    hints = " ".join(problem.hint for problem in caught.value.problems)
+    lines = [f"{key}={value}" for key, value in LINE.findall(hints)]
+    assert [line for line in lines if line != "data.datasets.0.type=text"] == expected
+    for line in lines:
+        key = line.partition("=")[0]
+        kept = [each for each in wrong if not each.startswith(key)]
+        more = ["data.assistant_only_loss=false"] if line.endswith("type=text") else []
+        prepared = prepare(tmp_path, rows, template, *kept, *more, line)
+        assert len(open_rows(prepared.path, "train")) > 0
+
+
+def test_the_lines_about_templates_help(tmp_path: Path) -> None:
+    """A tokenizer without a template: first a template is named, then the tokens that it writes."""
+    wrap(train("qwen")).save_pretrained(tmp_path / "bare")
+    recipe = RECIPE.replace("FOLDER", str(tmp_path)).replace("tokenizer: bytes", f"tokenizer: {tmp_path}/bare")
+    recipe = recipe.replace(f"  chat_template: {tmp_path}/t.jinja\n", "")
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": GOOD}))
+    with pytest.raises(RecipeError) as caught:
+        prepare_data(parse_recipe(recipe, "r.yaml").recipe, 8, lambda _: None)
+    assert "write data.chat_template: chatml, llama-3," in caught.value.problems[0].hint
+    taken = ["data.chat_template=llama-3"]
+    with pytest.raises(RecipeError) as caught:
+        prepare_data(parse_recipe(recipe, "r.yaml", taken).recipe, 8, lambda _: None)
+    ((key, value),) = LINE.findall(caught.value.problems[0].hint)
+    taken.append(f"{key}={value}")
+    prepared = prepare_data(parse_recipe(recipe, "r.yaml", taken).recipe, 8, lambda _: None)
+    assert len(open_rows(prepared.path, "train")) == 1
+
+
+def test_the_lines_that_rules_name_help() -> None:
+    def find(*overrides: str) -> list[tuple[str, str]]:
+        chat = ("data.datasets.0.type=chat", "data.datasets.0.path=hub/set")
+        problems = validate_recipe("r.yaml", (*chat, *overrides), text=VALID).problems
+        return [(each.key, each.hint) for each in problems if each.key.startswith("data.") and "templ" not in each.key]
+
+    only = "data.assistant_only_loss=true"
+    for wrong in (
+        ["data.train_on_turns=last"],
+        ["data.thoughts=drop"],
+        ["data.on_rewritten_turns=mask"],
+        ["data.train_on_turns=last", "data.excess_length_strategy=truncate", only],
+        ["data.on_rewritten_turns=split", "data.attend_across_documents=true", only],
+        ["data.datasets.0.type=text", only],
+    ):
+        ((_, hint),) = find(*wrong)
+        ((key, value),) = LINE.findall(hint)
+        assert not find(*(each for each in wrong if not each.startswith(key)), f"{key}={value}")
 
 
 @pytest.mark.parametrize("template", [LAST_ROUND, UNTIL_FINAL], ids=["last round", "until final"])

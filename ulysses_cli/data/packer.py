@@ -286,9 +286,9 @@ def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings
         return
     kind = "chat" if store.manifest.get("has_turns") else "document"
     split = "split (between turns where that is possible)" if kind == "chat" else "split"
-    hint = f"set data.excess_length_strategy: {split}, truncate or drop; or a larger data.max_length"
+    longest = int(store.lengths[long].max())
+    hint = f"set data.excess_length_strategy: {split}, truncate or drop; or data.max_length: {longest} for the longest"
     if isinstance(store, PairStore):
-        longest = int(store.lengths[long].max())
         kind = "pair of answers, each with its prompt,"
         hint = f"set data.max_length to {longest:,} or more, or data.excess_length_strategy: drop"
     problems = [

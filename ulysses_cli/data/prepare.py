@@ -7,6 +7,7 @@ Reports progress as events; prints nothing.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -157,18 +158,18 @@ def _check_variables(source: Source, context: _Context) -> None:
     read = list_variables(get_template(context.tokenizer.loaded))
     keys = ("data.chat_template_kwargs", f"{source.key}.chat_template_kwargs")
     problems = [
-        Problem(f"{key}.{name}", "the chat template never reads it", f"leave it out, or use {_suggest(name, read)}")
-        for key, names in zip(keys, variables, strict=True)
-        for name in names
+        Problem(f"{key}.{name}", "the chat template never reads it", _suggest(key, name, value, read))
+        for key, given in zip(keys, variables, strict=True)
+        for name, value in given.items()
         if name not in read
     ]
     if problems:
         raise RecipeError(problems)
 
 
-def _suggest(name: str, read: Collection[str]) -> str:
+def _suggest(key: str, name: str, value: Any, read: Collection[str]) -> str:
     close = difflib.get_close_matches(name, sorted(read), n=1)
-    return close[0] if close else "a template that does"
+    return f"write {key}: {{{close[0]}: {json.dumps(value)}}}" if close else "leave it out, or use a template that does"
 
 
 def _list_deciding(source: Source, kind: str, context: _Context) -> list[Any]:
@@ -220,7 +221,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     if absent := [name for name in source.columns if name not in seen]:
         raise RecipeError(explain_absent(source.columns, absent, columns, source.key))
     if reading.named_field not in ("", *seen):
-        hint = "name a field that messages have, or leave it out"
+        hint = f"name a field that messages have, or write {source.key}.train_field: auto for the usual ones"
         message = f"no message has a field {reading.named_field}"
         raise RecipeError([Problem(f"{source.key}.train_field", message, hint)])
     changed = context.hashes.find_changed()
@@ -256,7 +257,7 @@ def _explain_bad(
     """`is_all`: no row of the source that was read can be used, so leaving out the bad ones leaves nothing."""
     otherwise = "set data.on_bad_row: skip to leave them out and count them"
     if is_all:
-        otherwise = f"name another file in {source.key}.path: no row of this one can be used"
+        otherwise = f"name another file in {source.key}.path, as no row of this one can be used"
     named = [remedy.replace(SOURCE, source.key) for remedy in remedies]
     return explain_bad_rows(bad, total, otherwise, named, has_lines=source.has_lines)
 
@@ -295,7 +296,7 @@ def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:
     kinds = sorted({store.manifest["kind"] for store in stores})
     if recipe.data.assistant_only_loss and not set(kinds) & set(CHAT_TYPES):
         message = f"needs chat data, but the rows hold {', '.join(kinds)}"
-        hint = "use chat data, or set assistant_only_loss: false"
+        hint = "use chat data, or set data.assistant_only_loss: false"
         raise RecipeError([Problem("data.assistant_only_loss", message, hint)])
 
 

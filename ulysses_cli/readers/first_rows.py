@@ -36,7 +36,7 @@ def find_kind(blocks: Iterable[Block], origin: Origin, names: Names = SAME) -> R
             raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=origin.has_lines))
     otherwise = f"name another file in {origin.key}.path"
     if bad:
-        otherwise += ": no row of this one can be used"
+        otherwise += ", as no row of this one can be used"
         raise DataError(explain_bad_rows(bad, len(bad), otherwise, has_lines=origin.has_lines))
     raise DataError([Problem("", "holds no row", otherwise, Where(origin.name))])
 

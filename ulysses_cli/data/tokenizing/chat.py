@@ -50,6 +50,9 @@ class Spans:
 class InexactTemplate(BadRow):
     """The rendered text does not show where a turn begins or ends."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "set data.assistant_only_loss: false to learn every token of such chats")
+
 
 def find_spans(render: Render, messages: Messages, text: str, specials: Sequence[str]) -> Spans:
     """An answer is the text from the end of the generation prompt to the end of the turn, with the end-of-turn token.

@@ -54,7 +54,7 @@ def check_loss_mask(recipe: Recipe) -> Problems:
         yield Problem(
             "data.assistant_only_loss",
             f"needs chat data, but the sources are of type {', '.join(sorted(types))}",
-            "use data of type chat or conversations, or set assistant_only_loss: false",
+            "use data of type chat or conversations, or set data.assistant_only_loss: false",
         )
 
 
@@ -78,10 +78,10 @@ def check_turns(recipe: Recipe) -> Problems:
             yield Problem(f"data.{name}", message, "set data.assistant_only_loss: true")
     if data.train_on_turns == "last" and data.excess_length_strategy == "truncate":
         message = "truncate cuts off the end of a long chat, and only its last turn is a target"
-        yield Problem("data.excess_length_strategy", message, "use drop, split or raise")
+        yield Problem("data.excess_length_strategy", message, "set data.excess_length_strategy: split, drop or raise")
     if data.on_rewritten_turns == "split" and data.attend_across_documents:
         message = "a split chat repeats its turns, and documents of a row would see each other's answers"
-        yield Problem("data.attend_across_documents", message, "set it to false")
+        yield Problem("data.attend_across_documents", message, "set data.attend_across_documents: false")
     sections = [("data", data.chat_template_kwargs)]
     for section in ("datasets", "eval_datasets"):
         rows = enumerate(getattr(data, section))
