@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,12 +13,11 @@ from support.random_recipes import draw_again
 from support.tiers import sample
 
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.sized import depth, step
-from ulysses_cli.plan.ledger.sized.step import measure_step, run_step
+from ulysses_cli.plan.ledger.sized import moments
+from ulysses_cli.plan.ledger.sized.moments import join, measure_step, run_step
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.sizes.sources import make_model
 from ulysses_cli.prove.trace.trace import list_ranks
 
 # By seed, how many random recipes are stored. Together they have all families, adapters, bases in fewer bits, layers
@@ -104,16 +104,36 @@ def test_a_deep_model_of_like_layers_is_run_once_and_not_whole(monkeypatch: pyte
     model = recipe.model.model_copy(update={"config": deepen(recipe.model.config, 60)})
     memory = recipe.memory.model_copy(update={"activation_offloading": False})
     job = make_job(**make_request(recipe.model_copy(update={"model": model, "memory": memory})))
-    live: list[int] = []
-
-    def choose(layers: Any, num_offloaded: int) -> depth.Depth:
-        chosen = depth.choose_depth(layers, num_offloaded)
-        live.append(len(chosen.live))
-        return chosen
-
     made: list[Any] = []
-    monkeypatch.setattr(step, "choose_depth", choose)
-    monkeypatch.setattr(step, "make_model", lambda *words: made.append(1) or make_model(*words))
-    moments = run_step(job, 0)
-    assert (len(made), live) == (1, [3])
-    assert moments["optimizer_step"].name == "the optimizer's work"
+    run = moments.SizedRun
+    monkeypatch.setattr(moments, "SizedRun", lambda *words: made.append(words[2].live) or run(*words))
+    found = run_step(job, 0)
+    assert [len(live) for live in made] == [3]
+    assert found["optimizer_step"].name == "the optimizer's work"
+
+
+@pytest.mark.parametrize("number", sample(DEEP, DEEP[5::39], DEEP[3::13]))
+def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For other numbers of offloaded layers, ranks and rows, in any order."""
+    stored = read_stored("20261128")
+    drawn = draw_again(stored, stored["rows"][number]).recipe
+    assert drawn.model.config is not None
+    if "num_hidden_layers" not in drawn.model.config:
+        pytest.skip("its layers are a list of their own")
+    model = drawn.model.model_copy(update={"config": deepen(drawn.model.config, 14)})
+    job = make_job(**make_request(drawn.model_copy(update={"model": model})))
+    most = (0, 5, 8) if job.levers.gradient_checkpointing else (0,)
+    jobs = [
+        replace(
+            job,
+            row_tokens=rows * job.row_tokens,
+            layout=replace(job.layout, dp_shard_size=shards),
+            levers=replace(job.levers, offloaded_layers=offloaded),
+        )
+        for offloaded in most for shards in (1, 3) for rows in (1, 2)
+    ]  # fmt: skip
+    kept = [join(each, 0).measure() for each in jobs]
+    for each, found in zip(jobs, kept, strict=True):
+        for name in ("STACKS", "RECORDINGS", "WALKS"):
+            monkeypatch.setattr(moments, name, moments.Kept(1))
+        assert join(each, 0).measure() == found

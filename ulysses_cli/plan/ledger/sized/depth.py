@@ -189,18 +189,32 @@ def count_constants(layer: SizedModule) -> int:
     return sum(found.values())
 
 
-def choose_depth(layers: Sequence[SizedModule], num_offloaded: int) -> Depth:
+@dataclass(frozen=True)
+class Stack:
+    """A model's layers: a number for each kind. `is_apart`: no two layers share weights."""
+
+    kinds: tuple[int, ...]
+    is_apart: bool
+
+
+def describe_stack(layers: Sequence[SizedModule]) -> Stack:
+    owners = Counter(id(weight) for layer in layers for weight in {id(p): p for p in layer.parameters()}.values())
+    numbers: dict[Hashable, int] = {}
+    kinds = tuple(numbers.setdefault(describe_layer(layer), len(numbers)) for layer in layers)
+    return Stack(kinds, max(owners.values(), default=1) == 1)
+
+
+def choose_depth(stack: Stack, num_offloaded: int) -> Depth:
     """Of layers of each kind behind each kind, the first runs, and the last of all. Where some are offloaded, copies
     leave two layers later and come back one layer earlier. Layers that share weights are never alike: one of them gets
     the sum of their gradients."""
-    every = tuple(range(len(layers)))
-    owners = Counter(id(weight) for layer in layers for weight in {id(p): p for p in layer.parameters()}.values())
-    if max(owners.values(), default=1) > 1:
+    kinds, every = stack.kinds, tuple(range(len(stack.kinds)))
+    if not stack.is_apart:
         return Depth(every, every)
-    kinds, last, firsts = [describe_layer(layer) for layer in layers], len(layers) - 1, dict[Hashable, int]()
+    last, firsts = len(kinds) - 1, dict[Hashable, int]()
     reach = 2 if num_offloaded else 1
 
-    def list_before(number: int) -> list[Hashable]:
+    def list_before(number: int) -> tuple[int, ...]:
         return kinds[max(0, number - reach) : number]
 
     def describe(number: int) -> Hashable:
@@ -208,12 +222,12 @@ def choose_depth(layers: Sequence[SizedModule], num_offloaded: int) -> Depth:
         if num_offloaded:
             kept = number - num_offloaded
             place = min(number, COPYING) if kept < 0 else COPYING + 1 + min(kept, 2)
-        return kinds[number], tuple(list_before(number)), number == last, place
+        return kinds[number], list_before(number), number == last, place
 
     firsts_of = [firsts.setdefault(describe(number), number) for number in every]
     live = sorted(set(firsts_of))
     for at, number in enumerate(live.copy()):
-        if [kinds[other] for other in live[max(0, at - reach) : at]] != list_before(number):
+        if tuple(kinds[other] for other in live[max(0, at - reach) : at]) != list_before(number):
             live += range(max(0, number - reach), number)
     live = sorted(set(live))
     like = (live.index(number if number in live else other) for number, other in enumerate(firsts_of))
@@ -228,12 +242,26 @@ class Turn(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What happens while one layer runs, or none, from an event on up to another one."""
+    """What happens while one layer runs, or none, from an event on up to another one. `work`: what the engine does in
+    it, as a number that equal work of all runs has."""
 
     layer: int | None
     marks: list[HookMark]
     first: int
     end: int
+    work: int
+
+
+Step = tuple[str, SplitPath | str, bool, SplitPath | str]
+WORKS: dict[tuple[Step, ...], int] = {}
+
+
+def number_work(layer: int | None, marks: Sequence[HookMark]) -> int:
+    def place(path: str) -> SplitPath | str:
+        return path if layer is None else split_path(path, layer)
+
+    steps = tuple((mark.work, place(mark.path), mark.is_forward, place(mark.weight)) for mark in marks)
+    return WORKS.setdefault(steps, len(WORKS))
 
 
 class Recorded:
@@ -254,7 +282,7 @@ class Recorded:
         for (layer, own), end in zip(joined, ends, strict=True):
             while end > own[-1].at and events[end - 1][1] != own[0].phase.removesuffix(AGAIN_PASS):
                 end -= 1  # what comes between phases belongs to none
-            window = Window(layer, own, own[0].at, end)
+            window = Window(layer, own, own[0].at, end, number_work(layer, own))
             self.phases.setdefault(own[0].phase, []).append(window)
 
     def find_fullest(self, first: int, end: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
 from ulysses_cli.plan.ledger.sized.depth import AGAIN_PASS, LOAD, Depth, Recorded, Turn, Window, join_path, split_path
@@ -23,17 +24,22 @@ class Joined:
         self.peaks: dict[str, tuple[int, int, EngineBytes]] = {}  # bytes, the event that is the last before, the engine
         for phase in recorded.phases:
             self.turns[phase] = dict(self._list_turns(phase))
+            alike = _group_layers(self.turns[phase])
+            most, fullest = -1, None
             for holding in walk.holdings[phase]:
-                window, base = self.turns[phase][holding.turn]
-                at = window.marks[holding.mark].at
-                end = window.marks[holding.mark + 1].at if holding.mark + 1 < len(window.marks) else window.end
-                if holding.after:
-                    at = recorded.find_fullest(min(at + 1, end), end)
-                elif holding.is_added:
-                    at = min(at + 1, end)
-                total = base + recorded.levels[at] + holding.num_bytes
-                if total > self.peaks.get(phase, (-1,))[0]:
-                    self.peaks[phase] = total, at, holding
+                for turn in _list_highest(holding, alike):
+                    window, base = self.turns[phase][turn]
+                    at = window.marks[holding.mark].at
+                    end = window.marks[holding.mark + 1].at if holding.mark + 1 < len(window.marks) else window.end
+                    if holding.after:
+                        at = recorded.find_fullest(min(at + 1, end), end)
+                    elif holding.is_added:
+                        at = min(at + 1, end)
+                    total = base + recorded.levels[at] + holding.num_bytes
+                    if total > most:
+                        most, fullest = total, (total, at, holding._replace(turn=turn))
+            if fullest is not None:
+                self.peaks[phase] = fullest
 
     def _list_turns(self, phase: str) -> Iterator[tuple[Turn, tuple[Window, int]]]:
         """Each turn's window, and by how much tensors take more when it begins than in the run of a few layers."""
@@ -46,6 +52,12 @@ class Joined:
             base = now - levels[window.first]
             yield turn, (window, base)
             now = base + levels[window.end]
+
+    def measure(self) -> dict[str, int]:
+        """The bytes of each phase's fullest moment."""
+        found = {phase: num_bytes for phase, (num_bytes, *_) in self.peaks.items()}
+        again = found.pop(LOAD + AGAIN_PASS, 0)
+        return {**found, LOAD: max(found[LOAD], again)}
 
     def describe(self) -> dict[str, MemorySnapshot]:
         moments = {phase: self._describe(phase, *peak) for phase, peak in self.peaks.items()}
@@ -93,3 +105,32 @@ class Joined:
             return "", "", ""
         _, before, (kind, path) = self.recorded.events[at - 1]
         return kind, path, before
+
+
+Alike = dict[int, list[tuple[list[int], list[Turn]]]]
+
+
+def _group_layers(turns: Mapping[Turn, tuple[Window, int]]) -> Alike:
+    """By work, the layers for which one window stands, lowest first, with their turns."""
+    groups: dict[tuple[int, int], list[tuple[int, Turn]]] = {}
+    for turn, (window, _) in turns.items():
+        if turn.layer is not None:
+            groups.setdefault((window.work, window.first), []).append((turn.layer, turn))
+    alike: Alike = {}
+    for (work, _), group in groups.items():
+        layers, own = zip(*sorted(group), strict=True)
+        alike.setdefault(work, []).append(([*layers], [*own]))
+    return alike
+
+
+def _list_highest(holding: EngineBytes, alike: Alike) -> Iterator[Turn]:
+    """Of each group of layers with the same tensors, the highest one that the holding is of: in the lower ones tensors
+    take no more."""
+    last = holding.turn.layer
+    if holding.first is None or last is None:
+        yield holding.turn
+        return
+    for layers, turns in alike[holding.work]:
+        at = bisect_right(layers, last) - 1
+        if at >= 0 and layers[at] >= holding.first:
+            yield turns[at]

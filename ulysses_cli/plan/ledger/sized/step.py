@@ -5,29 +5,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ulysses_cli.plan.ledger import device as gpu
-from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
+from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.sized.adapters import add_adapters
-from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, choose_depth, find_layers
-from ulysses_cli.plan.ledger.sized.hooks import Hooks, LinearOfShards, multiply_sharded
-from ulysses_cli.plan.ledger.sized.joining import Joined
+from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, find_layers
+from ulysses_cli.plan.ledger.sized.hooks import Hooks, LinearOfShards, ModuleWeights, WeightSize, multiply_sharded
 from ulysses_cli.plan.ledger.sized.lines import INPUTS, PARAMETERS, tagged
-from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
 from ulysses_cli.plan.ledger.sized.quantized import quantize_layers
-from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
-from ulysses_cli.plan.ledger.sized.sharding import ShardedEngine, ShardSettings
-from ulysses_cli.plan.ledger.sized.walk import EngineMeter, EngineWalk, LayersDiffer
-from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rows.order import Ring, deal_rows
 from ulysses_cli.plan.sizes import products
 from ulysses_cli.plan.sizes.autograd import grad_mode
@@ -36,7 +25,7 @@ from ulysses_cli.plan.sizes.library import CustomOperator, Namespace, Nothing, U
 from ulysses_cli.plan.sizes.meter import ByteMeter
 from ulysses_cli.plan.sizes.nn import Linear, Parameter, SizedModule
 from ulysses_cli.plan.sizes.sources import ModelSources, make_config, make_model
-from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make
+from ulysses_cli.plan.sizes.tensor import Running, Tensor, make
 
 DTYPES: Mapping[int, DType] = {2: BFLOAT16, 4: FLOAT32}
 LOAD, BETWEEN = "load", "between"
@@ -48,53 +37,8 @@ PLAIN = dict.fromkeys(FUSED, "transformers")
 LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 
 
-def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
-    """The peak of each phase on one rank, as tensors without data have it."""
-    moments = run_step(make_job(recipe, shape, levers), rank)
-    return {phase: moment.num_bytes for phase, moment in moments.items()}
-
-
-def run_step(job: Job, rank: int, *, runs_all: bool = False) -> dict[str, MemorySnapshot]:
-    """The fullest moment of each phase. Layers that are alike run once, but for `runs_all`. Raises UnknownOperator for
-    what has no sizes."""
-    for each_runs in (True,) if runs_all else (False, True):
-        with _alone():
-            run = _Run(job, rank, runs_all=each_runs)
-            recorded = run.record()
-            if recorded.is_even(run.depth):
-                Running.meter = EngineMeter()
-                with suppress(LayersDiffer):
-                    walk = EngineWalk(recorded.phases, run.depth, run.make_engine(), run.micro_steps)
-                    return Joined(recorded, run.depth, walk).describe()
-    raise AssertionError("where all layers run, none stands for another")
-
-
-def find_moments(job: Job) -> dict[str, MemorySnapshot]:
-    """Of each phase, that of the rank which is fullest then. Raises UnknownOperator, also where the model's code asks
-    for what nobody has foreseen."""
-    found: dict[str, MemorySnapshot] = {}
-    for rank in find_fullest_ranks(job):
-        try:
-            moments = run_step(job, rank)
-        except UnknownOperator:
-            raise
-        except Exception as error:
-            raise UnknownOperator(f"its code ends with {type(error).__name__}: {error}") from error
-        for phase, moment in moments.items():
-            if phase not in found or moment.num_bytes > found[phase].num_bytes:
-                found[phase] = moment
-    return {phase: moment._replace(lines=_add_device_lines(job, moment)) for phase, moment in found.items()}
-
-
-def _add_device_lines(job: Job, moment: MemorySnapshot) -> dict[str, int]:
-    lines = {**moment.lines, "cublas_workspace": gpu.compute_cublas(job)}
-    lines["allocator"] = sum(lines.values()) // 100
-    lines["cuda_context"] = gpu.compute_context(job)
-    return {**lines, "nccl": gpu.compute_nccl(job)} if job.world_size > 1 else lines
-
-
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Bytes are freed by references alone, and what the last run left is gone."""
     gc.disable()
     Running.meter, Running.device, Running.dtype = ByteMeter([]), DEVICE, FLOAT32
@@ -110,9 +54,28 @@ def _alone() -> Iterator[None]:
         gc.enable()
 
 
-class _Run:
-    def __init__(self, job: Job, rank: int, *, runs_all: bool = False) -> None:
-        self.job, self.rank, self.meter = job, rank, Running.meter
+class Recording(NamedTuple):
+    """What tensors take, and the modules and weights of the layers that ran."""
+
+    recorded: Recorded
+    modules: list[ModuleWeights]
+    weights: list[WeightSize]
+
+
+def make_bare_model(job: Job) -> SizedModule:
+    """Without levers, for a look at its layers."""
+    Unknown.running = False  # files are executed and models made
+    sources, _ = _open_sources(is_gpu=not job.is_on_cpu)
+    sources.forget_run()
+    model: SizedModule = make_model(sources, make_config(sources, job.shape.config))
+    return model
+
+
+class SizedRun:
+    """`depth`: which layers run, as many of them offloaded as the levers say."""
+
+    def __init__(self, job: Job, rank: int, depth: Depth) -> None:
+        self.job, self.rank, self.depth, self.meter = job, rank, depth, Running.meter
         self.meter.enter(LOAD)
         Unknown.running = False  # files are executed and models made
         self.sources, leaves = _open_sources(is_gpu=not job.is_on_cpu)
@@ -127,7 +90,9 @@ class _Run:
         config._attn_implementation = attention
         with tagged(*PARAMETERS):
             model = make_model(self.sources, config)
-            self._choose_layers(model, runs_all=runs_all)
+            self.layers = find_layers(model)
+            if self.layers is not None and not depth.is_whole:
+                depth.skip(self.layers)
             if job.quantized is not None:
                 quantize_layers(model, job.quantized)
         Running.dtype, made = FLOAT32, list(list_as_made(model))
@@ -136,7 +101,6 @@ class _Run:
         self.module = self._apply_levers(model)
         leaves += [module for module in model.modules() if type(module).__name__ in WHOLE]
         is_sharded = job.zero_stage == 3
-        self.micro_steps = 1 if is_sharded and job.layout.dp_replicate_size == 1 else min(2, job.accumulation)
         if is_sharded:
             Linear.compute = staticmethod(multiply_sharded)
         kept = job.engine.persistence_threshold
@@ -150,28 +114,7 @@ class _Run:
         self.meter.enter(BETWEEN)
         Unknown.running = True
 
-    def _choose_layers(self, model: Any, *, runs_all: bool) -> None:
-        layers, offloaded = find_layers(model), self.job.levers.offloaded_layers
-        self.layers = layers
-        every = tuple(range(0 if layers is None else len(layers)))
-        self.depth = Depth(every, every)
-        if layers is not None and not runs_all:
-            self.depth = choose_depth(list(layers), offloaded)
-            self.depth.skip(layers)
-        self.levers = self.job.levers
-        if not self.depth.is_whole:
-            self.levers = replace(self.levers, offloaded_layers=sum(n < offloaded for n in self.depth.live))
-
-    def make_engine(self) -> ShardedEngine | WholeEngine:
-        settings = _read_settings(self.job, self.rank, self.micro_steps)
-        modules, weights = self.depth.expand(
-            list(self.hooks.list_modules(self.depth.rename)), list(self.hooks.list_weights(self.depth.rename))
-        )
-        if self.job.zero_stage == 3:
-            return ShardedEngine(modules, weights, settings)
-        return WholeEngine(weights, settings, self.job.zero_stage)
-
-    def record(self) -> Recorded:
+    def record(self) -> Recording:
         """A step and an evaluation."""
         self.step()
         if self.job.evaluates:
@@ -181,7 +124,9 @@ class _Run:
         rename = cache(self.depth.rename)
         named = [(size, phase, (kind, rename(path))) for size, phase, (kind, path) in events]
         marks = [mark._replace(path=rename(mark.path), weight=rename(mark.weight)) for mark in self.hooks.marks]
-        return Recorded(self.meter.held, named, marks)
+        recorded = Recorded(self.meter.held, named, marks)
+        modules, weights = self.hooks.list_modules(rename), self.hooks.list_weights(rename)
+        return Recording(recorded, list(modules), list(weights))
 
     def _load(self, name: str) -> Any:
         return self.sources.load_own(f"ulysses_cli.train.{name}")
@@ -228,7 +173,7 @@ class _Run:
             train=SimpleNamespace(per_device_train_batch_size=job.batch),
         )
         resolved = SimpleNamespace(local_tokens=job.row_tokens // job.layout.sp_size)
-        return SimpleNamespace(levers=self.levers, shape=job.shape, recipe=recipe, resolved=resolved)
+        return SimpleNamespace(levers=job.levers, shape=job.shape, recipe=recipe, resolved=resolved)
 
     def _serve_recurrences(self, model: Any) -> None:
         """As the trace chooses: kernels of packages on a GPU, transformers' own functions on a CPU."""
@@ -327,28 +272,6 @@ def recognise_norm(norm_class: Any) -> str | None:
         return None
     finally:
         Running.meter, Running.dtype, SizedModule.call = before
-
-
-def _read_settings(job: Job, rank: int, micro_steps: int) -> ShardSettings:
-    engine, levers = job.engine, job.levers
-    return ShardSettings(
-        world_size=job.world_size,
-        replica_size=job.layout.replica_size,
-        rank=rank,
-        weights_on_host=levers.offload_param != "none",
-        states_on_host=levers.offload_optimizer != "none",
-        states_on_disk=levers.offload_optimizer == "nvme",
-        optimizer=job.optim,
-        reduce_bucket=engine.reduce_bucket,
-        prefetch_bucket=engine.prefetch_bucket,
-        max_live=engine.max_live,
-        max_reuse_distance=engine.max_reuse_distance,
-        persistence_threshold=engine.persistence_threshold,
-        sub_group=engine.sub_group,
-        micro_steps=micro_steps,
-        sent=DTYPES[engine.communication_bytes],
-        kept=DTYPES[engine.gradient_bytes],
-    )
 
 
 def _give_others(add_leaf: Callable[[SizedModule], None]) -> dict[str, Namespace]:

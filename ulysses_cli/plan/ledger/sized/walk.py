@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from ulysses_cli.plan.ledger.sized.depth import AGAIN_PASS, LOAD, Depth, SplitPath, Turn, Window, join_path, split_path
@@ -44,7 +45,8 @@ class EngineMeter(ByteMeter):
 
 class EngineBytes(NamedTuple):
     """What an engine holds at most in its work at a mark of a turn, or `after` it until the next mark. `is_added`: a
-    gradient is gone before the work, added to one that was there."""
+    gradient is gone before the work, added to one that was there. `work`: that of the turn's window. `first`: the first
+    of neighbouring layers of the same work, the last of which the turn is, where it holds as much."""
 
     turn: Turn
     mark: int
@@ -52,12 +54,13 @@ class EngineBytes(NamedTuple):
     num_bytes: int
     tags: Mapping[Tag, int]
     is_added: bool = False
+    work: int = -1
+    first: int | None = None
 
 
 class EngineWalk:
-    """Plays a load, a step, an evaluation and the step that all later ones are like. `holdings`: by phase, those that
-    may be part of the peak. Of one mark, a layer's is left out where a higher layer holds as much: tensors then take no
-    less."""
+    """Plays a load, a step, an evaluation and the step that all later ones are like. `holdings`: by phase, what the
+    engine holds at each mark. It is the same for all runs whose windows have the same work."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class EngineWalk:
         if "evaluation" in windows:
             self._play("evaluation")
         self._step(micro_steps)
-        self.holdings = {phase: _leave_out(found, self.depth) for phase, found in self.found.items()}
+        self.holdings = {phase: _join_equal(found) for phase, found in self.found.items()}
 
     def _step(self, micro_steps: int, *, finds: bool = True) -> None:
         for _ in range(micro_steps):
@@ -102,8 +105,9 @@ class EngineWalk:
                 except KeyError as error:
                     raise LayersDiffer(mark.path) from error
                 if finds:
-                    found.append(EngineBytes(turn, at, False, meter.device.peak, meter.fullest, is_added))
-                    found.append(EngineBytes(turn, at, True, meter.device.now, dict(meter.tags)))
+                    work = window.work
+                    found.append(EngineBytes(turn, at, False, meter.device.peak, meter.fullest, is_added, work))
+                    found.append(EngineBytes(turn, at, True, meter.device.now, dict(meter.tags), work=work))
 
     def _list_marks(self, window: Window, layer: int | None) -> Iterable[HookMark]:
         """A window's marks, with the paths of the layer for which it stands."""
@@ -158,14 +162,17 @@ class EngineWalk:
             self.pins[mark.path].pop(0)
 
 
-def _leave_out(found: Sequence[EngineBytes], depth: Depth) -> list[EngineBytes]:
-    most: dict[tuple[Turn, int, bool], int] = {}
-    kept = []
-    for holding in sorted(found, key=lambda each: -1 if each.turn.layer is None else each.turn.layer, reverse=True):
-        layer = holding.turn.layer
-        turn = holding.turn if layer is None else Turn(depth.like[layer], -1)
-        key = turn, holding.mark, holding.after
-        if holding.num_bytes > most.get(key, -1):
-            most[key] = holding.num_bytes
+def _join_equal(found: Sequence[EngineBytes]) -> list[EngineBytes]:
+    """One in place of those of neighbouring layers that do the same and hold as much."""
+    kept, runs = list[EngineBytes](), dict[tuple[int, int, bool], list[EngineBytes]]()
+    for holding in found:
+        if holding.turn.layer is None:
             kept.append(holding)
+        else:
+            runs.setdefault((holding.work, holding.mark, holding.after), []).append(holding)
+    for of_layers in runs.values():
+        of_layers.sort(key=lambda each: each.turn)
+        for _, equal in groupby(of_layers, key=lambda each: (each.num_bytes, each.is_added)):
+            same = list(equal)
+            kept.append(same[-1]._replace(first=same[0].turn.layer))
     return kept
