@@ -1,6 +1,7 @@
 """Tests what ranks say of their processor, and that the parts of benchmarks/host.py run."""
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,29 @@ def test_nothing_is_said_where_the_gpu_is_unknown_or_the_limit(monkeypatch: pyte
     assert Forecast(choice, None, False).explain_host(plan) == []
     assert Forecast(choice, replace(H100, tflops=1e-3), True).explain_host(plan) == []
     assert Forecast(choice, H100, False).explain_host(plan) == []
+
+
+def test_a_slow_attention_kernel_is_named_with_its_cost() -> None:
+    """By the lengths of the run's documents: short ones leave attention little to do."""
+    plan, said = make_plan(), Forecast(LeverChoice(Levers(), {}, None), H100, True)
+    assert said.explain_attention(plan, ["torch_varlen"], [plan.resolved.row_tokens]) == []
+    recipe = make_recipe("data.max_length=1048576", "model.dtype=bfloat16")
+    assert recipe.model.config is not None
+    long = settle(
+        recipe, read_model_shape({**recipe.model.config, "max_position_embeddings": 1 << 20}, "test"), Levers()
+    )
+    (line,) = said.explain_attention(long, ["torch_varlen"], [1 << 20])
+    found = re.search(r"a step takes ([\d.]+) times as long .*pip install 'ulysses-cli\[flash-attn-4\]'", line)
+    assert found
+    assert 1.3 < float(found[1]) < 1.75
+    assert said.explain_attention(long, ["flash_attention_3"], [1 << 20]) == []
+    assert said.explain_attention(long, ["torch_varlen"], [256] * 4096) == []
+    assert (
+        Forecast(said.choice, replace(H100, packed_attention=None), True).explain_attention(
+            long, ["torch_varlen"], [1 << 20]
+        )
+        == []
+    )
 
 
 def test_a_core_is_measured_in_milliseconds() -> None:

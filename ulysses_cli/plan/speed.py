@@ -5,8 +5,10 @@ Rates are a GPU's datasheet numbers times shares that are the same for every mod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from ulysses_cli.plan.attention import BACK_ENDS, list_needs
 from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_vector_weights
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.host_time import compute_host_seconds
@@ -45,7 +47,8 @@ from ulysses_cli.plan.step_parts import HOST, PARTS
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 
 GIGA, TERA = 1e9, 1e12
-PACKED_KERNELS = ("torch_varlen", "sdpa", "flash_attention_2")
+PACKED_KERNELS, FAST_PACKAGE = ("torch_varlen", "sdpa", "flash_attention_2"), "flash_attention_4"
+LEAST_WORTH = 1.02  # times a step: what is worth a line
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
 ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read and written, gradient, result
 CPU_ADAM_TRAFFIC_BYTES = 34
@@ -246,10 +249,21 @@ def compute_sum_bytes(job: Job) -> float:
     return (2 * job.dtype_bytes + 8) * num_bytes
 
 
-def takes_packed_kernel(job: Job) -> bool:
-    """Whether torch's own kernel computes attention. `auto` takes it for rows of many documents unless a package is
-    installed, which a plan does not know."""
-    return job.kernel in PACKED_KERNELS or (job.kernel == "auto" and job.document_tokens is not None)
+def explain_packed(job: Job, gpu: Gpu) -> str:
+    """What torch's own attention kernel costs where a package has a faster one for this GPU and model, or ''. A plan
+    does not know which packages are installed."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if job.dtype_bytes == 2 else "float32"
+    needs = list_needs(job.shape, dtype, has_more_keys=job.layout.ring_size > 1)
+    if gpu.packed_attention is None or any(BACK_ENDS[FAST_PACKAGE].find_obstacle(need, "cuda") for need in needs):
+        return ""
+    slow, fast = (compute_speed(replace(job, kernel=kernel), gpu) for kernel in (PACKED_KERNELS[0], FAST_PACKAGE))
+    ratio = slow.step_seconds / fast.step_seconds
+    if ratio < LEAST_WORTH:
+        return ""
+    return (
+        f"with torch's own attention kernel, which packed rows get without FlashAttention 3 or 4, a step takes "
+        f"{ratio:.2f} times as long as with one of these: pip install 'ulysses-cli[flash-attn-4]'"
+    )
 
 
 def compute_speed(job: Job, gpu: Gpu) -> Speed:
@@ -268,7 +282,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["projections"] = passes * compute_projection_flops(job) / matmul
     parts["mlp"] = (passes + (levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
     parts["head_loss"] = (2 + job.trains("lm_head")) * compute_head_flops(job) / matmul
-    forward_share, backward_share = gpu.get_attention(is_packed=takes_packed_kernel(job))
+    forward_share, backward_share = gpu.get_attention(is_packed=job.kernel in PACKED_KERNELS)
     parts["attention"] = attention * forwards / (peak * forward_share)
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * backward_share)
     parts["recurrence"] = sum(compute_recurrence_seconds(job, gpu))
@@ -407,7 +421,7 @@ def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> fl
     """Of a micro-step: computation without one forward. Exchanges are left out."""
     share, peak = gpu.efficiency, gpu.tflops * TERA
     products = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job)
-    rate, _ = gpu.get_attention(is_packed=takes_packed_kernel(job))
+    rate, _ = gpu.get_attention(is_packed=job.kernel in PACKED_KERNELS)
     forward = products / (peak * share.matmul) + compute_attention_flops(job) / (peak * rate)
     forward += compute_elementwise_bytes(job) / (gpu.memory_gb_s * GIGA * share.memory)
     forward += compute_recurrence_seconds(job, gpu)[0]

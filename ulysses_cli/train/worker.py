@@ -30,6 +30,7 @@ from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.assembly.run import AssembledRun, assemble_run
+from ulysses_cli.train.attention.kernels.workload import measure_mix
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves, find_shortage
 from ulysses_cli.train.checkpoint.uploads import NoUploads, Uploads
 from ulysses_cli.train.completion import finish
@@ -96,6 +97,11 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
         eval_rows=inputs.eval_rows, batching=connected.batching, stop=connected.stop, report=record.report,
         swap_folder=connected.swap_folder, objective=choose_objective(recipe, connected.groups),
     )  # fmt: skip
+    kernel = run.built.kernel
+    for line in connected.forecast.explain_attention(
+        connected.plan, [*kernel.by_head_dim.values(), kernel.name], measure_mix(inputs.rows).lengths
+    ):
+        record.report(line)
     run = replace(run, context=replace(run.context, disk_owners=connected.disks.owners))
     record.describe_step = partial(describe_step, run.state)
     assert_sharded(run, record)

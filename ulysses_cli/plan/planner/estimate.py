@@ -28,7 +28,7 @@ from ulysses_cli.plan.planner.machines import LayoutInside, find_layout_inside
 from ulysses_cli.plan.planner.rings import BetterRing, explain_own_ring, find_better_ring
 from ulysses_cli.plan.planner.spending import keep_spending, stop_spending
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.speed import Speed, compute_speed
+from ulysses_cli.plan.speed import Speed, compute_speed, explain_packed
 
 DISK = "/mnt/nvme"
 LESS = 0.95  # of the ledger's peak, since memory ran out below the peak
@@ -51,6 +51,11 @@ class Estimate:
     own_ring: str = ""  # what the job's ring gains, or why it is needed
     host_bound: HostBound | None = None  # where the GPU waits for the processor
     inside: LayoutInside | None = None  # where rows leave their machine though they need not
+
+    @cached_property
+    def slow_attention(self) -> str:
+        """What a kernel costs that `auto` may have to take."""
+        return explain_packed(self.job, self.gpu) if self.job.kernel == "auto" else ""
 
     @property
     def ends_at_index(self) -> bool:

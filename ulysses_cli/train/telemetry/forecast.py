@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.planner.host_bound import find_host_bound
 from ulysses_cli.plan.planner.lever_choice import LeverChoice
 from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.plan.speed import PACKED_KERNELS, explain_packed
 from ulysses_cli.train.processes.core_speed import measure_core_milliseconds
 from ulysses_cli.train.telemetry.record import Record
 
@@ -65,6 +67,18 @@ class Forecast:
         job = make_job(plan.recipe, plan.shape, plan.levers, gpus_per_node=self.gpu.gpus_per_node)
         bound = find_host_bound(job, replace(self.gpu, host=costs))
         return [] if bound is None else [f"steps are limited {bound.explain()[0]}", bound.explain()[1]]
+
+    def explain_attention(self, plan: RunPlan, kernels: Collection[str], lengths: Sequence[int]) -> list[str]:
+        """What the run's kernels cost where a package has a faster one; [] where none has, or it is unknown.
+        `lengths`: of the documents in a typical row."""
+        if self.gpu is None or not self.is_known_gpu or not set(kernels) & set(PACKED_KERNELS) or not sum(lengths):
+            return []
+        job = make_job(plan.recipe, plan.shape, plan.levers, gpus_per_node=self.gpu.gpus_per_node)
+        as_long = max(
+            1, sum(length * length for length in lengths) // sum(lengths)
+        )  # equal ones with as much attention
+        words = explain_packed(replace(job, document_tokens=as_long), self.gpu)
+        return [f"attention: {words}"] if words else []
 
     def format_peak(self) -> str:
         fit = self.choice.fit
