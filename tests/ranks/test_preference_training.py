@@ -222,30 +222,37 @@ def test_a_run_learns_from_its_own_reference_and_resumes_bitwise(tmp_path: Path,
         assert all(torch.equal(whole[1][name], again[1][name]) for name in whole[1])
 
 
-def start_with_changed_reference(recipe: Recipe, folder: str) -> None:
-    harness = RunHarness(recipe, MemoryRows(ROWS), 1, folder)
-    state = harness.train_state
-    references = ComputedReferences(
-        None, state.batching, state, [ReferenceFile(Path(folder) / "reference/train.npz", {}, {})]
-    )
-    references.fill(state, lambda _: None, is_fresh=True)
-    state.rows.values *= 1 + 1e-7  # type: ignore[attr-defined]
-    if json.loads(recipe.run.run_name or "false"):  # another model's, in the file
-        if state.groups.is_first:
-            state.rows.values *= 1.1  # type: ignore[attr-defined]
-            references.files[0].save(state.rows)  # type: ignore[arg-type]
-        dist.barrier()
-        references.fill(state, lambda _: None, is_fresh=False)
-    state.post_step_hooks = (references.check,)
-    run_loop(state)
+def start_with_other_values(recipe: Recipe, folder: str, case: str) -> None:
+    """`late`: the values change after they were compared. Else the run's folder holds those of another model, and the
+    run begins, or goes on."""
+    harness = start_run(recipe, folder, is_fresh=True)
+    state, rows = harness.train_state, harness.train_state.rows
+    assert isinstance(rows, ReferencedRows)
+    own = rows.values.copy()
+    if case == "late":
+        rows.values *= 1 + 1e-7
+        run_loop(state)
+    rows.values *= 1.1
+    file = ReferenceFile(Path(folder) / "reference/train.npz", {}, {})
+    if state.groups.is_first:
+        file.save(rows)
+    dist.barrier()
+    references = ComputedReferences(None, state.batching, state, [file])
+    references.fill(state, lambda _: None, is_fresh=case == "begins")
+    assert isinstance(state.rows, ReferencedRows)
+    assert np.array_equal(state.rows.values, own)
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("is_stored", "message"), [("false", "at step 1, where the model"), ("true", "other weights")])
-def test_another_reference_stops_the_run(tmp_path: Path, is_stored: str, message: str) -> None:
-    recipe = make_recipe(*LEARNING, f"run.run_name='{is_stored}'")
+def test_a_run_that_begins_computes_again_what_another_model_has_left(tmp_path: Path) -> None:
+    run_on_ranks(2, start_with_other_values, make_recipe(*LEARNING), str(tmp_path), "begins")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("case", "message"), [("late", "at step 1, where the model"), ("goes on", "other weights")])
+def test_another_reference_stops_the_run(tmp_path: Path, case: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
-        run_on_ranks(2, start_with_changed_reference, recipe, str(tmp_path))
+        run_on_ranks(2, start_with_other_values, make_recipe(*LEARNING), str(tmp_path), case)
 
 
 def train(folder: Path, *words: str) -> str:
@@ -282,3 +289,7 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
     again, evaluated = ([json.loads(line) for line in file.read_text().splitlines()] for file in read.values())
     assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
     assert evaluated == evaluations
+    shutil.rmtree(tmp_path / "run" / "model")  # a kill after the last save: no step is left, but the evaluation
+    read["eval"].write_text("".join(f"{json.dumps(line)}\n" for line in evaluations[:-1]))
+    train(tmp_path, "--resume", "auto")
+    assert [json.loads(line) for line in read["eval"].read_text().splitlines()] == evaluations

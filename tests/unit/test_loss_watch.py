@@ -106,3 +106,15 @@ def test_a_resumed_run_remembers_what_metrics_hold() -> None:
     again.mark({"step": 42 + WINDOW, "loss": 8.0})
     assert again.is_high
     assert len(said) == 1
+
+
+def test_losses_of_pairs_are_no_nats_of_tokens() -> None:
+    """The square of a margin moves by more from step to step than the loss of a token ever does."""
+    said: list[str] = []
+    each = LossWatch(said.append)
+    each.start(60, ())
+    for step in range(1, 61):
+        line: dict[str, Any] = {"step": step, "loss": 25.0 if step < 30 else 40.0, "rewards/margins": 0.1}
+        each.mark(line)
+        assert "diverged" not in line
+    assert not said

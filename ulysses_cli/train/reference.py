@@ -120,11 +120,13 @@ def compute_reference(
     stop: StopConditions,
     *,
     save: Callable[[], None],
+    is_fresh: bool,
     report: Callable[[str], None] = lambda _: None,
 ) -> bool:
     """Collective over all ranks, before step 1's weights change. Fills in what a run of `end` rows needs and does not
-    know yet. The first step is computed in any case and compared with what is known. Returns False when any rank has a
-    reason to stop."""
+    know yet. The first step is computed in any case and compared with what is known: a run that begins trusts its own
+    bits alone, one that goes on stops where its reference was another model. Returns False when any rank has a reason
+    to stop."""
     end_of_epoch, position, saved = min(end, len(rows)), 0, time.monotonic()
     while position < end_of_epoch:
         plan = plan_step(rows, batching, position, end)
@@ -134,10 +136,13 @@ def compute_reference(
             if stop.name(compare_facts(plan.list_facts(), groups.host_group, *stop.read_flags())):
                 break
             found = _compute_step(engine, groups, rows, plan)
-            if is_new:
+            known = np.concatenate([rows.get_reference(row) for row in plan.rows])
+            if not is_new and not is_fresh:
+                _compare(known, found)
+            elif not is_new and not np.array_equal(known, found):  # the same on all ranks, as both are
+                rows.is_known[:] = False
+            if not all(rows.is_known[row] for row in plan.rows):
                 rows.keep(plan, found)
-            else:
-                _compare(np.concatenate([rows.get_reference(row) for row in plan.rows]), found)
         position = plan.next_position
         if time.monotonic() - saved > SAVE_SECONDS:
             save()
@@ -208,7 +213,7 @@ class ComputedReferences(References):
             file.load(rows, state.engine, state.groups, same_layout=is_fresh)
             save = partial(file.save, rows) if state.groups.is_first else _save_nothing
             arguments = (state.engine, state.groups, rows, batching, end, state.stop)
-            if not compute_reference(*arguments, save=save, report=report):
+            if not compute_reference(*arguments, save=save, report=report, is_fresh=is_fresh):
                 return  # the loop finds the same reason to stop
 
     def check(self, state: TrainState, result: StepResult) -> None:

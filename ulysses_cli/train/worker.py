@@ -179,7 +179,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
             rehearse_and_report(launch, references.eval_rows, inputs, connected, run, record)
-        references.fill(state, record.set_phase, is_fresh=point.path is None)
+    references.fill(state, record.set_phase, is_fresh=point.path is None)
     if point.path is not None:
         record.set_phase("loading the checkpoint")
         saves.resume(state, point)

@@ -40,9 +40,9 @@ class LossWatch:
 
     def mark(self, line: dict[str, Any]) -> None:
         """Adds `diverged` to a step's line where `is_high` changes, and says so. Losses that are not finite are left
-        to BadSteps."""
+        to BadSteps. Losses of pairs of answers have other scales: squares, or nats of whole answers."""
         step, loss = line["step"], line.get("loss", math.nan)
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) or "rewards/margins" in line:
             return
         self._add(step, loss)
         last = list(self.recent)[-min(LAST, max(1, self.num_losses // 2)) :]
