@@ -54,6 +54,7 @@ from ulysses_cli.train.processes.cpu_affinity import (
     read_list,
     take_share,
 )
+from ulysses_cli.train.telemetry import record as record_module
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.run_file import make_card
 from ulysses_cli.train.telemetry.trackers import TrackerError, make_trackers
@@ -166,6 +167,24 @@ class Screen:
 
     def close(self) -> None:
         self.events.append("closed")
+
+
+def test_phases_before_the_first_step_are_told_with_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the process's own start on; a phase that comes twice counts once, with both."""
+    now = [1000.0]
+    monkeypatch.setattr(record_module.time, "time", lambda: now[0])
+    monkeypatch.setattr(record_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(record_module.psutil, "Process", lambda: types.SimpleNamespace(create_time=lambda: 988.0))
+    clock = record_module.PhaseClock()
+    for phase, seconds in (
+        ("loading the model", 0.0),
+        ("rehearsal", 20.0),
+        ("loading the model", 15.2),
+        ("training", 3.0),
+    ):
+        now[0] += seconds
+        clock.enter(phase)
+    assert clock.describe() == "ready after 50 s: starting 12 s, loading the model 23 s, rehearsal 15 s"
 
 
 def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,8 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     post_step_hooks += [saves.check_pending] if settings.async_save or settings.checkpoint_uri else []
     state.pre_step_hooks, state.post_step_hooks = (meter.start,), tuple(post_step_hooks)
     record.set_phase("training")
+    if words := record.clock.describe():
+        record.report(words)
     connected.groups.wait_without_limit()
     launch.interruption.wait_for_boundary(stop_timeout)
     context = run.context

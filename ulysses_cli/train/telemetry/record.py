@@ -5,10 +5,13 @@ of them; on every other rank the same calls write nothing.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from ulysses_cli.plan.secrets import mask_text
 from ulysses_cli.run_folder.line_files import LineFile, cut_lines, read_lines
@@ -17,6 +20,8 @@ from ulysses_cli.run_folder.told import note_told
 from ulysses_cli.train.telemetry.loss_watch import LossWatch
 from ulysses_cli.train.telemetry.trackers import Tracker
 
+STARTING = "starting"
+
 
 class Display(Protocol):
     """Shows events to the user."""
@@ -24,6 +29,24 @@ class Display(Protocol):
     def emit(self, event: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class PhaseClock:
+    """Seconds of each phase, from the start of this process on."""
+
+    def __init__(self) -> None:
+        self.phase, self.since = STARTING, time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
+        self.seconds: dict[str, float] = {}
+
+    def enter(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
+        self.phase, self.since = phase, now
+
+    def describe(self) -> str:
+        """The phases so far, without those that took no time."""
+        parts = [f"{phase} {seconds:.0f} s" for phase, seconds in self.seconds.items() if seconds >= 0.5]
+        return f"ready after {sum(self.seconds.values()):.0f} s: {', '.join(parts)}" if parts else ""
 
 
 class Record:
@@ -35,7 +58,8 @@ class Record:
         self.trackers: Sequence[Tracker] = ()
         self.files: dict[str, LineFile] = {}
         self.watch = LossWatch(self.warn)
-        self.phase = "starting"
+        self.phase = STARTING
+        self.clock = PhaseClock()
         self.describe_step: Callable[[], str] = lambda: ""
 
     def open(self, display: Display, trackers: Sequence[Tracker] = ()) -> None:
@@ -76,6 +100,7 @@ class Record:
         self.emit(event="warning", message=message, details=[line.strip() for line in details])
 
     def set_phase(self, phase: str) -> None:
+        self.clock.enter(phase)
         self.phase = phase
         self.emit(event="phase", name=phase)
 
