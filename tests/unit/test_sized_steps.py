@@ -112,7 +112,7 @@ def test_a_deep_model_of_like_layers_is_run_once_and_not_whole(monkeypatch: pyte
     assert found["optimizer_step"].name == "the optimizer's work"
 
 
-@pytest.mark.parametrize("number", sample(DEEP, DEEP[5::39], DEEP[3::13]))
+@pytest.mark.parametrize("number", sample(DEEP, DEEP[5:6], DEEP[3::39]))
 def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For other numbers of offloaded layers, ranks and rows, in any order."""
     stored = read_stored("20261128")
@@ -122,7 +122,7 @@ def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pyt
         pytest.skip("its layers are a list of their own")
     model = drawn.model.model_copy(update={"config": deepen(drawn.model.config, 14)})
     job = make_job(**make_request(drawn.model_copy(update={"model": model})))
-    most = (0, 5, 8) if job.levers.gradient_checkpointing else (0,)
+    changes = ((0, 1, 1), (5, 1, 1), (8, 3, 1), (8, 1, 2), (0, 3, 2))  # layers offloaded, shards, rows
     jobs = [
         replace(
             job,
@@ -130,8 +130,9 @@ def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pyt
             layout=replace(job.layout, dp_shard_size=shards),
             levers=replace(job.levers, offloaded_layers=offloaded),
         )
-        for offloaded in most for shards in (1, 3) for rows in (1, 2)
-    ]  # fmt: skip
+        for offloaded, shards, rows in changes
+        if job.levers.gradient_checkpointing or not offloaded
+    ]
     kept = [join(each, 0).measure() for each in jobs]
     for each, found in zip(jobs, kept, strict=True):
         for name in ("STACKS", "RECORDINGS", "WALKS"):
