@@ -10,18 +10,20 @@ import torch
 from support.paths import ROOT
 from torch import Tensor
 
-from ulysses_cli.plan.recipe.preference_section import SMOOTHED, WITHOUT_REFERENCE, LossName
+from ulysses_cli.plan.recipe.preference_section import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE, LossName
 from ulysses_cli.train.preferences import (
     PAIR_LOSSES,
     AnswerPairs,
     PreferenceSettings,
+    compute_kl,
+    compute_kto_losses,
     compute_pair_losses,
     measure_pairs,
 )
 
 STORED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/preferences-trl.json").read_text())
 BATCH = STORED["batch"]
-CASES = [case for case in STORED["cases"] if case["name"] in PAIR_LOSSES]
+CASES = [case for case in STORED["cases"] if case["name"] != "kto"]
 # TRL holds exo_pair's smoothing in float32, and all of orpo
 TOLERANCES = {"exo_pair": 1e-6, "orpo": 1e-6}
 
@@ -56,6 +58,21 @@ def test_pairs_lose_what_they_lose_in_trl(case: dict[str, Any]) -> None:
         check_close(measures[key].mean(), value, "exo_pair" if key == "rewards/accuracies" else case["name"])
 
 
+@pytest.mark.parametrize("case", [case for case in STORED["cases"] if case["name"] == "kto"], ids=[0, 1])
+def test_answers_without_a_partner_lose_what_they_lose_in_trl(case: dict[str, Any]) -> None:
+    settings = PreferenceSettings(loss="kto", **case["settings"])
+    pairs, sums = make_pairs()
+    is_wanted, others = torch.tensor(case["is_chosen"]), torch.tensor(case["mismatched"], dtype=torch.float64)
+    kl = compute_kl(others.sum(), torch.tensor(len(others)))
+    ratios = sums - torch.cat([pairs.reference_chosen, pairs.reference_rejected])
+    losses = compute_kto_losses(ratios, is_wanted, kl, settings)
+    check_close(losses.mean(), case["loss"], "kto")
+    check_close(torch.autograd.grad(losses.mean(), sums)[0], case["grad"], "kto")
+    check_close(kl, case["metrics"]["kl"], "kto")
+    assert kl > 0
+    assert compute_kl(torch.tensor(-3.0), torch.tensor(2)) == 0
+
+
 def test_the_chosen_answers_own_part_is_a_mean_over_its_targets() -> None:
     pairs, _ = make_pairs(has_reference=False)
     own = -pairs.chosen / pairs.chosen_targets
@@ -83,7 +100,8 @@ def test_odds_of_certain_and_impossible_answers_have_a_gradient() -> None:
 
 
 def test_every_loss_of_a_recipe_is_compared() -> None:
-    assert {case["name"] for case in CASES} == {*PAIR_LOSSES} == {*get_args(LossName)}
+    assert {case["name"] for case in CASES} == {*PAIR_LOSSES} == {*get_args(LossName)} - {*UNPAIRED}
+    assert {case["name"] for case in STORED["cases"]} == {*get_args(LossName)}
     smoothed = {case["name"] for case in CASES if case["settings"].get("label_smoothing")}
     assert smoothed == {*SMOOTHED}
     assert {name for name, loss in PAIR_LOSSES.items() if not loss.has_reference} == {*WITHOUT_REFERENCE}

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
+from ulysses_cli.data.steps import NO_ROW, Batching, plan_step, read_micro_batch
+from ulysses_cli.data.store import WANTED
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout
@@ -44,7 +46,7 @@ from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.loop import train as run_loop
 from ulysses_cli.train.loss import HeadRule, PlainLoss
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
-from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings
+from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings, UnpairedObjective
 from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.reference import ComputedReferences, ReferencedRows, ReferenceFile
 
@@ -67,6 +69,16 @@ def make_model(attention: str) -> Any:
     torch.manual_seed(3)
     config = AutoConfig.for_model(**deepcopy(CONFIG))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
+
+
+class JudgedRows(MemoryRows):
+    """Every second document is another prompt's answer; of the others every second one is wanted."""
+
+    def read(self, row: int, start: int, stop: int) -> Any:
+        part = super().read(row, start, stop)
+        documents = np.repeat(np.arange(len(ROWS[row])), [length for length, _ in ROWS[row]])
+        documents = np.pad(documents, (0, max(0, stop - len(documents))))[start:stop]
+        return replace(part, classes=np.where((documents + 2 * row) % 4 == 0, WANTED, 0))
 
 
 def draw_references() -> list[list[float]]:
@@ -105,11 +117,38 @@ def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict
     return means, {key: parameter.grad for key, parameter in model.named_parameters()}
 
 
-def compute_on_rank(recipe: Recipe, name: str, tile: int | None) -> tuple[dict[str, float], dict[str, Tensor]]:
+def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The mean over all answers. `micro_steps`: the rows of each, over all ranks, which share what is held against."""
+    model, losses, wanted_rewards, held = make_model("sdpa"), [], [], []
+    for members in micro_steps:
+        ratios: list[list[Tensor]] = [[], []]
+        wanted: list[bool] = []
+        for row in members:
+            for at, (tokens, labels) in enumerate(rows.documents[row]):
+                targets = torch.from_numpy(labels)
+                log_probs = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].log_softmax(-1)
+                own = log_probs[targets >= 0, targets[targets >= 0]].sum() - draw_references()[row][at]
+                ratios[at % 2].append(own)
+                wanted += [(at + 2 * row) % 4 == 0] if at % 2 == 0 else []
+        kl = torch.stack(ratios[1]).mean().detach().clamp(min=0) if members else torch.zeros(())
+        for ratio, is_wanted in zip(ratios[0], wanted, strict=True):
+            losses.append(1.2 * (1 - torch.sigmoid(BETA * (ratio - kl))) if is_wanted
+                          else 0.7 * (1 - torch.sigmoid(BETA * (kl - ratio))))  # fmt: skip
+            wanted_rewards += [BETA * ratio.item()] if is_wanted else []
+            held.append(kl.item())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    means = {"loss": loss.item(), "kl": float(np.mean(held)), "rewards/chosen": float(np.mean(wanted_rewards))}
+    return means, {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
+def compute_on_rank(
+    recipe: Recipe, name: str, tile: int | None
+) -> tuple[dict[str, Any], dict[str, Tensor], list[list[int]]]:
     shape = read_model_shape(recipe.model.config or {}, "test")
     layout = choose_layout(recipe, shape)
     groups = make_groups(layout, timedelta(seconds=60))
-    rows = ReferencedRows(MemoryRows(ROWS))
+    rows = ReferencedRows(JudgedRows(ROWS))
     rows.values[:] = np.concatenate(draw_references())
     train = recipe.train
     sizes = (layout.dp_size, train.per_device_train_batch_size, train.gradient_accumulation_steps, layout.sp_size)
@@ -119,7 +158,12 @@ def compute_on_rank(recipe: Recipe, name: str, tile: int | None) -> tuple[dict[s
         serve_rotary(model, groups.sp_axis)
         head = model.get_output_embeddings()
         loss: Any = PlainLoss(head, HeadRule()) if tile is None else make_tiled_loss(head, HeadRule(), tile)
-        objective = PreferenceObjective(PreferenceSettings(loss=name, beta=BETA), groups.sp_axis)
+        settings = PreferenceSettings(loss=name, beta=BETA, desirable_weight=1.2, undesirable_weight=0.7)
+        objective: PreferenceObjective
+        if name == "kto":
+            objective = UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD)
+        else:
+            objective = PreferenceObjective(settings, groups.sp_axis)
         module = LossModel(model, loss, objective)
         wrapped = SimpleNamespace(module=module)
         engine = Engine(wrapped, groups, torch.device("cpu"), lambda _: 0.0, lambda: None, lambda _: None)
@@ -135,7 +179,12 @@ def compute_on_rank(recipe: Recipe, name: str, tile: int | None) -> tuple[dict[s
     grads = {key: parameter.grad for key, parameter in model.named_parameters()}
     for grad in grads.values():
         dist.all_reduce(grad)
-    return dict(zip(("loss", *objective.names), (totals / objective.count(plan)).tolist(), strict=True)), grads
+    loss, *means = (totals / objective.count(plan)).tolist()
+    members = [
+        [plan.rows[member] for share in plan.shares for member in share[micro_step] if member != NO_ROW]
+        for micro_step in range(plan.num_micro_steps)
+    ]
+    return {"loss": loss, **objective.describe(means)}, grads, members
 
 
 # layout (sp x dp), micro-steps, words, rows at a time, the loss's tile
@@ -150,7 +199,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["ipo", "sigmoid", pytest.param("simpo", marks=pytest.mark.check)])
+@pytest.mark.parametrize("name", ["ipo", "sigmoid", "kto", pytest.param("simpo", marks=pytest.mark.check)])
 @pytest.mark.parametrize(
     "case", [pytest.param(key, marks=mark_by(key == "2x1", key == "ring 2 of 4")) for key in CASES]
 )
@@ -164,9 +213,13 @@ def test_pairs_on_ranks_have_the_losses_and_gradients_of_plain_torch(case: str, 
         f"parallel.dp_shard_size={dp_size}",
         f"train.gradient_accumulation_steps={micro_steps}",
     )
+    found = run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, name, tile)
     with patch.object(Qwen3RMSNorm, "forward", normalize):
-        means, grads = compute_plainly(name, MemoryRows(ROWS))
-    for rank, (ours, our_grads) in enumerate(run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, name, tile)):
+        if name == "kto":
+            means, grads = compute_kto_plainly(MemoryRows(ROWS), found[0][2])
+        else:
+            means, grads = compute_plainly(name, MemoryRows(ROWS))
+    for rank, (ours, our_grads, _) in enumerate(found):
         for key, value in means.items():
             assert ours[key] == pytest.approx(value, rel=1e-12), (rank, key)
         assert measure_difference(our_grads, grads) < 1e-12, rank
@@ -293,3 +346,23 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
     read["eval"].write_text("".join(f"{json.dumps(line)}\n" for line in evaluations[:-1]))
     train(tmp_path, "--resume", "auto")
     assert [json.loads(line) for line in read["eval"].read_text().splitlines()] == evaluations
+
+
+@pytest.mark.check
+def test_the_command_learns_from_answers_with_labels(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{n} or {n % 7}? ", "completion": "yes" if n % 2 else "no", "label": bool(n % 2)} for n in range(40)
+    ]
+    (tmp_path / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = make_settings(
+        parallel={"dp_shard_size": 2},
+        data={"datasets": [{"path": "judged.jsonl"}], "eval_split": 0.2, "max_length": 192},
+        train={"max_steps": 6, "learning_rate": 0.01, "adam_epsilon": 1e-8},
+    )
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**recipe, "preference": {"loss": "kto"}}))
+    train(tmp_path)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (metrics[0]["loss"], metrics[0]["kl"], metrics[0]["rewards/margins"]) == (0.5, 0, 0)
+    evaluations = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
+    assert evaluations[-1]["rewards/chosen"] > evaluations[-1]["rewards/rejected"]
+    assert evaluations[-1]["loss"] < 0.5

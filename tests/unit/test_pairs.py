@@ -17,13 +17,14 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.store import WANTED
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.pairs import TokenPair, encode_pair
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample
-from ulysses_cli.readers.pairs import Pair, read_pair
+from ulysses_cli.readers.pairs import Pair, read_judged, read_pair
 from ulysses_cli.readers.problems import BadRow, DataError
 
 ASK, YES, NO = "Is it?", "Yes, it is.", "No."
@@ -241,3 +242,46 @@ def test_pairs_need_the_section_that_learns_from_them(tmp_path: Path) -> None:
         ]
         == "preference"
     )
+
+
+@pytest.mark.parametrize("label", [None, "true", 2, 0.5])
+def test_a_label_is_true_or_false(label: Any) -> None:
+    judged = read_judged({"prompt": ASK, "completion": YES, "label": 1})
+    assert judged.is_wanted
+    assert judged.answer == read_pair({"prompt": ASK, "chosen": YES, "rejected": NO}).chosen
+    with pytest.raises(BadRow, match="only true and false"):
+        read_judged({"prompt": ASK, "completion": YES, "label": label})
+    with pytest.raises(BadRow, match="column `good` is missing"):
+        read_judged({"prompt": ASK, "completion": YES}, Reading({"label": "good"}))
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_answers_with_labels_stand_before_the_same_prompt_with_another_answer(tmp_path: Path, is_chat: bool) -> None:
+    texts = [(f"Q{n}? ", f"answer {n}", bool(n % 3)) for n in range(8)]
+    rows: list[dict[str, Any]] = [{"prompt": p, "completion": c, "label": label} for p, c, label in texts]
+    words = ["preference.loss=kto", "data.max_length=192"]
+    if is_chat:
+        words += ["data.chat_template=chatml", CHATML_TOKENS]
+        rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}], "completion": say(row["completion"])}
+                for row in rows]  # fmt: skip
+    prepared = prepare(tmp_path, rows, *words)
+    packed, found = open_rows(prepared.path, "train"), []
+    decode = make_bytes_tokenizer().decode
+    for row in range(len(packed)):
+        start = 0
+        for number, length in enumerate(packed.get_lengths(row)):
+            part = packed.read(row, start, start + length)
+            assert part.classes is not None
+            is_target = part.labels >= 0
+            wanted = set(((part.classes[is_target] & WANTED) > 0).tolist())
+            assert len(wanted) == 1
+            found.append((number % 2, decode(part.input_ids), wanted.pop()))
+            start += length
+    for (_, own, wanted), (_, other, never) in zip(found[0::2], found[1::2], strict=True):
+        at = next(at for at, (prompt, *_) in enumerate(texts) if prompt.strip() in own)
+        assert texts[at][1] in own
+        assert wanted == texts[at][2]
+        assert texts[at][0].strip() in other
+        assert texts[at - 1][1] in other
+        assert not never
+    assert len(found) == 16

@@ -233,6 +233,12 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
                 f"{source['name']}: {pairs} of answers; the line of the source counts both as documents, the tables of "
                 f"splits a pair as one; {share:.0%} of the tokens are prompts that the rejected answer repeats"
             )
+        if source["kind"] == "unpaired":
+            answers = format_count(source["num_documents"] // 2, "answer")
+            notes.append(
+                f"{source['name']}: {answers} with labels, each followed by the same prompt with another row's answer, "
+                "which kto needs; the line of the source counts both, the tables of splits both as one"
+            )
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions become chats if the tokenizer has a chat template")
     if note := explain_targets(report, recipe):

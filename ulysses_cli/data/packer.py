@@ -93,7 +93,7 @@ def make_rows(
     the others evaluation sources. Both answers of a pair stand in the same row, one after the other."""
     num_train, documents = len(weights), stores
     document_bases = np.cumsum([0, *(len(store) for store in stores)])
-    is_paired = all(store.manifest.get("kind") == "preference" for store in stores)
+    is_paired = all(store.manifest.get("kind") in ("preference", "unpaired") for store in stores)
     if is_paired:
         stores = [PairStore(store.folder) for store in stores]
     bases = np.cumsum([0, *(len(store) for store in stores)])

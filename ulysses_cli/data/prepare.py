@@ -30,6 +30,7 @@ from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
 from ulysses_cli.plan.models.chat_template import explain_no_template, list_variables
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
+from ulysses_cli.plan.recipe.preference_section import UNPAIRED
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.columns import Reading
@@ -86,7 +87,8 @@ def prepare_data(
     datasets = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
     datasets += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
     if recipe.preference is not None:  # no other type passes the rules
-        datasets = [(key, dataset.model_copy(update={"type": "preference"})) for key, dataset in datasets]
+        kind = "unpaired" if recipe.preference.loss in UNPAIRED else "preference"
+        datasets = [(key, dataset.model_copy(update={"type": kind})) for key, dataset in datasets]
     stores: list[TokenStore] = []
     described: list[Event] = []
     for key, dataset in datasets:
@@ -184,6 +186,7 @@ def _list_deciding(source: Source, kind: str, context: _Context) -> list[Any]:
         "completion": ("completion_only_loss", "assistant_only_loss", *chats),
         "instruction": ("completion_only_loss",),
         "preference": ("completion_only_loss", *chats),
+        "unpaired": ("completion_only_loss", *chats),
     }.get(kind, ())
     more = [reading.train_field, dict(reading.variables)] if len(names) > 1 else []
     return [*(settings[name] for name in names), *more, *([dict(source.columns)] if source.columns else [])]

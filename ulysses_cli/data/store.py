@@ -22,6 +22,7 @@ from ulysses_cli.plan.problem import Where
 FORMAT = 6
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
 SAID, THOUGHT, CALL = 4, 8, 16  # the assistant says it; as a thought; as a call of a tool
+WANTED = 32  # a target of an answer that its label wants
 TURN_BITS = 8  # flags of a token have so many bits
 Ids = NDArray[Any]
 Flags = NDArray[np.uint8]
@@ -165,7 +166,7 @@ class TokenStore:
 
 
 class PairStore(TokenStore):
-    """The same store with two documents that follow each other as one: both answers to a prompt."""
+    """The same store with two documents that follow each other as one: two answers to one prompt."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

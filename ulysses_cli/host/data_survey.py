@@ -29,6 +29,7 @@ ROW_NOUNS: dict[RowType, str] = {
     "tokens": "rows of tokens",
     "text": "texts",
     "preference": "pairs of answers",
+    "unpaired": "answers with labels",
 }
 
 

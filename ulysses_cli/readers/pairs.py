@@ -1,4 +1,4 @@
-"""Turns a row into two answers to one prompt.
+"""Turns a row into two answers to one prompt, or into one answer and whether it is wanted.
 
 A branch is a sample like any other: prompt and completion, a chat whose last turns are the answer, or text. Where the
 prompt of texts ends is not guessed here: tokens decide (data/tokenizing/pairs.py).
@@ -6,11 +6,23 @@ prompt of texts ends is not guessed here: tokens decide (data/tokenizing/pairs.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ulysses_cli.plan.recipe.data_section import RowType
-from ulysses_cli.readers.columns import PLAIN, Reading, Row, Sample, list_columns, read_messages, read_sample, rename
+from ulysses_cli.readers.columns import (
+    PLAIN,
+    Chat,
+    Completion,
+    Reading,
+    Row,
+    Sample,
+    list_columns,
+    read_messages,
+    read_sample,
+    rename,
+)
 from ulysses_cli.readers.problems import BadRow
 
 
@@ -20,10 +32,21 @@ class Pair:
     rejected: Sample
 
 
-def read_row(kind: RowType, row: Row, *, has_template: bool = True, reading: Reading = PLAIN) -> Sample | Pair:
+@dataclass(frozen=True)
+class Judged:
+    """`other`: the same prompt with an answer to another one, which says how far the model is from its reference."""
+
+    answer: Sample
+    is_wanted: bool
+    other: Sample | None = None
+
+
+def read_row(kind: RowType, row: Row, *, has_template: bool = True, reading: Reading = PLAIN) -> Sample | Pair | Judged:
     """Raises BadRow with the reason if the row cannot be used."""
     if kind == "preference":
         return read_pair(row, reading)
+    if kind == "unpaired":
+        return read_judged(row, reading)
     return read_sample(kind, row, has_template=has_template, reading=reading)
 
 
@@ -53,6 +76,40 @@ def read_pair(row: Row, reading: Reading = PLAIN) -> Pair:
         )
 
     return Pair(read(chosen), read(rejected))
+
+
+def read_judged(row: Row, reading: Reading = PLAIN) -> Judged:
+    """Prompt, completion and label."""
+    if not isinstance(row, dict):
+        raise BadRow("no mapping where a row of columns is needed")
+    given, row = row, rename(row, reading.names)
+    if "label" not in row:
+        name = reading.names.get("label", "label")
+        raise BadRow(f"column `{name}` is missing; there is {list_columns(given)}")
+    label = row["label"]
+    if label not in (0, 1) or isinstance(label, str):
+        raise BadRow(f"column `label` is {label!r}; only true and false, or 1 and 0, are understood")
+    sample = {name: value for name, value in row.items() if name != "label"}
+    return Judged(read_sample("completion", sample, reading=_without_names(reading)), bool(label))
+
+
+def swap_answers(judged: Sequence[Judged]) -> list[Judged]:
+    """Each with the answer of the one before, the first with that of the last. One that stands alone, or whose
+    neighbour is of another form, keeps its own."""
+    others = [*judged[-1:], *judged[:-1]]
+    return [
+        replace(each, other=_answer_as(each.answer, before.answer)) for each, before in zip(judged, others, strict=True)
+    ]
+
+
+def _answer_as(own: Sample, other: Sample) -> Sample:
+    if isinstance(own, Completion) and isinstance(other, Completion):
+        return Completion(own.prompt, other.completion)
+    if isinstance(own, Chat) and isinstance(other, Chat):
+        messages = [*own.messages[: own.first_target], *other.messages[other.first_target :]]
+        flags = (*own.flags[: own.first_target], *other.flags[other.first_target :])
+        return replace(own, messages=messages, flags=flags if own.flags and other.flags else ())
+    return own
 
 
 def _without_names(reading: Reading) -> Reading:

@@ -79,8 +79,8 @@ def evaluate(
         position, divisor = plan.next_position, divisor + objective.count(plan)
     sums = engine.sum_over_ranks(sums).cpu()
     if objective.eval_names:
-        means = (engine.sum_over_ranks(measured) / max(1, divisor)).tolist()
-        return {**dict(zip(objective.eval_names, means, strict=True)), "tokens": int(sums[:first_class, 1].sum())}
+        loss, *means = (engine.sum_over_ranks(measured) / max(1, divisor)).tolist()
+        return {"loss": loss, **objective.describe(means), "tokens": int(sums[:first_class, 1].sum())}
     by_class, by_turn = sums[first_class:first_turn], sums[first_turn:]
     return {
         **summarize(sums[:first_class], bounds.tolist()),

@@ -66,8 +66,8 @@ def run_step(state: TrainState, plan: StepPlan, learning_rate: float, *, may_lea
     state.phase = "update"
     local_sums = torch.stack(sums)
     loss, *measured = (engine.sum_over_ranks(local_sums.sum(0)) / max(1, divisor)).tolist()
-    measures = dict(zip(engine.objective.names, measured, strict=True))
-    return StepResult(plan, loss, engine.read_update(learning_rate), tuple(local_sums[:, 0].tolist()), measures)
+    measures, own_losses = engine.objective.describe(measured), tuple(local_sums[:, 0].tolist())
+    return StepResult(plan, loss, engine.read_update(learning_rate), own_losses, measures)
 
 
 def every(period: int, hook: Callable[[TrainState], None]) -> Callable[[TrainState, StepResult | None], None]:

@@ -5,7 +5,7 @@ An objective is a sum over targets, ranks and micro-steps, divided once; means o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -32,6 +32,9 @@ class Objective(Protocol):
     def measure(self, losses: Tensor, answers: Any) -> Tensor:
         """This rank's sums [eval_names] of an evaluation, from the losses of its targets."""
 
+    def describe(self, means: Sequence[float]) -> dict[str, Any]:
+        """What is written beside the loss, from the means of `names`."""
+
     def count(self, plan: StepPlan) -> int:
         """What the sums of a step are divided by. It follows from the plan alone, so all ranks share it."""
 
@@ -50,6 +53,9 @@ class NextToken:
 
     def measure(self, losses: Tensor, answers: Any) -> Tensor:
         return losses.new_zeros(0)
+
+    def describe(self, means: Sequence[float]) -> dict[str, Any]:
+        return dict(zip(self.names, means, strict=True))
 
     def count(self, plan: StepPlan) -> int:
         return plan.num_targets

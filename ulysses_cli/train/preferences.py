@@ -1,6 +1,7 @@
 """Losses of pairs of answers, from log-probabilities of whole answers, and the objective that sums these over ranks.
 
-Formulas, defaults and names are those of TRL 1.16 (trainer/dpo_trainer.py, experimental/cpo, experimental/orpo);
+Formulas, defaults and names are those of TRL 1.16 (trainer/dpo_trainer.py, trainer/kto_trainer.py, experimental/cpo
+and orpo);
 benchmarks/preferences.py stores what TRL's own code returns. A loss is per pair; the caller adds them up and divides
 once.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ulysses_cli.data.steps import MicroBatch, Numbers, StepPlan
+from ulysses_cli.data.store import WANTED
 from ulysses_cli.train.loss import Loss, Places
 from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 
@@ -49,6 +51,8 @@ class PreferenceSettings:
     beta: float = 0.1
     label_smoothing: float = 0.0  # how often a label is wrong
     discopop_tau: float = 0.05
+    desirable_weight: float = 1.0  # kto
+    undesirable_weight: float = 1.0
     gamma: float = 0.5  # simpo: the margin that rewards should have
     sft_weight: float | None = None  # of the chosen answers' cross-entropy; None: the loss's own
 
@@ -202,11 +206,20 @@ def measure_pairs(pairs: AnswerPairs, settings: PreferenceSettings) -> dict[str,
 @dataclass(frozen=True, eq=False)
 class Answers:
     """The answers of a micro-batch, chosen and rejected ones in turn. `runs`: the answer and the number of targets of
-    each run of this slice's targets, in order. `reference` [number]."""
+    each run of this slice's targets, in order, and whether its label wants it. `reference` [number]."""
 
     number: int
-    runs: Sequence[tuple[int, int]]
+    runs: Sequence[tuple[int, int, bool]]
     reference: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerSums:
+    """Of each answer [number], over all ranks of the row: log-probability, number of targets, whether it is wanted."""
+
+    log_probs: Tensor
+    targets: Tensor
+    is_wanted: Tensor
 
 
 class PreferenceObjective:
@@ -227,7 +240,9 @@ class PreferenceObjective:
         members = batch.members.flatten()[places]
         starts = np.flatnonzero(np.diff(members, prepend=-1))
         lengths = np.diff(starts, append=len(members))
-        runs = list(zip(members[starts].tolist(), lengths.tolist(), strict=True))
+        codes = np.zeros(batch.members.shape, np.int64) if batch.classes is None else batch.classes
+        wanted = (codes.flatten()[places][starts] & WANTED) > 0
+        runs = list(zip(members[starts].tolist(), lengths.tolist(), wanted.tolist(), strict=True))
         return Answers(batch.num_members, runs, send(reference))
 
     def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Answers) -> Tensor:
@@ -240,36 +255,99 @@ class PreferenceObjective:
     def count(self, plan: StepPlan) -> int:
         return sum(map(len, plan.lengths)) // 2
 
-    def sum_answers(self, losses: Tensor, answers: Answers) -> tuple[Tensor, Tensor]:
+    def describe(self, means: Sequence[float]) -> dict[str, Any]:
+        return dict(zip(self.names, means, strict=True))
+
+    def sum_answers(self, losses: Tensor, answers: Answers) -> AnswerSums:
         """Collective over the row's ranks, which all have the same number of answers; ranks without a row have none.
-        Takes the losses of this slice's targets [N]. Returns each answer's log-probability and number of targets, in
-        float64. The gradient is that of this rank's own targets."""
+        Takes the losses of this slice's targets [N]. Sums are in float64; the gradient is that of this rank's own
+        targets."""
         # one sum for each run: index_add's order, and so its result, is another one each time on a GPU
         sums = [losses[:0].sum().double()] * answers.number
-        counts = [0] * answers.number
-        for (answer, length), part in zip(answers.runs, _split(losses.double(), answers.runs), strict=True):
+        counts, wanted = [0] * answers.number, [0] * answers.number
+        for (answer, length, is_wanted), part in zip(answers.runs, _split(losses.double(), answers.runs), strict=True):
             sums[answer] = sums[answer] - part.sum()
             counts[answer] += length
+            wanted[answer] += int(is_wanted)
         own = torch.stack(sums)
-        whole = torch.stack([own.detach(), own.new_tensor(counts)])
+        whole = torch.stack([own.detach(), own.new_tensor(counts), own.new_tensor(wanted)])
         if self.axis.group is not None:
             dist.all_reduce(whole, group=self.axis.group)
-        return whole[0] + (own - own.detach()), whole[1]
+        return AnswerSums(whole[0] + (own - own.detach()), whole[1], whole[2] > 0)
 
     def _judge(self, losses: Tensor, answers: Answers) -> Tensor:
         """This rank's share of the sums over the row's pairs. The first is part of the graph with the whole loss."""
         if not answers.number:
             return losses[:0].sum().double().expand(len(self.eval_names))
-        sums, counts = self.sum_answers(losses, answers)
-        parts = (sums, counts, answers.reference)
+        sums = self.sum_answers(losses, answers)
+        parts = (sums.log_probs, sums.targets, answers.reference)
         (chosen, rejected), numbers, references = ((part[0::2], part[1::2]) for part in parts)
         pairs = AnswerPairs(chosen, rejected, *numbers, *references)
         total = compute_pair_losses(pairs, self.settings).sum()
         measures = measure_pairs(pairs, self.settings)
-        shares = torch.stack([total.detach(), *(measures[name].sum() for name in self.names)]) / self.axis.size
-        # all ranks have computed the whole loss: each has its gradient, and reports its share
+        return self._share(total, [measures[name].sum() for name in self.names])
+
+    def _share(self, total: Tensor, measures: Sequence[Tensor]) -> Tensor:
+        """All ranks of the row have computed the whole loss: each has its gradient, and reports its share."""
+        shares = torch.stack([total.detach(), *measures]) / self.axis.size
         return torch.cat([(shares[0] + (total - total.detach()))[None], shares[1:]])
 
 
-def _split(losses: Tensor, runs: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-    return losses.split([length for _, length in runs]) if runs else ()
+class UnpairedObjective(PreferenceObjective):
+    """kto: the mean loss of answers without a partner. Each is followed in its row by the same prompt with the answer
+    to another one. How much likelier the model makes those than its reference, on average over a micro-step of all
+    ranks, is what rewards are held against."""
+
+    def __init__(self, settings: PreferenceSettings, axis: SequenceAxis = NO_AXIS, all_ranks: Any = None) -> None:
+        self.settings, self.axis, self.all_ranks = settings, axis, all_ranks
+        self.has_reference = True
+        self.names = ("rewards/chosen", "rewards/rejected", "chosen", "logps/chosen", "logps/rejected", "kl")
+        self.eval_names = ("loss", *self.names)
+
+    def describe(self, means: Sequence[float]) -> dict[str, Any]:
+        """Sums over wanted answers, and over unwanted ones, by how many there are of these."""
+        sums = dict(zip(self.names, means, strict=True))
+        shares = {"chosen": sums.pop("chosen")}
+        shares["rejected"] = 1 - shares["chosen"]
+        kl = sums.pop("kl")
+        measures: dict[str, Any] = {
+            name: value / shares[name.rpartition("/")[2]] if shares[name.rpartition("/")[2]] else None
+            for name, value in sums.items()
+        }
+        rewards = measures["rewards/chosen"], measures["rewards/rejected"]
+        margin = None if None in rewards else rewards[0] - rewards[1]
+        return {**measures, "rewards/margins": margin, "kl": kl}
+
+    def _judge(self, losses: Tensor, answers: Answers) -> Tensor:
+        """Collective over all ranks, of which some may have no row in this micro-step."""
+        ratios, is_wanted, log_probs = losses[:0].double(), losses.new_zeros(0, dtype=torch.bool), losses[:0].double()
+        if answers.number:
+            sums = self.sum_answers(losses, answers)
+            ratios, is_wanted, log_probs = sums.log_probs - answers.reference, sums.is_wanted, sums.log_probs
+        own, other, is_wanted, log_probs = ratios[0::2], ratios[1::2].detach(), is_wanted[0::2], log_probs[0::2]
+        held = torch.stack([other.sum(), other.new_tensor(len(other))]) / self.axis.size
+        if self.all_ranks is not None:
+            dist.all_reduce(held, group=self.all_ranks)
+        kl = compute_kl(held[0], held[1])
+        total = compute_kto_losses(own, is_wanted, kl, self.settings).sum()
+        rewards, log_probs = self.settings.beta * own.detach(), log_probs.detach()
+        measures = [rewards[is_wanted].sum(), rewards[~is_wanted].sum(), is_wanted.double().sum()]
+        measures += [log_probs[is_wanted].sum(), log_probs[~is_wanted].sum(), kl * len(own)]
+        return self._share(total, measures)
+
+
+def compute_kl(ratio_sum: Tensor, number: Tensor) -> Tensor:
+    """The mean log-probability of answers to other prompts over the reference's. It is a constant of the loss and never
+    negative."""
+    return (ratio_sum.detach() / number.clamp(min=1)).clamp(min=0)
+
+
+def compute_kto_losses(ratios: Tensor, is_wanted: Tensor, kl: Tensor, settings: PreferenceSettings) -> Tensor:
+    """A loss for each answer, [A], from its log-probability over the reference's."""
+    signs = torch.where(is_wanted, 1.0, -1.0).to(ratios.dtype)
+    weights = torch.full_like(ratios, settings.desirable_weight).where(is_wanted, settings.undesirable_weight)
+    return weights * (1 - torch.sigmoid(settings.beta * signs * (ratios - kl)))
+
+
+def _split(losses: Tensor, runs: Sequence[tuple[int, int, bool]]) -> Sequence[Tensor]:
+    return losses.split([length for _, length, _ in runs]) if runs else ()

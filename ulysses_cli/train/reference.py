@@ -162,7 +162,7 @@ def _compute_step(engine: Engine, groups: Groups, rows: Rows, plan: StepPlan) ->
         losses, loaded = engine.compute_token_losses(batch)
         if not batch.num_members:
             continue
-        sums, _ = objective.sum_answers(losses, loaded["answers"])
+        sums = objective.sum_answers(losses, loaded["answers"]).log_probs
         members = [member for member in plan.shares[groups.dp_index][micro_step] if member != NO_ROW]
         sizes = [len(plan.lengths[member]) for member in members]
         for member, part in zip(members, sums.split(sizes), strict=True):
@@ -224,7 +224,7 @@ class ComputedReferences(References):
         rewards = [result.measures[f"rewards/{name}"] for name in ("chosen", "rejected")]
         if any(rewards):
             raise ReferenceMismatchError(
-                f"answers have rewards of {rewards[0]:g} and {rewards[1]:g} at step 1, where the model is its own "
+                f"answers have rewards of {rewards[0]} and {rewards[1]} at step 1, where the model is its own "
                 "reference and both are 0: its forward is not the same twice"
             )
 

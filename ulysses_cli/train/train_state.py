@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ulysses_cli.data.steps import Batching, Rows, StepPlan
 from ulysses_cli.plan.models.model_choice import SCORE
@@ -20,7 +21,7 @@ class StepResult:
     loss: float
     update: Update
     micro_losses: tuple[float, ...]  # this rank's own
-    measures: dict[str, float] = field(default_factory=dict)  # what the objective names beside the loss
+    measures: dict[str, Any] = field(default_factory=dict)  # what the objective names beside the loss
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import explain_memory
-from ulysses_cli.plan.recipe.preference_section import WITHOUT_REFERENCE
+from ulysses_cli.plan.recipe.preference_section import UNPAIRED, WITHOUT_REFERENCE
 from ulysses_cli.plan.recipe.recipe import Recipe, Run, Train
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
@@ -49,7 +49,7 @@ from ulysses_cli.train.inputs import Inputs, Launch, get_run_name, read_inputs
 from ulysses_cli.train.loop import every, train
 from ulysses_cli.train.objective import NextToken, Objective
 from ulysses_cli.train.optimizer.shards import count_parameters
-from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings
+from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings, UnpairedObjective
 from ulysses_cli.train.processes.device import GpuMemoryError, StartError
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.reference import ComputedReferences, ReferenceFile, References
@@ -120,7 +120,10 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
 def choose_objective(recipe: Recipe, groups: Groups) -> Objective:
     if recipe.preference is None:
         return NextToken()
-    return PreferenceObjective(PreferenceSettings(**recipe.preference.model_dump()), groups.sp_axis)
+    settings = PreferenceSettings(**recipe.preference.model_dump())
+    if recipe.preference.loss in UNPAIRED:
+        return UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD if groups.layout.world_size > 1 else None)
+    return PreferenceObjective(settings, groups.sp_axis)
 
 
 def choose_references(launch: Launch, inputs: Inputs, connected: Connected, state: TrainState) -> References:

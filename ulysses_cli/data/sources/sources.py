@@ -33,6 +33,7 @@ KINDS: dict[str, RowType] = {
     "instruction": "instruction",
     "tokens": "tokens",
     "preference": "preference",
+    "unpaired": "unpaired",
 }
 
 

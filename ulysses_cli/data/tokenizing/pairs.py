@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import TARGET, Flags, Ids
+from ulysses_cli.data.store import TARGET, WANTED, Flags, Ids
 from ulysses_cli.data.tokenizing.encoder import Encoder
-from ulysses_cli.readers.pairs import Pair
+from ulysses_cli.readers.pairs import Judged, Pair
 from ulysses_cli.readers.problems import BadRow
 
 
@@ -65,3 +65,17 @@ def encode_pair(encoder: Encoder, pair: Pair) -> TokenPair:
     num_shared = min(num_common, first_target - 1)
     encoder.lost, encoder.counts = lost, {**counts, "shared tokens": num_shared}
     return TokenPair(*branches, num_shared)
+
+
+def encode_judged(encoder: Encoder, judged: Judged) -> tuple[Branch, Branch]:
+    """The answer, whose targets say whether it is wanted, and the other one. Raises BadRow if one has no target."""
+    other = encoder.encode(judged.answer if judged.other is None else judged.other)
+    branches = []
+    for name, (ids, flags) in (("answer", encoder.encode(judged.answer)), ("answer of the row before", other)):
+        if flags is None or not (flags[1:] & TARGET).any():
+            raise BadRow(f"the {name} has no target")
+        branches.append(Branch(ids, flags))
+    answer, rest = branches
+    if judged.is_wanted:
+        answer = Branch(answer.ids, answer.flags | np.where(answer.is_target, WANTED, 0).astype(np.uint8))
+    return answer, rest

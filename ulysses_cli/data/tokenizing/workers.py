@@ -20,7 +20,7 @@ import numpy as np
 from ulysses_cli.data.store import TARGET, Batch, Flags, Ids, hash_document
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import LostCounts
-from ulysses_cli.data.tokenizing.pairs import encode_pair
+from ulysses_cli.data.tokenizing.pairs import encode_judged, encode_pair
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -29,7 +29,7 @@ from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
 from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, rename
-from ulysses_cli.readers.pairs import Pair, read_row
+from ulysses_cli.readers.pairs import Judged, Pair, read_row, swap_answers
 from ulysses_cli.readers.problems import BadRow, DataError, NoTemplate, make_where
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
@@ -77,7 +77,7 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     lost, counts = LostCounts(), Counter[str]()
     encoder.num_in_pieces = encoder.num_whole = 0
     seen, columns = set[str](), ""
-    samples: list[tuple[int, Sample | Pair | BadRow]] = []
+    samples: list[tuple[int, Sample | Pair | Judged | BadRow]] = []
     for line, row in walk_rows(block):
         if not isinstance(row, BadRow):
             if kind in CHAT_TYPES and isinstance(row, dict) and rename(row, reading.names).get("text"):
@@ -88,6 +88,8 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
             if reading.named_field not in ("", *seen) and has_field(row, reading.named_field):
                 seen.add(reading.named_field)
         samples.append((line, _read(kind, row, encoder, reading)))
+    swapped = iter(swap_answers([sample for _, sample in samples if isinstance(sample, Judged)]))
+    samples = [(line, next(swapped) if isinstance(sample, Judged) else sample) for line, sample in samples]
     encoder.announce([branch for _, sample in samples for branch in _list_branches(sample)])
     for line, sample in samples:
         try:
@@ -131,15 +133,21 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     return EncodedBlock(batch, block.num_bytes, bad, list(remedies), *numbers, lost, dict(counts), seen, columns)
 
 
-def _list_branches(sample: Sample | Pair | BadRow) -> list[Sample]:
+def _list_branches(sample: Sample | Pair | Judged | BadRow) -> list[Sample]:
     if isinstance(sample, BadRow):
         return []
+    if isinstance(sample, Judged):
+        return [each for each in (sample.other, sample.answer) if each is not None]
     return [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
 
 
-def _encode_sample(encoder: Encoder, sample: Sample | Pair) -> tuple[list[tuple[Ids, Flags | None]], Ids]:
+def _encode_sample(encoder: Encoder, sample: Sample | Pair | Judged) -> tuple[list[tuple[Ids, Flags | None]], Ids]:
     """The documents of a sample, and the tokens by which equal ones are known: of pairs those that both answers
     share, since a prompt that is trained on is not evaluated with other answers."""
+    if isinstance(sample, Judged):
+        judged = encode_judged(encoder, sample)
+        answer = judged[0]
+        return [(branch.ids, branch.flags) for branch in judged], answer.ids[: int(np.argmax(answer.is_target))]
     if not isinstance(sample, Pair):
         made = encoder.encode_documents(sample)
         return made, np.concatenate([ids for ids, _ in made])
@@ -182,7 +190,9 @@ def _is_failure(error: BaseException) -> bool:
     return is_panic or (isinstance(error, Exception) and not isinstance(error, ours))
 
 
-def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, reading: Reading) -> Sample | Pair | BadRow:
+def _read(
+    kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, reading: Reading
+) -> Sample | Pair | Judged | BadRow:
     try:
         if isinstance(row, BadRow):
             return row

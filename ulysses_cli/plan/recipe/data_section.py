@@ -10,9 +10,19 @@ from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.setting import LINES, MAX_TOKENS, Lines, Section, setting, text
 
 DatasetType = Literal[
-    "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "preference", "folder", "synthetic"
+    "auto",
+    "text",
+    "chat",
+    "completion",
+    "conversations",
+    "instruction",
+    "tokens",
+    "preference",
+    "unpaired",
+    "folder",
+    "synthetic",
 ]
-RowType = Literal["text", "chat", "conversations", "completion", "instruction", "tokens", "preference"]
+RowType = Literal["text", "chat", "conversations", "completion", "instruction", "tokens", "preference", "unpaired"]
 COLUMNS: dict[RowType, tuple[str, ...]] = {
     "chat": ("messages",),
     "conversations": ("conversations",),
@@ -20,7 +30,9 @@ COLUMNS: dict[RowType, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "tokens": ("input_ids",),
     "text": ("text",),
-    "preference": ("chosen", "rejected"),  # last: rows with these and others are chats, but for a section `preference`
+    # last: rows with these and others are chats or completions, but for a section `preference`
+    "preference": ("chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
 }
 OPTIONAL: dict[RowType, tuple[str, ...]] = {
     "chat": ("tools", "system", "chat_template_kwargs"),
@@ -30,6 +42,7 @@ OPTIONAL: dict[RowType, tuple[str, ...]] = {
     "tokens": ("labels",),
     "text": (),
     "preference": ("prompt", "messages", "rejected_response", "tools", "chat_template_kwargs"),
+    "unpaired": ("tools", "chat_template_kwargs"),
 }
 
 

@@ -8,15 +8,16 @@ from ulysses_cli.plan.recipe.setting import Section, setting
 
 LossName = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "exo_pair", "nca_pair", "sppo_hard",
-    "bco_pair", "discopop", "cpo", "simpo", "orpo",
+    "bco_pair", "discopop", "cpo", "simpo", "orpo", "kto",
 ]  # fmt: skip
 SMOOTHED: tuple[LossName, ...] = ("robust", "exo_pair", "cpo", "simpo")
 WITHOUT_REFERENCE: tuple[LossName, ...] = ("cpo", "simpo", "orpo")
+UNPAIRED: tuple[LossName, ...] = ("kto",)
 
 
 class Preference(Section):
     """Learn from pairs of answers, as DPO and its kin do, against the model as it is before step 1; cpo, simpo and orpo
-    against nothing."""
+    against nothing; kto from answers that have a label and no partner."""
 
     loss: LossName = setting(
         "sigmoid",
@@ -34,6 +35,8 @@ class Preference(Section):
     gamma: float = setting(
         0.5, "simpo: the margin that rewards should have", unit="nats", aliases=("simpo_gamma",), ge=0, le=1000
     )
+    desirable_weight: float = setting(1.0, "kto: weight of answers that are wanted", unit="x", gt=0, le=1000)
+    undesirable_weight: float = setting(1.0, "kto: weight of answers that are not wanted", unit="x", gt=0, le=1000)
     sft_weight: float | None = setting(
         None,
         "weight of the chosen answer's cross-entropy, a mean over its targets, in a pair's loss; left out: 1 for cpo, "

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ulysses_cli.plan.problem import Problem
-from ulysses_cli.plan.recipe.preference_section import SMOOTHED, WITHOUT_REFERENCE
+from ulysses_cli.plan.recipe.preference_section import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE
 from ulysses_cli.plan.recipe.recipe import Recipe
 
 Problems = Iterator[Problem]
 
 
 def check_sources(recipe: Recipe) -> Problems:
-    """Pairs are learned by the section `preference`, and by nothing else."""
+    """Pairs are learned by the section `preference`, and by nothing else; answers without a partner by kto."""
+    wanted = "unpaired" if recipe.preference is not None and recipe.preference.loss in UNPAIRED else "preference"
     for section in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(recipe.data, section)):
             key = f"data.{section}.{index}.type"
-            if recipe.preference is None and dataset.type == "preference":
-                what = "preference holds pairs of answers, which only a run with a section `preference` learns from"
-                yield Problem(key, what, "write preference: {loss: sigmoid}, which is DPO")
-            elif recipe.preference is not None and dataset.type not in ("auto", "preference"):
-                what = (
-                    f"{dataset.type} holds no pairs of answers, and the section `preference` learns from nothing else"
-                )
-                yield Problem(key, what, "write type: preference, or leave the section out")
+            if recipe.preference is None and dataset.type in ("preference", "unpaired"):
+                loss = "sigmoid}, which is DPO" if dataset.type == "preference" else "kto}"
+                what = f"{dataset.type} holds judged answers, which only a run with a section `preference` learns from"
+                yield Problem(key, what, f"write preference: {{loss: {loss}")
+            elif recipe.preference is not None and dataset.type not in ("auto", wanted):
+                held = "pairs of answers" if wanted == "preference" else "answers with labels"
+                what = f"{dataset.type} holds no {held}, and {recipe.preference.loss} learns from nothing else"
+                yield Problem(key, what, f"write type: {wanted}, or leave the section out")
 
 
 def check_loss(recipe: Recipe) -> Problems:
@@ -37,7 +38,10 @@ def check_loss(recipe: Recipe) -> Problems:
         yield Problem(key, f"{preference.loss} has no such setting", hint)
     if preference.loss == "exo_pair" and not smoothing:
         yield Problem(key, "exo_pair takes its logarithm, so it cannot be 0", f"write {key}: 0.001")
-    for name, loss in (("discopop_tau", "discopop"), ("gamma", "simpo")):
+    if preference.sft_weight and preference.loss in UNPAIRED:
+        yield Problem("preference.sft_weight", f"{preference.loss} has no such setting", "leave it out")
+    own = {"discopop_tau": "discopop", "gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+    for name, loss in own.items():
         if name in preference.model_fields_set and preference.loss != loss:
             yield Problem(f"preference.{name}", f"{preference.loss} has no such setting", "leave it out")
 
