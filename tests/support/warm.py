@@ -14,18 +14,22 @@ import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.muon.muon_optimizer
 import hypothesis  # noqa: F401 - files of tests, which ranks import
 import pytest  # noqa: F401
+import typer.main
 from deepspeed.utils import nvtx
 from torch._dynamo import trace_rules
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import ulysses_cli.cli
 import ulysses_cli.hardware_table
-import ulysses_cli.train.processes.rendezvous  # noqa: F401
+import ulysses_cli.train.processes.rendezvous
+from support.commands import make_commands_once
 
 nvtx.enable_nvtx = False  # a profiler's marks around each small function, which a CPU has no use for
 deepspeed.ops.__compatible_ops__  # noqa: B018 - tries the compiler
 trace_rules.get_torch_obj_rule_map()
 get_checkpoint_conversion_mapping("qwen3")
+make_commands_once()
+typer.main.get_command(ulysses_cli.cli.app)
 gc.enable()
 gc.collect()
 gc.freeze()
