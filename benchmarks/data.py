@@ -2,8 +2,8 @@
 
 The peers are the bare tokenizer and a CPU training step in the same run. Bars: preparing text reaches 80 % of the bare
 `tokenizers` batch rate per worker; a 50 MB document takes linear time; rows are read 50x faster than a CPU training
-step takes them; a chat of an agent, 60 calls and 125,000 characters, takes at most 10 renderings. The bars of
-packing.py, which runs too, also count. `--chats-only` measures chats alone.
+step takes them; a chat of an agent, 60 calls and 125,000 characters, takes at most 10 renderings in 0.1 s. The bars of
+packing.py, which runs too, also count. `--chats-only` measures chats alone, and leaves the file's other figures.
 
     python benchmarks/data.py [--megabytes 64] [--workers 2] [--json FILE]
 """
@@ -286,17 +286,25 @@ def measure_chats(folder: Path, num_chats: int) -> dict[str, float]:
         num_renderings += 1
         return plain(*words, **more)
 
-    with Clock() as alone:
-        render_chat(tokenizer, render, chats[0], None, ["<|im_end|>"], TargetChoice(answers_only=True))
+    seconds = []
+    for chat in chats[:NUM_RUNS]:
+        num_renderings = 0
+        with Clock() as alone:
+            render_chat(tokenizer, render, chat, None, ["<|im_end|>"], TargetChoice(answers_only=True))
+        seconds.append(alone.cpu)
     children = end.children_user + end.children_system - start.children_user - start.children_system
     return {
         "agent_chat_characters": sum(len(json.dumps(message)) for message in chats[0]),
         "agent_chat_renderings": num_renderings,
-        "agent_chat_rendering_seconds": alone.cpu,
+        "agent_chat_rendering_seconds": median(seconds),
         "agent_chats_per_cpu_second": num_chats / (clock.cpu + children),
         "agent_chats_per_second": num_chats / clock.wall,
         "agent_chats_prepared": num_chats,
     }
+
+
+def is_chat_fast(result: dict[str, float]) -> bool:
+    return result["agent_chat_renderings"] <= 10 and result["agent_chat_rendering_seconds"] <= 0.1
 
 
 def run_packing(folder: Path) -> dict[str, float]:
@@ -322,7 +330,10 @@ def main() -> int:
             chats = measure_chats(folder, options.chats)
             for key, value in chats.items():
                 print(f"{key:<48} {value:.6g}")
-            return int(chats["agent_chat_renderings"] > 10)
+            if options.json:
+                known = json.loads(options.json.read_text()) if options.json.exists() else {}
+                options.json.write_text(json.dumps({**known, **chats}, indent=1) + "\n")
+            return int(not is_chat_fast(chats))
         packing = run_packing(folder)  # first, because a process is charged with the memory of the one that starts it
         result = measure_preparing(folder, train_tokenizer(folder), int(options.megabytes * 1e6), options.workers)
         result |= measure_long_documents(folder, int(options.document_megabytes * 1e6))
@@ -337,7 +348,7 @@ def main() -> int:
         "prepare at 80 % of the bare rate, one worker": result["share_of_bare_rate_1_worker"] >= 0.8,
         "one document in linear time (within 15 %)": result["one_document_time_per_byte_against_a_tenth"] <= 1.15,
         "rows read 50x faster than a CPU step": result["reading_faster_than_training"] >= 50,
-        "a chat of 60 calls in 10 renderings": result["agent_chat_renderings"] <= 10,
+        "a chat of 60 calls in 10 renderings and 0.1 s": is_chat_fast(result),
         "rows 99 % full": result["packing_efficiency"] >= 0.99,
         "work per rank within 3 %": result["packing_work_per_rank_above_mean"] <= 0.03,
         "a million lengths in 20 s": result["packing_pack_seconds"] < 20,

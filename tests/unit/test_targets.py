@@ -714,6 +714,29 @@ def test_a_column_of_text_beside_chats_is_said(tmp_path: Path) -> None:
     assert read_targets(prepare(tmp_path, rows[:1], CHATML, *words)) == "hy? a"
 
 
+def test_fields_that_no_template_reads_are_said(tmp_path: Path) -> None:
+    """A thought may stand in a field of a name that nobody knows."""
+    chat = [{**USER, "agent": "main"}, turn("a", "", call(path="b"), reasoning_details=[{"text": "Hm."}], weight=1)]
+    notes = prepare(tmp_path, [chat, chat], ALL_SHOWN).report["notes"]
+    assert any(
+        "fields of messages that the template never reads: agent of 2 turns, reasoning_details of 2 turns" in note
+        for note in notes
+    )
+    assert not any("never reads" in note for note in prepare(tmp_path, [TWO], ALL_SHOWN).report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (turn("  \n", weight=1), r"turn 2 \(assistant\) is empty"),
+        (turn("a", reasoning={"effort": "high"}), "turn 2: reasoning is a mapping, not text"),
+    ],
+)
+def test_turns_that_say_nothing_are_refused(message: Row, words: str) -> None:
+    with pytest.raises(BadRow, match=words):
+        read_sample("chat", {"messages": [USER, message]})
+
+
 def test_each_class_of_turns_is_counted(tmp_path: Path) -> None:
     chats = [[USER, turn("a", weight=0), USER, turn("b")], TWO]
     prepared = prepare(tmp_path, chats, LAST_ROUND, "data.on_rewritten_turns=split")

@@ -32,6 +32,8 @@ SHOWN_TOKENS = 240  # of a sample without bounds; of one with bounds, shared by 
 LEAST_TOKENS = 24  # shown at each end of a run of targets or of other tokens
 MAX_RUNS = 80  # shown of a sample: the first half and the last
 MARGIN_TOKENS = 200  # read around what is shown, for secrets that begin or end outside of it
+UNREAD_FIELD = "unread field "  # in counts, before the name of a field of messages
+MAX_FIELDS = 8  # named in a note
 MAX_CANDIDATES = 1000  # pieces of a source among which samples are chosen
 
 
@@ -239,6 +241,10 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
                 f"{source['name']}: {answers} with labels, each followed by the same prompt with another row's answer, "
                 "which kto needs; the line of the source counts both, the tables of splits both as one"
             )
+        fields = {name.removeprefix(UNREAD_FIELD): n for name, n in source["turns"].items() if UNREAD_FIELD in name}
+        if fields:
+            shown = ", ".join(f"{name} of {format_count(fields[name], 'turn')}" for name in sorted(fields)[:MAX_FIELDS])
+            notes.append(f"{source['name']}: fields of messages that the template never reads: {shown}")
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions become chats if the tokenizer has a chat template")
     if note := explain_targets(report, recipe):

@@ -266,7 +266,10 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
         raise BadRow(f"turn {number} ({role}) has no content")
     if not isinstance(content, str):
         raise BadRow(f"turn {number} ({role}) holds {_name(content)}, not text")
-    if not content and role in ("user", "assistant") and not others:
+    for name in (THOUGHT_KEY, *THOUGHT_PARTS):
+        if role == "assistant" and not isinstance(others.get(name, ""), str):
+            raise BadRow(f"turn {number}: {name} is {_name(others[name])}, not text")
+    if not content.strip() and role in ("user", "assistant") and not {*others} - {*FLAGS, MASK}:
         raise BadRow(f"turn {number} ({role}) is empty")
     return {"role": role, "content": check_text(content, f"turn {number}"), **others}
 

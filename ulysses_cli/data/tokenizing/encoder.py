@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,6 +28,7 @@ from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tok
 from ulysses_cli.readers.problems import SOURCE, BadRow, NoTemplate
 
 PIECES_AT_ONCE = 8  # what the library returns of a piece takes about 150 bytes per token
+READ_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "id", "type", *THOUGHT_KEYS}
 END_CHARS = 256  # before the end of a turn, in which its end mark stands; the longest has 30
 # What of a message templates show, and how it is called.
 SAID_KEYS = {"content": "text", "name": "name", "tool_calls": "calls", **dict.fromkeys(THOUGHT_KEYS, "thought")}
@@ -61,6 +63,7 @@ class Encoder:
         self.eos: int | None = self.tokenizer.eos_token_id
         self.lost: list[LostPart] = []
         self.counts: dict[str, int] = {}
+        self._unread: dict[str, bool] = {}  # by the name of a field of messages
         self._announced: dict[int, tuple[Chat, RenderRequest]] = {}  # by id()
         self.backend: Any = None
         self.rule = CutRule(reason="it has no fast backend")
@@ -239,6 +242,8 @@ class Encoder:
             self.lost = [*self.lost, LostPart(0, TOOLS, ", ".join(map(_name_tool, sample.tools)))]
         if any(name not in self.variables for name in sample.settings):
             self.counts = {**self.counts, "unread variables": 1}
+        fields = Counter(name for message in sample.messages for name in message if self._is_unread(name))
+        self.counts |= {f"unread field {name}": number for name, number in fields.items()}
         encoded = [self._encode_text(text, has_mask=choice.answers_only) for text in rendered.texts]
         documents = [(ids, flags) for ids, flags, _ in encoded]
         shown = sum(len(ids) for ids, _ in documents)
@@ -249,6 +254,13 @@ class Encoder:
         whole = len(self.encode_long(rendered.whole)[0]) if rendered.whole else shown
         self.counts = {**self.counts, "shown tokens": shown, "whole tokens": whole}
         return documents
+
+    def _is_unread(self, name: str) -> bool:
+        """Whether neither this tool nor the template reads a field of messages."""
+        if name not in self._unread:
+            is_named = re.search(rf"\b{re.escape(name)}\b", get_template(self.tokenizer))
+            self._unread[name] = name not in READ_KEYS and not is_named
+        return self._unread[name]
 
     def _encode_text(self, chat: ChatText, *, has_mask: bool) -> tuple[Ids, Flags | None, Bounds]:
         if not has_mask and self.backend is None:

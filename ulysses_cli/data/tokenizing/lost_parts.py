@@ -100,8 +100,12 @@ def explain_lost_parts(
 
 def describe_lost_parts(lost: LostCounts) -> str:
     """Such as: thoughts of 3 turns and tool calls of 1 turn, in 2 chats."""
-    parts = [f"{PLURALS[kind]} of {format_count(lost.kinds[kind], 'turn')}" for kind in PLURALS if kind in lost.kinds]
-    return f"{' and '.join(parts)}, in {format_count(lost.num_chats, 'chat')}"
+    nouns = {kind: "chat" if kind == TOOLS else "turn" for kind in PLURALS}
+    parts = [
+        f"{PLURALS[kind]} of {format_count(lost.kinds[kind], nouns[kind])}" for kind in nouns if kind in lost.kinds
+    ]
+    head = ", ".join(parts[:-1]) + " and " if len(parts) > 1 else ""
+    return f"{head}{parts[-1]}, in {format_count(lost.num_chats, 'chat')}"
 
 
 def split_content(message: Mapping[str, Any]) -> tuple[list[str], str]:
