@@ -415,6 +415,11 @@ def blame_others(folder: Path) -> str:
     )
 
 
+@attack("data", "an end mark of turns within a call, a tool or a variable of a chat")
+def forge_end(folder: Path) -> str:
+    return run_test("tests/unit/test_targets.py::test_end_marks_inside_of_a_chat_are_refused")
+
+
 @attack("recipes", "shell variables in the folders that a run makes")
 def name_variable(folder: Path) -> str:
     write_recipe(folder)
