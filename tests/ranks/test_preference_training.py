@@ -316,6 +316,7 @@ def train(folder: Path, *words: str) -> str:
     return err
 
 
+@pytest.mark.check
 def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_path: Path) -> None:
     """Answers say yes where they are chosen. References are the same when their folder is lost: a resumed run has
     loaded the same model first."""
