@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from support import rank_pool
-from support.commands import make_commands_once
 from support.forked import PRELOADED
 from support.paths import ROOT
+from support.shortcuts import take_shortcuts
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples, get_turn
 
 from ulysses_cli.host.operator_builds import FOLDER, choose_path, get_builds_folder
@@ -45,7 +45,7 @@ for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a schedu
 # one server for ranks and for commands
 rank_server.PRELOADED[:] = ["support.uncollected", *rank_server.PRELOADED, *PRELOADED]
 gc.disable()  # until all tests are imported
-make_commands_once()
+take_shortcuts()
 
 
 @pytest.hookimpl(optionalhook=True)

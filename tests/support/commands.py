@@ -8,13 +8,10 @@ import os
 import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import typer.main
-import typer.testing
 
 from support.paths import ROOT
 from support.served import ServedPopen
@@ -22,11 +19,6 @@ from support.tiers import FULL, TIER
 from ulysses_cli import cli
 
 COLOURLESS = {"NO_COLOR": "1"}
-
-
-def make_commands_once() -> None:
-    """Typer makes all commands anew at each call, which takes a quarter of a second."""
-    typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 
 def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

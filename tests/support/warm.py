@@ -22,13 +22,13 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import ulysses_cli.cli
 import ulysses_cli.hardware_table
 import ulysses_cli.train.processes.rendezvous
-from support.commands import make_commands_once
+from support.shortcuts import take_shortcuts
 
 nvtx.enable_nvtx = False  # a profiler's marks around each small function, which a CPU has no use for
 deepspeed.ops.__compatible_ops__  # noqa: B018 - tries the compiler
 trace_rules.get_torch_obj_rule_map()
 get_checkpoint_conversion_mapping("qwen3")
-make_commands_once()
+take_shortcuts()
 typer.main.get_command(ulysses_cli.cli.app)
 gc.enable()
 gc.collect()
