@@ -122,3 +122,32 @@ def test_all_weights_are_trained(adapted: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     first = json.loads((adapted / "whole" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] < 4, "a trained model is surprised by little"
+
+
+@pytest.mark.full
+def test_adapters_learn_which_answers_are_preferred(tmp_path: Path) -> None:
+    """Held-out pairs ask other questions and prefer an answer over an excuse, too."""
+    facts = {"the capital of France": "Paris", "the color of the sky": "blue", "two plus two": "four"}
+    pairs = [
+        {
+            "prompt": [{"role": "user", "content": f"Question {number}: what is {thing}?"}],
+            "chosen": [{"role": "assistant", "content": f"It is {fact}."}],
+            "rejected": [{"role": "assistant", "content": f"I would rather not speak of {thing}."}],
+        }
+        for number in range(10)
+        for thing, fact in [list(facts.items())[number % 3]]
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_recipe(
+        tmp_path,
+        data={"datasets": [{"path": "pairs.jsonl"}], "max_length": 512, "eval_split": 0.2},
+        train={"max_steps": 2, "learning_rate": 5e-4},
+        lora={"r": 8},
+        preference={"loss": "sigmoid"},
+    )
+    trained = run("train", "r.yaml", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    first, last = (json.loads(line) for line in (tmp_path / "run/eval.jsonl").read_text().splitlines())
+    assert first["rewards/chosen"] == first["rewards/rejected"] == 0
+    assert last["rewards/margins"] > 0.5
+    assert last["rewards/accuracies"] == 1
