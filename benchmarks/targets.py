@@ -26,6 +26,12 @@ def make_sides(share: float, is_tiled: bool) -> dict[str, Any]:
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
 
+    from ulysses_cli.train.objective import NextToken
+
+    class OnAllTokens(NextToken):
+        def compute(self, loss: Any, hidden: Any, labels: Any, places: Any, answers: Any) -> Any:
+            return super().compute(loss, hidden, labels, None, answers)
+
     config = {**CONFIG, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     document = (DOCUMENT_TOKENS, round(DOCUMENT_TOKENS * (1 - share)))
     harnesses = {}
@@ -35,8 +41,7 @@ def make_sides(share: float, is_tiled: bool) -> dict[str, Any]:
         words = (length, "train.lr_scheduler_type=constant", f"memory.tiled_loss={is_tiled}")
         harness = RunHarness(make_recipe(*words, config=config), rows, 10**6)
         if not picks:
-            engine: Any = harness.built.engine
-            engine._find_places = lambda _: None
+            harness.built.module.objective = OnAllTokens()
         harnesses[side] = harness
     return harnesses
 
