@@ -186,11 +186,13 @@ def make_kernels(seconds: float) -> Part:
     return Part("attention kernels, 32Ki and 128Ki", make, seconds, read_json_line)
 
 
-def make_model(seconds: float) -> Part:
-    def make(folders: PartFolders) -> list[list[str]]:
-        return [[PYTHON, "benchmarks/gpu_model.py", *(["--rehearse"] if folders.rehearses else [])]]
+def make_model(seconds: float, *settings: str) -> Part:
+    """Its last step is profiled. `settings`: of the recipe."""
 
-    return Part("a whole model of 0.5B, 8Ki and 64Ki", make, seconds, read_json_line)
+    def make(folders: PartFolders) -> list[list[str]]:
+        return [[PYTHON, "benchmarks/gpu_model.py", *settings, *(["--rehearse"] if folders.rehearses else [])]]
+
+    return Part(", ".join(("a whole model of 0.5B, 8Ki and 32Ki", *settings)), make, seconds, read_json_line)
 
 
 def make_layers(
@@ -288,7 +290,8 @@ SUITES: dict[str, tuple[Part, ...]] = {
         make_tests("more than 2^31 elements on a GPU", "test_gpu_indexing.py", 150),
         make_tests("recurrences on a GPU", "test_gpu_recurrence.py", 120),
         make_tests("attention by flex on a GPU", "test_gpu_kernels.py", 240, "-k", "flex"),
-        make_model(150),
+        make_model(100),
+        make_model(100, "parallel.zero_stage=1"),
         make_layers("8B's layers, optimizer on the host", "32Ki", 150, "offload_optimizer=cpu"),
         make_layers("8B's layers, activations on the host", "128Ki", 180, *ACTIVATIONS),
         make_layers("8B's layers, large tiles", "128Ki", 150, *TILES, "large_tiles=true", KEPT),

@@ -1,9 +1,9 @@
 """Trains a whole model of the 0.5B class from random weights, bfloat16, on one GPU: the real engine and loop. Measures
 steps by parts, MFU, and the memory that torch gives out, that it reserves, and that the GPU has in use, each beside its
-prediction. Figures are medians of steps after a warm-up. Each row is printed as a line of JSON when it is measured. Has
-not been run on a GPU yet.
+prediction. Figures are medians of steps after a warm-up. One more step runs under torch's profiler: how long the device
+had work, and its longest kernels. Each row is printed as a line of JSON when it is measured.
 
-    python benchmarks/gpu_model.py [--lengths 8192,65536] [--steps 8]
+    python benchmarks/gpu_model.py [--lengths 8192,32768] [--steps 8] [settings of the recipe, KEY=VALUE ...]
     python benchmarks/gpu_model.py --rehearse    in miniature on a CPU; measures nothing
 """
 
@@ -16,18 +16,25 @@ import os
 import statistics
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command sets it
 
 import paths  # noqa: F401 - makes tests/support importable
 from gpu_device import Gpu, Rehearsal
+from torch.profiler import profile
+
+if TYPE_CHECKING:
+    from ulysses_cli.train.train_state import StepResult, TrainState
 
 NUM_WARMUP = 3
+NUM_KERNELS, NAME_CHARS = 24, 100  # of a profile, the longest first
 MEDIANS = ("step_seconds", "tokens_per_second", "tflops")
 CONFIG: dict[str, Any] = {  # Qwen2.5-0.5B's shape
     "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -37,7 +44,42 @@ CONFIG: dict[str, Any] = {  # Qwen2.5-0.5B's shape
 SMALL = {**CONFIG, "hidden_size": 56, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
 
 
-def measure(device: Gpu | Rehearsal, config: dict[str, Any], length: int, num_steps: int) -> dict[str, Any]:
+class StepProfile:
+    """Profiles the last step. Its hooks stand outside those of the meter."""
+
+    def __init__(self, device: Gpu | Rehearsal) -> None:
+        self.device, self.profile = device, profile(activities=[device.activity])
+
+    def start(self, state: TrainState) -> None:
+        if state.step + 1 == state.num_steps:
+            self.device.synchronize()
+            self.profile.start()
+
+    def stop(self, state: TrainState, result: StepResult) -> None:
+        if state.step == state.num_steps:
+            self.device.synchronize()
+            self.profile.stop()
+
+    def describe(self) -> dict[str, Any]:
+        events = [event for event in self.profile.events() if event.device_type == self.device.event_type]
+        busy, end = 0.0, float("-inf")
+        for span in sorted((event.time_range.start, event.time_range.end) for event in events):
+            busy, end = busy + max(0.0, span[1] - max(span[0], end)), max(span[1], end)
+        seconds, counts = Counter[str](), Counter(event.name for event in events)
+        for event in events:
+            seconds[event.name] += event.time_range.elapsed_us() / 1e6
+        return {
+            "num_kernels": len(events), "busy_seconds": busy / 1e6,
+            "kernels": [
+                {"name": name[:NAME_CHARS], "seconds": round(each, 6), "count": counts[name]}
+                for name, each in seconds.most_common(NUM_KERNELS)
+            ],
+        }  # fmt: skip
+
+
+def measure(
+    device: Gpu | Rehearsal, config: dict[str, Any], length: int, num_steps: int, settings: Sequence[str]
+) -> dict[str, Any]:
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
 
@@ -51,7 +93,7 @@ def measure(device: Gpu | Rehearsal, config: dict[str, Any], length: int, num_st
 
     facts, kind = device.read_facts(), device.torch_device.type
     words = f"data.max_length={length}", "model.dtype=bfloat16", f"run.device={kind}"
-    recipe = make_recipe(*words, "train.lr_scheduler_type=constant", config=config)
+    recipe = make_recipe(*words, "train.lr_scheduler_type=constant", *settings, config=config)
     shape = read_model_shape(config, "benchmark")
     gpu, is_known = load_hardware().recognise(facts.name, facts.total_memory, count_host_bytes())
     estimate = compute_estimate(recipe, shape, gpu)
@@ -61,20 +103,23 @@ def measure(device: Gpu | Rehearsal, config: dict[str, Any], length: int, num_st
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), gpu.tflops if is_known else None, lines.append)
     state = harness.train_state
-    state.pre_step_hooks, state.post_step_hooks = (meter.start,), (meter.record, *state.post_step_hooks)
-    state.num_steps = NUM_WARMUP + num_steps
+    last = StepProfile(device)
+    state.pre_step_hooks = (last.start, meter.start)
+    state.post_step_hooks = (meter.record, last.stop, *state.post_step_hooks)
+    state.num_steps = NUM_WARMUP + num_steps + 1
     device.begin_row(length)
     train(state)
-    kept = [line for line in lines[NUM_WARMUP:] if "step_parts" not in line]
+    kept = [line for line in lines[NUM_WARMUP:-1] if "step_parts" not in line]
     kernel = harness.built.kernel
     row = {
         "name": f"a whole model, {length:,} tokens", "attention": f"{kernel.name}: {kernel.reason}",
-        "levers": vars(estimate.choice.levers), "losses": [line["loss"] for line in lines],
+        "settings": list(settings), "levers": vars(estimate.choice.levers), "losses": [line["loss"] for line in lines],
         **{key: statistics.median(line[key] for line in kept) for key in MEDIANS},
         "predicted_step_seconds": estimate.speed.step_seconds,
         "mfu": statistics.median(line["mfu"] for line in kept) if is_known else None,
         "part_seconds": next(line["step_parts"] for line in lines if "step_parts" in line),
         "predicted_part_seconds": dict(estimate.speed.parts),
+        "profiled_step_seconds": lines[-1]["step_seconds"], **last.describe(),
         "peak_memory_bytes": device.read_peak(), "predicted_memory_bytes": estimate.ledger.gpu_allocated_bytes,
         "reserved_memory_bytes": device.read_reserved(),
         "device_memory_bytes": device.read_used(), "predicted_device_memory_bytes": estimate.fit.gpu_peak_bytes,
@@ -88,7 +133,8 @@ def measure(device: Gpu | Rehearsal, config: dict[str, Any], length: int, num_st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="8192,65536")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--lengths", default="8192,32768")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
     options = parser.parse_args()
@@ -107,7 +153,7 @@ def main() -> int:
         backend = "gloo" if options.rehearse else "nccl"
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(minutes=10))
         for length in lengths:
-            print(json.dumps(measure(device, config, length, steps), default=str), flush=True)
+            print(json.dumps(measure(device, config, length, steps, options.settings), default=str), flush=True)
         dist.destroy_process_group()
     return 0
 
