@@ -25,6 +25,7 @@ from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.resolved import resolve
+from ulysses_cli.plan.rules.check import check_recipe
 from ulysses_cli.prove.verify.shrink import shrink_config
 from ulysses_cli.prove.verify.small_layers import name_kind
 from ulysses_cli.train.assembly.loading import find_unused_weights
@@ -198,6 +199,48 @@ def test_a_model_without_rotary_positions_is_exported_with_the_length_of_its_row
     recipe = load("data.max_length=8Ki").recipe
     stretch_positions(config, recipe, resolve(recipe, shape))
     assert config.max_position_embeddings == positions
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "words", "expected"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 1e4}, ["model.rope_theta=1e6"],
+         {"rope_type": "default", "rope_theta": 1e6}),
+        ("llama", {"rope_type": "default", "rope_theta": 1e4}, ["model.rope_theta=auto"],
+         {"rope_type": "default", "rope_theta": 3.09e5}),
+        ("llama", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256},
+         ["model.rope_theta=1e6"],
+         {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}),
+        ("llama", {"rope_type": "default", "rope_theta": 1e4},
+         ["model.rope_theta=1e6", "model.rope_scaling={type: yarn, factor: 4}"],
+         {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}),
+        ("gemma3_text", None, ["model.rope_theta=8e6"],
+         {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+          "full_attention": {"rope_type": "default", "rope_theta": 8e6}}),
+        ("gemma3_text", None, ["model.rope_scaling={type: linear, factor: 8}"],
+         {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+          "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}),
+    ],
+)  # fmt: skip
+def test_another_base_is_what_the_exported_model_computes_with(
+    model_type: str, rope: dict[str, Any] | None, words: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """Layers with windows keep their own. The frequencies are those of the plain formula, after saving and reading."""
+    sizes: dict[str, Any] = {**LAYERS, "max_position_embeddings": 1024, "sliding_window": 64}
+    config = make_config(model_type, **sizes, **({"rope_parameters": rope} if rope else {}))
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    loaded = load("data.max_length=8Ki", *words)
+    assert check_recipe(loaded, shape) == []
+    stretch_positions(config, loaded.recipe, resolve(loaded.recipe, shape))
+    config.save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert (read.rope_parameters, read.max_position_embeddings) == (expected, 8192)
+    buffers = dict(AutoModelForCausalLM.from_config(read).named_buffers())
+    (name,) = (each for each in buffers if each.endswith(("rotary_emb.inv_freq", "full_attention_inv_freq")))
+    inner = expected.get("full_attention", expected)
+    if inner["rope_type"] == "default":
+        plain = [inner["rope_theta"] ** (-2 * i / read.head_dim) for i in range(read.head_dim // 2)]
+        torch.testing.assert_close(buffers[name], torch.tensor(plain), rtol=1e-6, atol=0)
 
 
 SPARSE = {"enable_moe_block": True, "first_k_dense_replace": 0, "num_dense_layers": 0, "hidden_size_per_layer_input": 0}

@@ -756,6 +756,48 @@ def test_yarn_over_yarn_starts_from_the_original_length() -> None:
     assert check("data.max_length=256Ki", "model.rope_scaling.type=yarn", rope_scaling=own) == []
 
 
+def test_check_rope_theta() -> None:
+    long, base = "data.max_length=512Ki", {"rope_theta": 5e5}
+    assert check(long, "model.rope_theta=8e6", **base) == []
+    assert "yarn, factor: 4, original_max_position_embeddings: 131072}, or model.rope_theta: auto" in only(long, **base)
+    assert check(long, "model.rope_theta=auto", **base) == []
+    assert check(long, "model.rope_theta=auto", "model.rope_scaling={type: yarn, factor: 2}", **base) == []
+    assert only("model.rope_theta=1e5", **base) == (
+        "command line: model.rope_theta: 100,000 is below the 500,000 of owner/model: far positions would turn further "
+        "than it has seen\n\nhint: write auto, or a larger number"
+    )
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+    assert only("model.rope_theta=8e6", rope_scaling=llama3, **base) == (
+        "command line: model.rope_theta: the positions of owner/model are of the kind llama3, whose numbers were "
+        "chosen for the model's own base\n\nhint: leave rope_theta out, or write model.rope_scaling: {type: yarn}"
+    )
+    assert check("model.rope_theta=8e6", "model.rope_scaling.type=yarn", rope_scaling=llama3, **base) == []
+    assert "of model.rope_scaling are of the kind linear" in only(
+        "model.rope_theta=8e6", "model.rope_scaling.type=linear", **base
+    )
+    assert only("model.rope_theta=auto") == (
+        "command line: model.rope_theta: auto starts from the model's own base, and owner/model does not say it"
+        "\n\nhint: write a number"
+    )
+    assert only("model.rope_theta=auto", "model.rope_scaling.type=yarn", **base) == (
+        "command line: model.rope_theta: both auto and rope_scaling without a factor would cover the whole of "
+        "max_length\n\nhint: write a number, or a factor in model.rope_scaling"
+    )
+    nope = list(check_positions.check_rope_theta(load("model.rope_theta=8e6").recipe, make_shape(**NOPE)))
+    assert [problem.message for problem in nope] == ["owner/model has no rotary positions, so a base would do nothing"]
+
+
+def test_the_chosen_base_covers_what_the_rest_does_not() -> None:
+    """The numbers are by hand: 5e5 x 8^1.65, and x 4^1.65 where yarn covers a half."""
+    shape = make_shape(rope_theta=5e5, max_position_embeddings=8192)
+    stretch = "model.rope_scaling={type: yarn, factor: 2}"
+    words = [[], ["model.rope_theta=auto"], ["model.rope_theta=auto", stretch], ["model.rope_theta=8M"]]
+    bases = [resolve(load("data.max_length=64Ki", *each).recipe, shape).rope_theta for each in words]
+    assert bases == [None, 1.55e7, 4.92e6, 8e6]
+    assert resolve(load("model.rope_theta=auto", "data.max_length=4Ki").recipe, shape).rope_theta == 5e5
+
+
 def test_check_rope_numbers() -> None:
     llama3 = "type: llama3, factor: 8"
     problems = check(f"model.rope_scaling={{{llama3}}}")

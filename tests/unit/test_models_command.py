@@ -98,6 +98,19 @@ def test_a_plan_says_that_rows_are_longer_than_what_needs_no_stretch_was_made_fo
     assert "positions  " not in short
 
 
+def test_a_plan_shows_the_base_of_positions_and_what_such_rows_need(tmp_path: Path) -> None:
+    """0.0424 x 65536^1.628 = 2,942,000 (arXiv 2405.14591)."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(VALID.replace("owner/model", "meta-llama/Meta-Llama-3-8B"))
+    low, enough = (
+        run("validate-config", str(recipe), "data.max_length=64Ki", f"model.rope_theta={base}").stdout
+        for base in ("1e6", "8M")
+    )
+    need = "arXiv 2405.14591 finds 2,900,000 necessary for such rows"
+    assert f"positions   base 1,000,000, the model's own is 500,000; {need}\n" in low
+    assert "positions   base 8,000,000, the model's own is 500,000\n" in enough
+
+
 def test_a_refused_model_says_why(tmp_path: Path) -> None:
     config = QWEN_3_5["text_config"]
     assert isinstance(config, dict)

@@ -136,6 +136,25 @@ def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> Non
     assert "base_config/config.json" in hub.repos["team/tuned"]
 
 
+def test_another_base_is_in_the_card_and_in_the_override(hub: Hub, run_dir: Path) -> None:
+    facts = json.loads((run_dir / "run.json").read_text())
+    facts["recipe"]["model"] |= {"rope_scaling": None, "rope_theta": "auto"}
+    (run_dir / "run.json").write_text(json.dumps(facts))
+    model = run_dir / "model"
+    rope = {"rope_type": "default", "rope_theta": 1.55e7}
+    config = {"max_position_embeddings": 131072, "rope_parameters": rope}
+    (model / "config.json").write_text(json.dumps(config))
+    assert run("push", str(run_dir)).returncode == 0
+    card = hub.repos["me/mine"]["README.md"].decode()
+    assert "Positions are computed with base 15,500,000: config.json tells" in card
+    (model / "base_config").mkdir()
+    (model / "config.json").rename(model / "base_config" / "config.json")
+    (model / "adapter_config.json").write_text("{}")
+    assert run("push", str(run_dir), "--repo", "team/tuned").returncode == 0
+    body = hub.repos["team/tuned"]["README.md"].decode()
+    assert '--hf-overrides \'{"rope_parameters": {"rope_type": "default", "rope_theta": 15500000.0}}\'' in body
+
+
 def test_a_card_proposes_no_length_that_nothing_was_trained_at(hub: Hub, run_dir: Path) -> None:
     facts = json.loads((run_dir / "run.json").read_text())
     facts["recipe"]["data"]["max_length"] = 256

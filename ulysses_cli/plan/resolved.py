@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ulysses_cli.plan.layout import GPUS_PER_NODE, KvHeads, Layout, compute_kv_heads
 from ulysses_cli.plan.levers import Levers
@@ -13,6 +14,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.recipe.schema import format_value, walk_settings
 
 USUAL_SIZES = (2, 4, 8, 16, 32)  # of sp groups
+THETA_POWER = 1.65  # published extensions took powers of the stretch from 1.3 to 1.8
 PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a multiple wastes none
 
 
@@ -32,6 +34,7 @@ class Resolved:
     kv_heads: KvHeads
     original_positions: int  # what a stretch of positions starts from
     rope_factor: float | None
+    rope_theta: float | None  # None: the model's own
     is_rotary: bool
     defaults: tuple[str, ...]
 
@@ -129,6 +132,27 @@ def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:
     return scaling.factor or max(1.0, recipe.data.max_length / get_original_positions(recipe, shape))
 
 
+def compute_rope_theta(recipe: Recipe, shape: ModelShape) -> float | None:
+    """The base of the positions: as written, or one that covers what positions and rope_scaling do not."""
+    written, own = recipe.model.rope_theta, shape.rope_theta
+    if written != "auto":
+        return written
+    covered = get_original_positions(recipe, shape) * (compute_rope_factor(recipe, shape) or 1.0)
+    covered = covered if recipe.model.rope_scaling else shape.max_position_embeddings
+    missing = max(1.0, recipe.data.max_length / covered)
+    return None if own is None else float(f"{own * missing**THETA_POWER:.3g}")
+
+
+def compute_least_theta(max_length: int) -> float:
+    """The least base that lets a model of that length prefer similar tokens everywhere (arXiv 2405.14591, figure 1)."""
+    return 0.0424 * math.pow(max_length, 1.628)
+
+
+def changes_positions(model: Mapping[str, Any]) -> bool:
+    """Whether a recipe's section `model` trains a model with other positions than its base has."""
+    return any(model.get(name) is not None for name in ("rope_scaling", "rope_theta"))
+
+
 def get_original_positions(recipe: Recipe, shape: ModelShape) -> int:
     """Positions that a stretch starts from: as written; else those before the model's own yarn; else all positions of
     the model. (llama3's own number says where its interpolation begins, not how far the model was trained.)"""
@@ -157,6 +181,7 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
         kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_size),
         original_positions=get_original_positions(recipe, shape),
         rope_factor=compute_rope_factor(recipe, shape),
+        rope_theta=compute_rope_theta(recipe, shape),
         is_rotary=bool(shape.rope_type),
         defaults=tuple(_list_defaults(recipe, written)),
     )

@@ -11,6 +11,7 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.schema import format_value
+from ulysses_cli.plan.resolved import compute_least_theta
 from ulysses_cli.plan.rules.files import list_distant_data
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.plan.units import format_parameters
@@ -59,6 +60,8 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         },
         "vocabulary": {"size": shape.vocab_size, "added": len(recipe.data.added_tokens)},
         "rope_factor": resolved.rope_factor,
+        "rope_theta": resolved.rope_theta,
+        "own_rope_theta": shape.rope_theta,
         "made_for_tokens": shape.max_position_embeddings,
         "is_rotary": resolved.is_rotary,
         "method": "lora" if recipe.lora else "full",
@@ -122,8 +125,8 @@ def format_plan(plan: Mapping[str, Any], *, with_settings: bool = True, with_def
         lines.append(("trust", "model.trust_remote_code is on: Python code that comes with the model runs here"))
     if plan["vocabulary"]["added"]:
         lines.append(("vocabulary", _format_vocabulary(plan)))
-    if plan["rope_factor"]:
-        lines.append(("positions", f"stretched {plan['rope_factor']:g}x"))
+    if plan["rope_factor"] or plan["rope_theta"]:
+        lines.append(("positions", _format_positions(plan)))
     elif tokens["row"] > plan["made_for_tokens"] and not plan["is_rotary"]:
         made_for = f"the {plan['made_for_tokens']:,} tokens that the model was made for"
         lines.append(("positions", f"rows are longer than {made_for}; it has no rotary positions to stretch"))
@@ -177,6 +180,17 @@ def _format_ring(mesh: Mapping[str, Any], reason: str) -> str:
         return f"none: {who}; {reason}"
     inner = f"{num_inner} ranks that exchange heads" if num_inner > 1 else "one rank"
     return f"{ring_size} shares of a row's queries, each of {inner}: {reason}"
+
+
+def _format_positions(plan: Mapping[str, Any]) -> str:
+    parts = [f"stretched {plan['rope_factor']:g}x"] if plan["rope_factor"] else []
+    theta, own = plan["rope_theta"], plan["own_rope_theta"]
+    if theta:
+        parts.append(f"base {theta:,.0f}" + (f", the model's own is {own:,.0f}" if own else ""))
+        least = compute_least_theta(plan["tokens"]["row"])
+        if theta < least and not plan["rope_factor"]:
+            parts.append(f"arXiv 2405.14591 finds {float(f'{least:.2g}'):,.0f} necessary for such rows")
+    return "; ".join(parts)
 
 
 def _format_vocabulary(plan: Mapping[str, Any]) -> str:

@@ -359,7 +359,10 @@ def list_run_facts(launch: Launch, inputs: Inputs, connected: Connected, run: As
         "recipe": recipe.model_dump(mode="json"),
         "run_name": get_run_name(launch),
         "layout": {**vars(plan.layout), "world_size": plan.layout.world_size},
-        "model": {"name": shape.name, "model_type": shape.model_type, "num_parameters": shape.num_parameters},
+        "model": {
+            **{"name": shape.name, "model_type": shape.model_type, "num_parameters": shape.num_parameters},
+            **({"rope_theta": plan.resolved.rope_theta} if plan.resolved.rope_theta else {}),
+        },
         "versions": list_versions(),
         "machine": describe_machine(inputs.device),
         "data": {"hash": launch.options.data.name, "num_rows": len(inputs.rows)},

@@ -19,6 +19,7 @@ from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.plan.files.locks import take_lock
 from ulysses_cli.plan.files.regular_files import open_own
 from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.plan.resolved import changes_positions
 from ulysses_cli.run_folder.archive import EVALUATIONS, NAME, find_damage, find_run_dir, get_folder, list_checkpoints
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state, read_model_steps
 
@@ -121,7 +122,7 @@ def _keeps_base(recipe: Mapping[str, Any]) -> bool:
     from the length that was trained, so that such a model is merged."""
     lora, model = recipe.get("lora"), recipe["model"]
     is_quantized = lora is not None and lora.get("quantize_base") is not None
-    return is_quantized and model.get("rope_scaling") is None and model.get("name_or_path") is not None
+    return is_quantized and not changes_positions(model) and model.get("name_or_path") is not None
 
 
 def _describe_adapters(recipe: Mapping[str, Any], adapters: Path) -> FoundModel:
@@ -201,8 +202,8 @@ def find_base(name: str) -> tuple[FoundModel, dict[str, Any] | None]:
         model = recipe["model"]
         if _keeps_base(recipe):
             return _describe_adapters(recipe, path), None
-        scaling = model.get("rope_scaling")
-        positions = recipe["data"]["max_length"] if scaling and scaling["type"] != "dynamic" else 0
+        is_dynamic = (model.get("rope_scaling") or {}).get("type") == "dynamic"
+        positions = recipe["data"]["max_length"] if changes_positions(model) and not is_dynamic else 0
         return FoundModel(str(model.get("name_or_path") or name), positions=positions), model.get("config")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{checkpoint} is not a complete checkpoint: {error}"

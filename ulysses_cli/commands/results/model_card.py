@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.resolved import changes_positions
 from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, list_public_datasets, make_public
 from ulysses_cli.report.run_files import RecordedRun
 from ulysses_cli.report.run_summary import list_values
@@ -127,7 +128,7 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
     length = min(filter(None, (trained, positions)), default=0)
     limit = f" --max-model-len {length}" if length else ""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    is_stretched = recipe.get("model", {}).get("rope_scaling") is not None
+    is_stretched = changes_positions(recipe.get("model", {}))
     lines, unserved = ["## Serving", ""], _list_unserved(recipe.get("lora") or {}) if holds_adapters else ""
     if unserved:
         merged = "`ulysses export CHECKPOINT --to MERGED --merge-lora`"
@@ -146,12 +147,19 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
         command, written = f"vllm serve {name}{limit}", "config.json tells both"
     lines += ["```sh", command, "```", ""] if command else []
     if is_stretched and isinstance(rope, dict):
-        kind = rope.get("rope_type", rope.get("type"))
-        lines += [f"Positions are stretched by {kind}, factor {rope.get('factor')}: {written}.", ""]
+        lines += [f"Positions are {_describe_positions(rope)}: {written}.", ""]
     if 0 < trained < positions:
         lines += [f"No row of the training was longer than {trained:,} tokens. The model has {positions:,} positions; "
                   "measure it at longer texts before you serve them.", ""]  # fmt: skip
     return lines
+
+
+def _describe_positions(rope: Mapping[str, Any]) -> str:
+    inner = rope.get("full_attention")  # plan.models.family is not needed for a word of transformers
+    rope = inner if isinstance(inner, dict) else rope
+    kind, theta = rope.get("rope_type", rope.get("type")), rope.get("rope_theta")
+    parts = [] if kind == "default" else [f"stretched by {kind}, factor {rope.get('factor')}"]
+    return " and ".join([*parts, *([f"computed with base {theta:,.0f}"] if isinstance(theta, int | float) else [])])
 
 
 def _list_unserved(lora: Mapping[str, Any]) -> str:

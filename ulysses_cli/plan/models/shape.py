@@ -80,6 +80,7 @@ class ModelShape:
     has_sinks: bool
     rope_type: str  # '' without rotary positions
     rope_original_positions: int | None
+    rope_theta: float | None  # the base; of models with several, that of full attention
     quantization: str
     linear_modules: tuple[str, ...]
     num_parameters: int | None
@@ -255,6 +256,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         if (family or UNKNOWN).is_rotary(facts)
         else "",
         rope_original_positions=_read_original_positions(facts),
+        rope_theta=_read_rope_theta(facts),
         quantization=_read_quantization(config),
         linear_modules=_list_linear_modules(facts, family, layers),
         num_parameters=count_model(layers, facts, family) if family else None,
@@ -371,6 +373,13 @@ def _read_original_positions(facts: ConfigFacts) -> int | None:
     count = _read_rope(facts).get("original_max_position_embeddings")
     count = facts.find("original_max_position_embeddings") if count is None else count
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
+
+
+def _read_rope_theta(facts: ConfigFacts) -> float | None:
+    """The base of the rotary positions; None if the config does not say."""
+    theta = _read_rope(facts).get("rope_theta", facts.find("rope_theta"))
+    is_base = isinstance(theta, int | float) and not isinstance(theta, bool) and 1 < theta < math.inf
+    return float(theta) if is_base else None
 
 
 def _read_quantization(config: Mapping[str, Any]) -> str:

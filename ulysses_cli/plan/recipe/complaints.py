@@ -47,7 +47,6 @@ FOREIGN_KEYS = {
     "do_eval": "write run.eval_steps, and data.eval_split or data.eval_datasets",
     "evals_per_epoch": "write run.eval_steps, a number of steps",
     "saves_per_epoch": "write run.save_steps, a number of steps",
-    "rope_theta": "the base of the positions is the model's own; model.rope_scaling stretches it",
 }
 WHOLE_NUMBERS = "write a whole number, such as 10"
 LARGE_NUMBERS, LARGE = f"{WHOLE_NUMBERS}, 65_536, 500K or 64Ki", 500_000  # where as many may stand

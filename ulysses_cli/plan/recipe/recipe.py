@@ -92,6 +92,12 @@ class Model(Section):
         aliases=("use_liger_kernel",),
     )
     rope_scaling: RopeScaling | None = setting(None, "stretch of the position encoding beyond the pretrained length")
+    rope_theta: Annotated[float, Field(gt=1, le=1e12)] | Literal["auto"] | None = setting(
+        None,
+        "base of the rotary positions, so that longer rows are trained without rope_scaling or beside it; auto = the "
+        "model's own x (max_length / its positions)^1.65; left out: the model's own",
+        unit="base",
+    )
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")
 
     @field_validator("name_or_path", "tokenizer")

@@ -14,7 +14,7 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION
 from ulysses_cli.plan.models.shape import TEXT_PARTS, ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import compute_rope_factor
+from ulysses_cli.plan.resolved import compute_rope_factor, compute_rope_theta
 from ulysses_cli.prove.verify.small_layers import name_kind, shrink_experts, shrink_heads, shrink_mixers
 
 HEAD_DIM, HIDDEN_SIZE, INTERMEDIATE_SIZE = 16, 64, 96
@@ -211,6 +211,7 @@ def _shrink_model(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape, 
         "dtype": dtype,
         "attn_implementation": _change(notes, key, model.attn_implementation, kernel, reason),
         "rope_scaling": rope,
+        "rope_theta": compute_rope_theta(recipe, shape),
         "tokenizer": "bytes",
         "trust_remote_code": False,
     }

@@ -11,11 +11,14 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers import __version__ as version
 
+from ulysses_cli.plan.models.family import FULL_ATTENTION
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.models.vocabulary import compute_vocab_size, grow_config
-from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.recipe import Recipe, RopeScaling
 from ulysses_cli.plan.resolved import Resolved
 from ulysses_cli.train.assembly.loading import MISFITS, BuildError, first_line
+
+ROPE_BASE = ("rope_theta", "partial_rotary_factor")  # what rope scaling does not change
 
 
 def load_model_config(recipe: Recipe) -> PretrainedConfig:
@@ -52,25 +55,29 @@ def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> Mode
 
 
 def stretch_positions(config: PretrainedConfig, recipe: Recipe, resolved: Resolved) -> None:
-    """Writes the recipe's rope scaling and length into the config, which is exported with the model. Without a scaling
+    """Writes the recipe's rope scaling, base and length into the config, which is exported with the model. Without them
     a model with rotary positions stays as it is: rows of training are not longer than its positions, and longer prompts
     of an evaluation must not change the model. Dynamic, longrope and yarn compute frequencies from that number."""
-    scaled = recipe.model.rope_scaling
-    if scaled is None:
-        if not resolved.is_rotary:
-            config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
+    scaled, theta = recipe.model.rope_scaling, resolved.rope_theta
+    if scaled is not None or theta is not None:
+        parameters = dict(getattr(config, "rope_parameters", None) or {})
+        inner = parameters.get(FULL_ATTENTION)  # other kinds of layers, with windows, keep their own
+        changed = dict(inner if isinstance(inner, Mapping) else parameters)
+        if scaled is not None:
+            changed = {name: changed[name] for name in ROPE_BASE if name in changed} | _list_scaling(scaled, resolved)
+        if theta is not None:
+            changed["rope_theta"] = theta
+        config.rope_parameters = {**parameters, FULL_ATTENTION: changed} if isinstance(inner, Mapping) else changed
+    elif resolved.is_rotary:
         return
-    written = scaled.model_dump(exclude_none=True, exclude={"type", "factor"})
-    # The number of original positions is part of llama3's formula and stays as written in the model.
-    scaling = {"rope_type": scaled.type, "factor": resolved.rope_factor, **written}
-    if scaled.type in ("yarn", "llama3"):
-        scaling.setdefault("original_max_position_embeddings", resolved.original_positions)
-    config.rope_parameters = {**_get_rope_base(config), **scaling}
-    if scaled.type != "dynamic":  # it stretches from the model's own length
+    if scaled is None or scaled.type != "dynamic":  # it stretches from the model's own length
         config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
 
 
-def _get_rope_base(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary base and the rotated part of a head, which rope scaling does not change."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
+def _list_scaling(scaled: RopeScaling, resolved: Resolved) -> dict[str, Any]:
+    """The number of original positions is part of llama3's formula and stays as written in the model."""
+    written = scaled.model_dump(exclude_none=True, exclude={"type", "factor"})
+    scaling = {"rope_type": scaled.type, "factor": resolved.rope_factor, **written}
+    if scaled.type in ("yarn", "llama3"):
+        scaling.setdefault("original_max_position_embeddings", resolved.original_positions)
+    return scaling

@@ -16,6 +16,7 @@ import torch
 
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.resolved import changes_positions
 from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, make_public
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
@@ -127,7 +128,7 @@ def list_base_warnings(model: Mapping[str, Any]) -> list[str]:
     """Warnings about the base model that adapters need, where it is not the plain one. `model`: the recipe's
     section."""
     base_warnings = []
-    if model["rope_scaling"] is not None:
+    if changes_positions(model):
         base_warnings.append(
             "adapters do not carry the stretched positions: load the base as the README.md next to them shows, or run "
             "`ulysses export CHECKPOINT --to DIR --merge-lora`"
