@@ -330,6 +330,13 @@ def test_the_card_says_what_a_server_passes_to_the_template() -> None:
     said = '`"chat_template_kwargs": {"keep": true, "effort": "low"}`'
     assert said in make_card(recipe, "mine", shape, shape.vocab_size)
     assert 'chat_template_kwargs":' not in make_card(make_recipe().model_dump(mode="json"), "mine", shape, 64)
+    clock = "{{ strftime_now('%d') }}"
+    card = make_card(make_recipe().model_dump(mode="json"), "mine", shape, 64, template=clock)
+    assert "Training wrote 2024-07-26 into every chat" in card and 'chat_template_kwargs":' not in card  # noqa: PT018
+    recipe = make_recipe("data.chat_template_kwargs={strftime_now: 2026-11-27}").model_dump(mode="json")
+    card = make_card(recipe, "mine", shape, 64, template=clock + "{{ date_string }}")
+    assert "Training wrote 2026-11-27 into every chat" in card
+    assert 'unless it gets `"chat_template_kwargs": {"date_string": "27 Nov 2026"}`' in card
 
 
 def test_cores_near_a_device_are_read_in_the_kernels_format(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,8 +25,11 @@ from support.tokenizers_trained import train, wrap
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS
+from ulysses_cli.data.tokenizing import targets
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import compute_growth
+from ulysses_cli.data.tokenizing.renderer import Renderer
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample
@@ -471,6 +476,97 @@ def test_a_template_and_a_chat_have_their_class(template: str, chat: str) -> Non
     encoder.encode_documents(read_sample("chat", {"messages": [dict(message) for message in messages]}))
     lost = [(part.turn, part.kind) for part in encoder.lost]
     assert (encoder.counts["rewritten"], encoder.counts["other prompt"], lost) == CLASSES[template, chat]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "field", "counts"),
+    [
+        (LAST_ROUND, TWO, None, (2, 0)),
+        (LAST_ROUND, TWO, 0, (1, 0)),
+        (LAST_ROUND, [USER, turn("a"), USER, turn("b")], None, (0, 1)),
+        (ALL_SHOWN, TWO, None, (0, 0)),
+    ],
+    ids=["thoughts", "one by a field", "prompt", "none"],
+)
+def test_turns_that_are_masked_are_counted_by_their_reason(
+    tmp_path: Path, template: str, chat: list[Row], field: int | None, counts: tuple[int, int]
+) -> None:
+    """Every turn is trained, or stands under one reason why not. `field`: of the first turn."""
+    chat = [chat[0], {**chat[1], "train": field}, *chat[2:]]
+    report = prepare(tmp_path, [chat] * 2, template, "data.on_rewritten_turns=mask").report
+    found = report["sources"][0]["turns"]
+    assert (found["masked as rewritten"], found["masked behind another prompt"]) == (2 * counts[0], 2 * counts[1])
+    assert found["turns"] == found["trained"] + sum(n for name, n in found.items() if name.startswith("masked"))
+    words = format_report(report)
+    assert "of which the template shows less" not in words and "split shows them" not in words, "they are not shown"  # noqa: PT018
+    for number, reason in zip(counts, ("the template shows less of them", "they stand behind another"), strict=True):
+        assert (f"{2 * number} not trained, as {reason}" in words) == bool(number)
+
+
+def test_mask_loses_nothing_of_what_it_trains(tmp_path: Path) -> None:
+    """This template shows no thought and no call, wherever the turn stands: no turn is rewritten."""
+    with pytest.raises(DataError, match="does not show thoughts of 3 turns and tool calls of 1 turn"):
+        prepare(tmp_path, [TWO], CHATML, "data.on_rewritten_turns=mask")
+    assert prepare(tmp_path, [THOUGHTS], CHATML, "data.on_rewritten_turns=mask", "data.thoughts=drop")
+
+
+@pytest.mark.parametrize("first", ["keep", "raise"])
+def test_raise_says_the_same_whoever_made_the_store(tmp_path: Path, first: str) -> None:
+    if first == "keep":
+        assert len(open_rows(prepare(tmp_path, [TWO], LAST_ROUND, "data.on_rewritten_turns=keep").path, "train")) == 1
+    with pytest.raises(DataError) as caught:
+        prepare(tmp_path, [TWO], LAST_ROUND)
+    assert "split to train each turn as the model writes it, for 1.8 x the tokens" in caught.value.problems[0].hint
+
+
+def test_a_chat_that_cannot_be_split_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may refuse the first messages of a chat that it takes as a whole."""
+    expected = list_targets(LAST_ROUND, TWO, on_rewritten_turns="keep")
+    monkeypatch.setattr(targets, "_split", Mock(side_effect=ValueError))  # the process that renders is forked from this
+    assert list_targets(LAST_ROUND, TWO, on_rewritten_turns="keep") == expected
+
+
+def test_templates_write_one_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every day, in every process, and in use. `date -d` says which day that was."""
+    import time
+
+    template = "{{- strftime_now('%A, %d %B %Y') ~ ';' }}" + CHATML
+    rows = [[USER, turn("a")], {"messages": [USER, turn("b")], "chat_template_kwargs": {"strftime_now": "2025-12-31"}}]
+
+    def show(*words: str) -> tuple[set[str], Prepared]:
+        made = prepare(tmp_path, rows, template, f"data.store_dir={tmp_path}/{time.time()}", *words)
+        store = open_rows(made.path, "train").stores[0]
+        shown = {bytes(token for token in store.read(at, 0, store.lengths[at])[0] if token < 256) for at in range(2)}
+        return {text.decode().partition(";")[0] for text in shown}, made
+
+    row = "Wednesday, 31 December 2025"
+    found, made = show()
+    assert found == {"Friday, 26 July 2024", row}
+    (note,) = [note for note in made.report["notes"] if "date" in note]
+    assert "the chat template writes the date into 2 chats: 2024-07-26, on every day" in note
+    said = "data.chat_template_kwargs={strftime_now: 2026-11-27}"
+    found, made = show(said)
+    assert found == {"Friday, 27 November 2026", row} and not any("date" in note for note in made.report["notes"])  # noqa: PT018
+    assert show("data.datasets.0.chat_template_kwargs={strftime_now: 2026-11-28}")[0] == {
+        "Saturday, 28 November 2026", row,
+    }  # fmt: skip
+    tokenizer = load_tokenizer(parse_recipe(RECIPE.replace("FOLDER", str(tmp_path)), "r.yaml", [said]).recipe.model)
+    tokenizer.chat_template = template
+    for variables, day in (({}, "26 July 2024"), ({"strftime_now": "2026-11-27"}, "27 November 2026")):
+        with closing(Renderer(tokenizer, variables=variables)) as renderer:
+            assert f", {day};" in renderer.render_text([USER])
+    with pytest.raises(DataError, match="the variable strftime_now is 'today', which is not a date such as 2024-07-26"):
+        prepare(tmp_path, [{**rows[1], "chat_template_kwargs": {"strftime_now": "today"}}], template)  # type: ignore
+
+
+def test_what_is_no_date_is_refused() -> None:
+    where = "data.datasets.0.chat_template_kwargs"
+    for key in ("data.chat_template_kwargs", where):
+        words = ("data.datasets.0.type=chat", "data.datasets.0.path=hub/set", f"{key}={{strftime_now: '27.11.2026'}}")
+        found = [each for each in validate_recipe("r.yaml", words, text=VALID).problems if "strftime" in each.key]
+        assert [(each.key, each.hint) for each in found] == [
+            (f"{key}.strftime_now", f"write {key}: {{strftime_now: 2024-07-26}}")
+        ]
 
 
 RECIPE = """\

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from ulysses_cli.data.packer import WORK
 from ulysses_cli.data.rows import PackedRows
 from ulysses_cli.data.store import SAID, TARGET, Ids, TokenStore
+from ulysses_cli.plan.models.chat_template import CLOCK, DATE
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.rows.packing import Piece, cut_documents, locate_row, pack_alone, pack_documents, share_rows
@@ -245,6 +247,13 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         if fields:
             shown = ", ".join(f"{name} of {format_count(fields[name], 'turn')}" for name in sorted(fields)[:MAX_FIELDS])
             notes.append(f"{source['name']}: fields of messages that the template never reads: {shown}")
+        variables = {**recipe.data.chat_template_kwargs, **_get_source(recipe, source["key"]).chat_template_kwargs}
+        if source["turns"].get("dated") and CLOCK not in variables:
+            chats = format_count(source["turns"]["dated"], "chat")
+            notes.append(
+                f"{source['name']}: the chat template writes the date into {chats}: {DATE}, on every day; "
+                f"data.chat_template_kwargs: {{{CLOCK}: YYYY-MM-DD}} names another"
+            )
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions become chats if the tokenizer has a chat template")
     if note := explain_targets(report, recipe):
@@ -276,8 +285,13 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _get_type(recipe: Recipe, key: str) -> str:
+    return str(_get_source(recipe, key).type)
+
+
+def _get_source(recipe: Recipe, key: str) -> Dataset:
     _, section, index = key.split(".")
-    return str(getattr(recipe.data, section)[int(index)].type)
+    found: Dataset = getattr(recipe.data, section)[int(index)]
+    return found
 
 
 def explain_targets(report: Mapping[str, Any], recipe: Recipe) -> str:

@@ -99,7 +99,7 @@ def prepare_data(
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
         _check_bad_rows(store, source, data.on_bad_row)
-    if data.on_rewritten_turns in ("raise", "split"):
+    if data.on_rewritten_turns != "keep":
         _check_lost_parts(stores, described, tokenizer, data.on_rewritten_turns)
     _check_loss_mask(stores[: len(data.datasets)], recipe)
     context.hashes.save()

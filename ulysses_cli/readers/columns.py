@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ulysses_cli.plan.models.chat_template import OUR_VARIABLES
+from ulysses_cli.plan.models.chat_template import CLOCK, DATE, OUR_VARIABLES, read_date
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.data_section import COLUMNS, RowType
 from ulysses_cli.readers.problems import SOURCE, BadRow
@@ -165,6 +165,10 @@ def _make_chat(messages: list[dict[str, Any]], row: Row, reading: Reading, first
     settings = {**reading.variables, **(variables or {})}
     if ours := [name for name in settings if name in OUR_VARIABLES]:
         raise BadRow(f"column `chat_template_kwargs` holds {ours[0]}, which is not a variable of its own")
+    try:
+        read_date(settings)
+    except ValueError:
+        raise BadRow(f"the variable {CLOCK} is {settings[CLOCK]!r}, which is not a date such as {DATE}") from None
     return Chat(messages, _read_tools(row.get("tools")), first or 0, first is not None, flags, settings)
 
 

@@ -22,6 +22,8 @@ TURNS = {
     "masked by choice": "not trained, as data.train_on_turns says",
     "rewritten": "of which the template shows less inside of the chat than when the model writes them",
     "other prompt": "behind another prompt than the model gets; data.on_rewritten_turns: split shows them as it does",
+    "masked as rewritten": "not trained, as the template shows less of them than the model writes",
+    "masked behind another prompt": "not trained, as they stand behind another prompt than the model gets",
     "endless": "of which the template shows no end that is a token: the model does not learn to stop there",
     "unread variables": "chats with variables that the template never reads",
     "unread text": "chats with a column `text`, which is not read",

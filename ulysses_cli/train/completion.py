@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ulysses_cli.data.tokenizing.tokenizer import get_template
 from ulysses_cli.plan.models.model_choice import name_measure
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, get_step
 from ulysses_cli.run_folder.early_stop import name_asker, write_early_stop
@@ -107,6 +108,7 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
             inputs.shape,
             inputs.num_own_tokens,
             key_mapping=find_key_mapping(os.path.expanduser(named), recipe.model.revision) if named else None,
+            template=get_template(inputs.tokenizer),
         ),
         step=step,
         run_step=run.state.step,

@@ -201,7 +201,8 @@ class Encoder:
         choice = TargetChoice(
             answers_only,
             self.marks_answers and answers_only,
-            on_rewritten_turns=settings.on_rewritten_turns,
+            # what `keep` accepts `raise` refuses, with counts: one store serves both
+            on_rewritten_turns=settings.on_rewritten_turns.replace("keep", "raise"),
             ends=self.ends,
             stops=self.stops,
             text_end=str(self.tokenizer.eos_token or ""),

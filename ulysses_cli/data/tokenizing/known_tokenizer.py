@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.tokenizing.tokenizer import BYTES_TEMPLATE, load_tokenizer, read_stop_tokens
 from ulysses_cli.plan.files.whole_files import write_whole
-from ulysses_cli.plan.models.chat_template import read_template
+from ulysses_cli.plan.models.chat_template import CLOCK, DATE, read_template
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.recipe import Model
 
-FORMAT = 2
+FORMAT = 3
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
 CONFIGS = ("generation_config.json", "config.json")
 LIBRARIES = ("transformers", "tokenizers")
@@ -93,7 +93,8 @@ def hash_tokenizer(tokenizer: Any) -> str:
         backend = json.dumps({**spec, "truncation": None, "padding": None}, sort_keys=True)
     else:
         backend = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()], sort_keys=True)
-    return hash_parts(backend, tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer))
+    dates = [DATE] if CLOCK in str(tokenizer.chat_template) else []
+    return hash_parts(backend, tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer), *dates)
 
 
 def _compute_key(model: Model, data: Data, hashes: FileHashes) -> str | None:

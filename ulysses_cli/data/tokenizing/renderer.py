@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from datetime import datetime
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ from typing import Any
 from ulysses_cli.data.tokenizing.chat import cut_message, make_render
 from ulysses_cli.data.tokenizing.lost_parts import LostPart
 from ulysses_cli.data.tokenizing.targets import ChatText, RenderedChat, TargetChoice, render_chat
+from ulysses_cli.plan.models.chat_template import CLOCK, read_date
 
 SECONDS = 30.0  # for one chat; a chat of a million tokens takes about one second
 MEMORY_BYTES = 3 << 30  # on top of what this process has
@@ -154,6 +156,18 @@ class Renderer:
         return self.connection
 
 
+class _Clock:
+    """Stands for the class by which transformers tells templates the time: a chat has the same tokens on every day, and
+    in use those of training."""
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        self.date, self.is_read = read_date(variables), False
+
+    def now(self) -> datetime:
+        self.is_read = True
+        return self.date
+
+
 def _end(connection: Connection, pid: int) -> None:
     connection.close()
     try:
@@ -187,8 +201,12 @@ def _serve(connection: Connection, tokenizer: Any, specials: Sequence[str]) -> N
 
 
 def _answer(tokenizer: Any, request: RenderRequest, specials: Sequence[str]) -> bytes:
-    failure = ""
-    messages, tools, settings = request.messages, request.tools, request.settings
+    from transformers.utils import chat_template_utils
+
+    failure, clock = "", _Clock(request.settings or {})
+    setattr(chat_template_utils, "datetime", clock)  # noqa: B010 - of this process alone, and functions are no variables
+    messages, tools = request.messages, request.tools
+    settings = {name: value for name, value in (request.settings or {}).items() if name != CLOCK}
 
     def bound(render: Callable[..., str], *words: Any, **options: Any) -> str:
         """Records an exceeded bound even if the caller catches the error and can do without this rendering."""
@@ -205,11 +223,13 @@ def _answer(tokenizer: Any, request: RenderRequest, specials: Sequence[str]) -> 
     answer: dict[str, Any] = {}
     try:
         if request.choice is None:
-            answer["text"] = bound(tokenizer.apply_chat_template, messages, tokenize=False, **(settings or {}))
+            answer["text"] = bound(tokenizer.apply_chat_template, messages, tokenize=False, **settings)
         else:
             render = partial(bound, make_render(tokenizer, tools, settings))
             more = (tools, specials, request.choice, request.flags, request.first, settings)
-            answer["chat"] = astuple(render_chat(tokenizer, render, messages, *more))
+            chat = render_chat(tokenizer, render, messages, *more)
+            chat.counts.update({"dated": 1} if clock.is_read else {})
+            answer["chat"] = astuple(chat)
     except MemoryError:
         failure = TOO_LARGE
     except Exception as error:  # noqa: BLE001 - a template may raise any exception

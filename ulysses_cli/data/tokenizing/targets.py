@@ -32,6 +32,10 @@ from ulysses_cli.data.tokenizing.lost_parts import (
     split_content,
 )
 
+# In counts: rewritten turns that lose something, and those behind another prompt than the model gets, where they are
+# shown so and where they are no targets for that.
+SHOWN, MASKED = ("rewritten", "other prompt"), ("masked as rewritten", "masked behind another prompt")
+
 
 @dataclass(frozen=True)
 class TargetChoice:
@@ -262,28 +266,35 @@ def render_chat(
     lost = [part for part in chat.find_lost(chat.answers) if part.kind != "thought" or part.turn in chosen]
     rewritten = chosen - chat.faithful
     lost_turns = {part.turn for part in lost}
-    counts |= {"rewritten": len(rewritten & lost_turns), "other prompt": len(rewritten - lost_turns)}
+    names = MASKED if choice.on_rewritten_turns == "mask" else SHOWN
+    counts |= dict(zip(names, (len(rewritten & lost_turns), len(rewritten - lost_turns)), strict=True))
+    if choice.on_rewritten_turns == "mask":  # they become context, of which nothing is learned
+        chosen, lost = chosen & chat.faithful, [part for part in lost if part.turn not in rewritten]
     counts["endless"] = len(chosen & chat.endless)
     texts, unsplit = None, list[tuple[int, str]]()
-    if (choice.on_rewritten_turns == "split" and chosen - chat.whole) or (
-        choice.on_rewritten_turns == "raise" and rewritten and lost
-    ):
-        texts, still_lost = _split(chat, chosen)
-        if choice.on_rewritten_turns == "split":
-            # what a text lacks that is no target in it is context as the model gets it
-            lost = still_lost
-        elif still_lost:
+    if choice.on_rewritten_turns == "split" and chosen - chat.whole:
+        # what a text lacks that is no target in it is context as the model gets it
+        texts, lost = _split(chat, chosen)
+    elif choice.on_rewritten_turns == "raise" and rewritten and lost:
+        unsplit = _list_unsplit(chat, chosen)
+        if not unsplit:
             counts["never shown"] = 1
-        else:
-            unsplit = [_leave_out_shared(each.text, text, specials) for each in texts]
-        texts = texts if choice.on_rewritten_turns == "split" else None
     elif choice.on_rewritten_turns == "raise" and chosen - chat.whole:
         counts["would split"] = 1  # without loss: what it would cost is not worth its time
-    if choice.on_rewritten_turns == "mask":
-        chosen, lost = chosen & chat.faithful, []
     texts = texts or [ChatText(text, chat.classify(chosen), chat.turn_ends)]
     counts |= {"chats": 1, "trained": len(chosen), "texts": len(texts)}
     return RenderedChat(texts, "", lost, counts, text if len(texts) > 1 else "", unsplit)
+
+
+def _list_unsplit(chat: _Chat, chosen: Collection[int]) -> list[tuple[int, str]]:
+    """What a chat would become if it were split; nothing where that does not show all that is lost."""
+    try:
+        texts, lost = _split(chat, chosen)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - a template may raise any exception for the first messages alone
+        return []
+    return [] if lost else [_leave_out_shared(each.text, chat.text, chat.source.specials) for each in texts]
 
 
 def _leave_out_shared(part: str, whole: str, specials: Sequence[str]) -> tuple[int, str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -29,6 +30,9 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 KEEPING_THOUGHTS = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_history_thinking": "false"}
 # What this tool, transformers or the row itself gives to a template.
 OUR_VARIABLES = ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "continue_final_message")
+# With this templates write the date of the day, which would give a chat other tokens tomorrow. The recipe's variable of
+# this name says which date stands there; without it, the one that Llama's templates write where they have no clock.
+CLOCK, DATE = "strftime_now", "2024-07-26"
 IM = ("<|im_start|>", "<|im_end|>")
 
 
@@ -96,6 +100,11 @@ def _read_file(file: Path) -> str:
         raise RecipeError([Problem(KEY, f"{file} cannot be read: {error.strerror}", "make it readable")]) from None
     except UnicodeDecodeError:
         raise RecipeError([Problem(KEY, f"{file} is not UTF-8 text", "save it as UTF-8")]) from None
+
+
+def read_date(variables: Mapping[str, Any]) -> datetime:
+    """The date that a template with these variables writes. Raises ValueError for what is none."""
+    return datetime.fromisoformat(str(variables.get(CLOCK) or DATE))
 
 
 def find_switch(template: str) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ulysses_cli.plan.files.addresses import find_address, find_address_problem
 from ulysses_cli.plan.files.locks import HINT_WHILE_LIVE, find_holder
 from ulysses_cli.plan.files.patterns import expand_pattern
-from ulysses_cli.plan.models.chat_template import OUR_VARIABLES
+from ulysses_cli.plan.models.chat_template import CLOCK, DATE, OUR_VARIABLES, read_date
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.changes import add_new_settings, list_differences, shorten_list
 from ulysses_cli.plan.recipe.data_section import COLUMNS, OPTIONAL, Dataset
@@ -92,6 +92,13 @@ def check_turns(recipe: Recipe) -> Problems:
                 yield Problem(
                     f"{key}.chat_template_kwargs.{name}", "is given by the row or by this tool", "leave it out"
                 )
+        try:
+            read_date(variables)
+        except ValueError:
+            place = f"{key}.chat_template_kwargs"
+            yield Problem(
+                f"{place}.{CLOCK}", f"{variables[CLOCK]!r} is not a date", f"write {place}: {{{CLOCK}: {DATE}}}"
+            )
 
 
 def check_output_dir(recipe: Recipe) -> Problems:

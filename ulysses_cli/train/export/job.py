@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import get_template, load_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import resolve
@@ -57,8 +57,9 @@ class ExportJob:
         stretch_positions(self.config, self.recipe, resolve(self.recipe, shape))
         run_name = self.recipe.run.run_name or checkpoint.resolve().parts[-3]
         self.card = make_card(
-            self.dumped, run_name, shape, self.num_own_tokens, is_merged=is_merged, key_mapping=self.mapping
-        )
+            self.dumped, run_name, shape, self.num_own_tokens, is_merged=is_merged, key_mapping=self.mapping,
+            template=get_template(self.tokenizer),
+        )  # fmt: skip
         if is_merged and self.recipe.lora is None:
             raise ExportError("--merge-lora: this run had no adapters; leave it out")
         if is_merged and self.recipe.model.name_or_path is None:

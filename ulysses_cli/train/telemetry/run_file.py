@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.plan.models.chat_template import CLOCK, list_variables, read_date
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.resolved import changes_positions
 from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, make_public
@@ -77,6 +78,10 @@ VARIABLES_NOTE = """\
 Chats were rendered with variables of the template. A server gets them with each request, such as vLLM and SGLang by
 `"chat_template_kwargs": {variables}`, and transformers' `apply_chat_template` as arguments. tokenizer_config.json has
 them too, for `ulysses evaluate` and `ulysses sample`."""
+DATE_NOTE = """\
+The chat template writes a date. Training wrote {date} into every chat, and so do `ulysses evaluate` and `ulysses
+sample`. A server writes the day's, which the model has not seen{remedy}."""
+DATE_VARIABLE, DATE_FORM = "date_string", "%d %b %Y"  # of Llama's templates
 RECIPE_NOTE = "All defaults included; what names folders and services of the machine is left out:"
 
 
@@ -88,10 +93,11 @@ def make_card(
     *,
     is_merged: bool = False,
     key_mapping: Mapping[str, str] | None = None,
+    template: str = "",
 ) -> str:
     """The model card: what was trained, on what, how to load adapters, and the whole recipe. `num_own_tokens`: rows of
     the base model's embedding in its files. `key_mapping`: transformers', where the base's files are those of a
-    multimodal model. The card may be published: it says nothing of the machine."""
+    multimodal model. `template`: the chats'. The card may be published: it says nothing of the machine."""
     import yaml
 
     holds_adapters = bool(recipe["lora"]) and not is_merged
@@ -116,12 +122,24 @@ def make_card(
             growth=GROWTH.format(**sizes) if has_grown else "",
         )
         lines += ["## Loading", "", "```python", *code.splitlines(), "```", ""]
-    if variables := public["data"].get("chat_template_kwargs"):
-        written = json.dumps(variables, ensure_ascii=False)
-        lines += ["## Chat template", "", VARIABLES_NOTE.format(variables=written), ""]
+    if notes := _describe_template(public["data"].get("chat_template_kwargs") or {}, template):
+        lines += ["## Chat template", "", "\n\n".join(notes), ""]
     lines += ["## Recipe", "", RECIPE_NOTE, ""]
     written = yaml.safe_dump(mask_secrets(public, known=known), sort_keys=False, allow_unicode=True)
     return "\n".join([mask_text("\n".join(lines), known), "```yaml", written.rstrip(), "```", ""])
+
+
+def _describe_template(variables: Mapping[str, Any], template: str) -> list[str]:
+    """What a server must know to write the prompts of training."""
+    given = {name: value for name, value in variables.items() if name != CLOCK}
+    notes = [VARIABLES_NOTE.format(variables=json.dumps(given, ensure_ascii=False))] if given else []
+    read = list_variables(template)
+    if CLOCK in read and DATE_VARIABLE not in given:
+        date = read_date(variables)
+        known = json.dumps({DATE_VARIABLE: date.strftime(DATE_FORM)})
+        remedy = f', unless it gets `"chat_template_kwargs": {known}`' if DATE_VARIABLE in read else ""
+        notes.append(DATE_NOTE.format(date=f"{date:%Y-%m-%d}", remedy=remedy))
+    return notes
 
 
 def list_base_warnings(model: Mapping[str, Any]) -> list[str]:
