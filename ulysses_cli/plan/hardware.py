@@ -28,6 +28,8 @@ class Efficiency:
     network: float = 0.8
     host_memory_gb_s: float = 30.0
     disk_gb_s: float = 5.0
+    narrow_heads: float = 1.0
+    narrow_packed_heads: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class HostCosts:
 
     core_speed: float = 1.0
     yardstick: float = 1.0
+    on_gpu: float = 1.0
     layer_zero1: float = 0.0
     layer_zero2: float = 0.0
     layer_zero3: float = 0.0
@@ -51,6 +54,8 @@ class HostCosts:
     loss_tile: float = 0.0
     offloaded_layer: float = 0.0
     offload_optimizer: float = 0.0
+    optimizer: float = 0.0
+    optimizer_layer: float = 0.0
 
     def get_layer(self, zero_stage: int, num_ranks: int) -> float:
         """Without recomputation and levers. At stage 3, DeepSpeed cuts each weight and gradient into a part for each
@@ -85,10 +90,13 @@ class Gpu:
     host: HostCosts = HostCosts()
     packed_attention: tuple[float, float] | None = None
 
-    def get_attention(self, *, is_packed: bool) -> tuple[float, float]:
-        """Shares of the peak, forward and backward. `is_packed`: by torch's own kernel for many documents."""
+    def get_attention(self, *, is_packed: bool, is_narrow: bool) -> tuple[float, float]:
+        """Shares of the peak, forward and backward. `is_packed`: by torch's own kernel for many documents. `is_narrow`:
+        heads of 64 and less."""
         own = self.packed_attention if is_packed else None
-        return own or (self.attention_forward, self.attention_backward)
+        forward, backward = own or (self.attention_forward, self.attention_backward)
+        narrow = self.efficiency.narrow_packed_heads if own else self.efficiency.narrow_heads
+        return (narrow * forward, narrow * backward) if is_narrow else (forward, backward)
 
     @property
     def is_amd(self) -> bool:

@@ -1,5 +1,5 @@
 """Seconds that a processor takes to launch a step's kernels and to run DeepSpeed's hooks. A GPU that computes for less
-time waits for it. The costs of hardware.yaml were measured by benchmarks/host.py.
+time waits for it. The costs of hardware.yaml were measured by benchmarks/host.py, and on a GPU by gpu_model.py.
 """
 
 from __future__ import annotations
@@ -35,4 +35,10 @@ def compute_host_seconds(job: Job, costs: HostCosts) -> float:
     if levers.tiled_loss:
         tile = compute_loss_tile_tokens(tokens, job.shape.vocab_size, size, is_large=levers.large_tiles)
         total += costs.loss_tile * math.ceil(tokens / tile)
-    return MILLI * total / costs.core_speed
+    return MILLI * costs.on_gpu * total / costs.core_speed
+
+
+def compute_optimizer_host_seconds(job: Job, costs: HostCosts) -> float:
+    """Of an optimizer step on the GPU. DeepSpeed waits for the gradients' norm and goes through parameters one by one,
+    so that the GPU has no other work."""
+    return MILLI * (costs.optimizer + costs.optimizer_layer * job.shape.num_layers) / costs.core_speed

@@ -11,7 +11,7 @@ from typing import Literal
 from ulysses_cli.plan.attention import BACK_ENDS, list_needs
 from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_vector_weights
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.host_time import compute_host_seconds
+from ulysses_cli.plan.host_time import compute_host_seconds, compute_optimizer_host_seconds
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger import latent
 from ulysses_cli.plan.ledger.attention import saves_slices
@@ -50,7 +50,11 @@ GIGA, TERA = 1e9, 1e12
 PACKED_KERNELS, FAST_PACKAGE = ("torch_varlen", "sdpa", "flash_attention_2"), "flash_attention_4"
 LEAST_WORTH = 1.02  # times a step: what is worth a line
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
-ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read and written, gradient, result
+# Per element of the shard, in DeepSpeed's step: the gradient's norm in float64 18, gradients joined and made float32
+# 10, scaled 8, Adam 28, weights rounded and put back 10.
+STEP_TRAFFIC_BYTES = 74
+LOSS_TRAFFIC_BYTES = 42  # per logit: a float32 copy, log_softmax and its backward, each a pass of its own
+NARROW_HEAD = 64
 CPU_ADAM_TRAFFIC_BYTES = 34
 EARLY_COPY_BYTES = 24  # per element that is stepped early: weight and moments read and written (early_steps.py)
 MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
@@ -71,6 +75,7 @@ class Speed:
     num_gpus: int
     device_seconds: float
     host_seconds: float
+    optimizer_host_seconds: float  # of the step, in the part `optimizer`
 
     @property
     def is_host_bound(self) -> bool:
@@ -152,6 +157,18 @@ def _count_mlp_weights(job: Job, layer: Layer) -> int:
 def compute_head_flops(job: Job) -> float:
     """Forward: 2 h V for each token."""
     return 2 * job.shape.hidden_size * job.shape.vocab_size * job.local_tokens
+
+
+def _compute_loss_bytes(job: Job) -> float:
+    """Memory traffic of the loss in a micro-step, beside the head's products."""
+    return LOSS_TRAFFIC_BYTES * job.shape.vocab_size * job.local_tokens
+
+
+def _get_attention(job: Job, gpu: Gpu) -> tuple[float, float]:
+    """Shares of the peak, forward and backward, by the model's widest heads."""
+    widths = [layer.attention.head_dim for layer in job.shape.layers if layer.attention is not None]
+    is_narrow = max(widths, default=0) <= NARROW_HEAD
+    return gpu.get_attention(is_packed=job.kernel in PACKED_KERNELS, is_narrow=is_narrow)
 
 
 def compute_exchange_bytes(job: Job) -> float:
@@ -282,7 +299,8 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["projections"] = passes * compute_projection_flops(job) / matmul
     parts["mlp"] = (passes + (levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
     parts["head_loss"] = (2 + job.trains("lm_head")) * compute_head_flops(job) / matmul
-    forward_share, backward_share = gpu.get_attention(is_packed=job.kernel in PACKED_KERNELS)
+    parts["head_loss"] += _compute_loss_bytes(job) / memory
+    forward_share, backward_share = _get_attention(job, gpu)
     parts["attention"] = attention * forwards / (peak * forward_share)
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * backward_share)
     parts["recurrence"] = sum(compute_recurrence_seconds(job, gpu))
@@ -321,6 +339,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
         num_gpus=job.world_size,
         device_seconds=on_device,
         host_seconds=on_host,
+        optimizer_host_seconds=compute_optimizer_host_seconds(job, gpu.host),
     )
 
 
@@ -410,9 +429,10 @@ def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float
     # Files of states are read and written once, those of trained weights written; ranks of a machine share its disk.
     written = 2 * compute_state_file_bytes(job) + job.dtype_bytes * shard * (job.levers.offload_param == "nvme")
     moved = job.ranks_per_node * written / (gpu.efficiency.disk_gb_s * GIGA)
+    on_host = compute_optimizer_host_seconds(job, gpu.host)
     if job.levers.offload_optimizer == "none":
-        return ADAM_TRAFFIC_BYTES * shard / memory, moved
-    seconds = CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
+        return on_host + STEP_TRAFFIC_BYTES * shard / memory, moved
+    seconds = on_host + CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
     link = gpu.host_gb_s * GIGA * gpu.efficiency.host
     return seconds, moved + (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
 
@@ -421,9 +441,9 @@ def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> fl
     """Of a micro-step: computation without one forward. Exchanges are left out."""
     share, peak = gpu.efficiency, gpu.tflops * TERA
     products = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job)
-    rate, _ = gpu.get_attention(is_packed=job.kernel in PACKED_KERNELS)
+    rate, _ = _get_attention(job, gpu)
     forward = products / (peak * share.matmul) + compute_attention_flops(job) / (peak * rate)
-    forward += compute_elementwise_bytes(job) / (gpu.memory_gb_s * GIGA * share.memory)
+    forward += (compute_elementwise_bytes(job) + _compute_loss_bytes(job)) / (gpu.memory_gb_s * GIGA * share.memory)
     forward += compute_recurrence_seconds(job, gpu)[0]
     names = ("projections", "attention", "recurrence", "mlp", "head_loss", "other")
     return sum(parts[name] for name in names) - forward

@@ -97,5 +97,5 @@ def list_host_phases(job: Job, phases: Iterable[str]) -> dict[str, dict[str, int
         lines |= {"load": read, "save": copied}.get(phase, {})
         host_phases[phase] = {name: ranks * size for name, size in lines.items() if size}
         if phase in ("load", "save"):
-            host_phases[phase]["weights_file"] = LARGEST_FILE_BYTES
+            host_phases[phase]["weights_file"] = min(LARGEST_FILE_BYTES, job.dtype_bytes * job.weights.num_elements)
     return host_phases
