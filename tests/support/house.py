@@ -74,6 +74,7 @@ ORDER: dict[str, list[str]] = {
         "blocks",
         "tables",
         "files",
+        "content_parts",
         "columns",
         "pairs",
         "first_rows",

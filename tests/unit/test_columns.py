@@ -286,6 +286,98 @@ PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]
 }  # fmt: skip
 
 
+THOUGHT, TEXT = {"type": "thinking", "thinking": "t", "signature": "s"}, {"type": "text", "text": "done"}
+USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": "b"}}
+RETURN = {"type": "tool_result", "tool_use_id": "c1", "content": "r"}
+RETURNED = {**RESULT, "tool_call_id": "c1"}
+ITEM = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": '{"a": "b"}'}
+REASONING = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+
+
+def say(*parts: Any, role: str = "assistant", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": list(parts), **more}
+
+
+# Turns in parts, and the messages that they are.
+PARTS: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
+    "Anthropic": (
+        [say({"type": "text", "text": "q"}, role="user"), say(THOUGHT, TEXT, USE), say(RETURN, role="user"), say(TEXT)],
+        [ASKED, {**ANSWER, "reasoning_content": "t", "tool_calls": ACT["tool_calls"]}, RETURNED, ANSWER],
+    ),
+    "Anthropic, two calls": (
+        [ASKED, say(USE, {**USE, "id": "c2", "input": {}}),
+         say({**RETURN, "content": [{"type": "text", "text": "r"}], "is_error": False},
+             {"type": "tool_result", "tool_use_id": "c2", "is_error": True}, {"type": "text", "text": "q"},
+             role="user"),
+         {"role": "assistant", "content": "done"}],
+        [ASKED, {**ACT, "tool_calls": [
+            *ACT["tool_calls"], {"type": "function", "id": "c2", "function": {"name": "f", "arguments": {}}}]},
+         RETURNED, {"role": "tool", "content": "", "tool_call_id": "c2", "is_error": True}, ASKED, ANSWER],
+    ),
+    "Responses": (
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]}, REASONING, ITEM,
+         {"type": "function_call_output", "call_id": "c1", "output": "r"}, REASONING,
+         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "done"}]}],
+        [{**ASKED, "type": "message"}, {**ACT, "reasoning_content": "t"}, RETURNED,
+         {**ANSWER, "type": "message", "reasoning_content": "t"}],
+    ),
+    "Responses, two calls": (
+        [ASKED, ANSWER, ITEM, ITEM, {"type": "function_call_output", "call_id": "c1",
+                                     "output": [{"type": "input_text", "text": "r"}]}],
+        [ASKED, {**ANSWER, "tool_calls": ACT["tool_calls"] * 2}, RETURNED],
+    ),
+    "Mistral": ([ASKED, say({"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}, TEXT)],
+                [ASKED, {**ANSWER, "reasoning_content": "t"}]),
+    "a refusal": ([ASKED, say({"type": "refusal", "refusal": "done"})], [ASKED, ANSWER]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_turns_in_parts(name: str) -> None:
+    turns, messages = PARTS[name]
+    for form in (turns, json.dumps(turns)):
+        sample = read_sample("chat", {"messages": form})
+        assert isinstance(sample, Chat)
+        assert sample.messages == messages
+        assert not sample.flags
+
+
+def test_what_stands_beside_turns_in_parts() -> None:
+    tool = SCHEMA["function"]
+    flat = {**{name: value for name, value in tool.items() if name != "parameters"}, "input_schema": tool["parameters"]}
+    row = {"messages": [ASKED, ANSWER], "system": [{"type": "text", "text": "s"}]}
+    for given in (flat, {**flat, "type": "custom"}, {**tool, "type": "function"}):
+        sample = read_sample("chat", {**row, "tools": [given]})
+        assert isinstance(sample, Chat)
+        assert sample.tools == [SCHEMA]
+        assert sample.messages[0] == {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ([ASKED, say(USE, TEXT)], "turn 2: text stands after a call, where templates write it before; make two turns"),
+        ([ASKED, say(TEXT, THOUGHT)], "turn 2: a thought stands after text, where templates write it before"),
+        ([say(TEXT, RETURN, role="user")], "turn 1: the result of a call stands after text"),
+        ([ASKED, say(RETURN)], "turn 2 holds a part that is not text: tool_result"),
+        ([say(USE, role="user")], "turn 1 holds a part that is not text: tool_use"),
+        ([say(THOUGHT, role="user")], "turn 1 holds a part that is not text: thinking"),
+        ([ASKED, say({"type": "redacted_thinking", "data": "x"}, TEXT)], "not text: redacted_thinking"),
+        ([say({**RETURN, "content": [{"type": "image", "source": {}}]}, role="user")], "not text: image"),
+        ([say({**RETURN, "content": 5}, role="user")], "turn 1: the result of a call is int, not text or parts"),
+        ([ASKED, say(USE, tool_calls=[WRITTEN])], "turn 2 holds calls in its content and beside it"),
+        ([ASKED, say({**USE, "name": None})], "turn 2: a tool call has no name"),
+        ([ASKED, {**REASONING, "content": None}], "turn 2 is a thought of which only a summary is there; leave it out"),
+        ([REASONING, ASKED], "turn 2 follows a thought and is no answer without one"),
+        ([ASKED, REASONING], "column `messages` ends with a thought that no answer follows"),
+        ([say(RETURN, role="user", train=1)], r"turn 1 \(tool\) cannot be a target"),
+    ],
+)
+def test_parts_whose_meaning_is_not_certain_are_refused(turns: list[Any], words: str) -> None:
+    with pytest.raises(BadRow, match=words):
+        read_sample("chat", {"messages": turns})
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_rows_of_published_data_sets(name: str) -> None:
     row, messages, variables = PUBLISHED[name]

@@ -13,6 +13,7 @@ from typing import Any
 from ulysses_cli.plan.models.chat_template import CLOCK, DATE, OUR_VARIABLES, read_date
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.data_section import COLUMNS, RowType
+from ulysses_cli.readers.content_parts import read_item, read_parts
 from ulysses_cli.readers.problems import SOURCE, BadRow
 
 Row = Mapping[str, Any]
@@ -32,6 +33,7 @@ FLAGS = ("weight", "train", "training", "loss", "trainable")
 MASK, NOT = "mask", "not "  # a field of two meanings; what stands before the name of one that says the opposite
 THOUGHT_PARTS = ("thinking", "reasoning")
 THOUGHT_KEY = "reasoning_content"
+FLAT_TOOLS = (("type", "function"), ("type", "custom"))  # what says of a tool that it has a name and a schema
 
 NAMES: dict[type, str] = {
     **{type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"},
@@ -145,6 +147,7 @@ def read_sample(kind: RowType, row: Row, *, has_template: bool = True, reading: 
     turns = row[COLUMNS[kind][0]]
     messages = read_messages(turns, COLUMNS[kind][0])
     system = row.get("system")
+    system = read_parts(system, 1, "system").text if isinstance(system, list) else system
     if system is not None and not isinstance(system, str):
         raise BadRow(f"column `system` holds {_name(system)}, not text")
     if system and messages[0]["role"] == "system" and messages[0]["content"] != system:
@@ -218,28 +221,41 @@ def has_field(row: Row, name: str) -> bool:
 
 def read_messages(turns: Any, column: str) -> list[dict[str, Any]]:
     """Reads turns of role and content, or of from and value, as messages of role and content. A turn that holds a call
-    alone belongs to the assistant's turn before."""
+    alone belongs to the assistant's turn before, one that holds a thought alone to the one after."""
     turns = _parse_json(turns, column) if isinstance(turns, str) else turns
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
         raise BadRow(f"column `{column}` holds {_name(turns)}, not a list of turns")
     if not turns:
         raise BadRow(f"column `{column}` is an empty list")
     messages: list[dict[str, Any]] = []
+    thought = ""
     for number, turn in enumerate(turns, 1):
-        message = _read_turn(turn, number)
-        if message.pop("is_call", False) and messages and messages[-1]["role"] == "assistant":
-            before = messages[-1]
-            before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
-        else:
-            messages.append(message)
+        for message in _read_turn(turn, number):
+            is_call = message.pop("is_call", False)
+            if message.pop("is_thought", False):
+                thought = "\n".join(filter(None, (thought, message[THOUGHT_KEY])))
+            elif thought:
+                if message["role"] != "assistant" or THOUGHT_KEY in message:
+                    raise BadRow(f"turn {number} follows a thought and is no answer without one")
+                messages.append({**message, THOUGHT_KEY: thought})
+                thought = ""
+            elif is_call and messages and messages[-1]["role"] == "assistant":
+                before = messages[-1]
+                before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            else:
+                messages.append(message)
+    if thought:
+        raise BadRow(f"column `{column}` ends with a thought that no answer follows")
     return messages
 
 
-def _read_turn(turn: Any, number: int) -> dict[str, Any]:
+def _read_turn(turn: Any, number: int) -> list[dict[str, Any]]:
+    """Several where a user's turn holds results of calls."""
     if turn is None:
         raise BadRow(f"turn {number} is null")
     if not isinstance(turn, dict):
         raise BadRow(f"turn {number} is {_name(turn)}, not role and content")
+    turn = turn if "role" in turn or "from" in turn else read_item(turn, number) or turn
     role_key = "role" if "role" in turn else "from"
     if role_key not in turn:
         raise BadRow(f"turn {number} has no role; there is {list_columns(turn)}")
@@ -255,13 +271,18 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
         key, content = "system_prompt", turn.get("system_prompt")
     others = {name: value for name, value in turn.items() if name not in (role_key, key) and value is not None}
     if is_call:
-        return {"role": role, "content": "", "tool_calls": _read_calls(content, number), "is_call": True}
-    calls = others.pop("tool_calls", None) or others.pop("function_call", None)
+        return [{"role": role, "content": "", "tool_calls": _read_calls(content, number), "is_call": True}]
+    calls, results = others.pop("tool_calls", None) or others.pop("function_call", None), list[dict[str, Any]]()
+    if isinstance(content, list):
+        parts = read_parts(content, number, role)
+        if calls and parts.calls:
+            raise BadRow(f"turn {number} holds calls in its content and beside it")
+        content, calls, results = parts.text, calls or parts.calls, parts.results
+        others |= {THOUGHT_KEY: parts.thought} if parts.thought else {}
+        if results and not content.strip():
+            return [{**others, **result} for result in results]
     if calls:
         others["tool_calls"] = _read_calls(calls, number)
-    if isinstance(content, list):
-        content, thought = _join_parts(content, number, role)
-        others |= {THOUGHT_KEY: thought} if thought else {}
     if role == "tool" and (content is None or not isinstance(content, str)):
         content = "" if content is None else json.dumps(content, ensure_ascii=False)
     if content is None and any(others.get(name) for name in ("tool_calls", THOUGHT_KEY, *THOUGHT_PARTS)):
@@ -275,22 +296,7 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
             raise BadRow(f"turn {number}: {name} is {_name(others[name])}, not text")
     if not content.strip() and role in ("user", "assistant") and not {*others} - {*FLAGS, MASK}:
         raise BadRow(f"turn {number} ({role}) is empty")
-    return {"role": role, "content": check_text(content, f"turn {number}"), **others}
-
-
-def _join_parts(parts: list[Any], number: int, role: str) -> tuple[str, str]:
-    """The text of a turn's parts, and what the assistant thinks."""
-    texts, thoughts = list[str](), list[str]()
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else _name(part)
-        if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-            continue
-        thought = part.get(kind, part.get("text")) if isinstance(part, dict) and kind in THOUGHT_PARTS else None
-        if not isinstance(thought, str) or role != "assistant":
-            raise BadRow(f"turn {number} holds a part that is not text: {kind}")
-        thoughts.append(thought)
-    return "".join(texts), "\n".join(thoughts)
+    return [*results, {"role": role, "content": check_text(content, f"turn {number}"), **others}]
 
 
 def _read_calls(calls: Any, number: int) -> list[Any]:
@@ -328,9 +334,14 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
         tools = [_parse_json(tool, "tools") if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("column `tools` is not a list of JSON schemas")
-    return [
-        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
-    ]
+    return [tool if "function" in tool or "name" not in tool else _read_tool(tool) for tool in tools]
+
+
+def _read_tool(tool: Row) -> dict[str, Any]:
+    """A tool whose name and schema stand at its top, as in OpenAI's Responses and in Anthropic's messages."""
+    names = {"input_schema": "parameters"}
+    kept = {names.get(name, name): value for name, value in tool.items() if (name, value) not in FLAT_TOOLS}
+    return {"type": "function", "function": kept}
 
 
 def _read_completion(row: Row, reading: Reading) -> Sample:
