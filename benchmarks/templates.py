@@ -3,6 +3,8 @@
 Every text, thought, name and value of a chat is a word that stands nowhere else, so that a plain search tells what a
 text shows, and whose it is. Templates with {% generation %} also say what they take for the assistant's.
 
+Each target must end with a token that ends turns, or be counted as one of no end.
+
 Bars: no loss that is not told, no difference between the analysis by marks and the plain one, no difference from a
 template's own marks that is not explained, nothing wrong in 12,000 random chats.
 
@@ -41,6 +43,7 @@ SPECIAL = re.compile(
     r"<\|[^|<>\s{}']{1,40}\|>|<｜[^｜]{1,40}｜>|</?s>|<end_of_turn>|<start_of_turn>|<turn\|>|<\|turn>|\[/?INST\]|<eos>|<bos>"
     r"|<end_of_utterance>"
 )
+STOPS = ("<|user|>", "<|observation|>")  # of GLM's models, whose templates write no end of a turn
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {
         "type": "object", "properties": {"path": {"type": "string", "description": "p"}}}}}
@@ -71,8 +74,15 @@ class Template:
         self.has_marks = "generation %}" in text or "generation -%}" in text
         self.thought_key = next((key for key in THOUGHT_KEYS if re.search(rf"\b{key}\b", text)), THOUGHT_KEYS[0])
 
-    def show(self, messages: Chat, choice: TargetChoice) -> RenderedChat:
+    def show(self, messages: Chat, mode: str, train_on_turns: str = "all") -> RenderedChat:
+        """With the tokens that end turns as in a model whose generation config lists the roles at which it stops."""
+        ends, text_end = tuple(self.specials), str(self.tokenizer.eos_token)
+        stops = tuple(stop for stop in STOPS if stop in self.specials)
+        choice = TargetChoice(True, False, train_on_turns, "train", mode, ends, stops, text_end)
         return render_chat(self.tokenizer, self.render, messages, TOOLS, self.specials, choice)
+
+    def ends(self, said: str) -> bool:
+        return said.rstrip().endswith(tuple(self.specials))
 
     @property
     def render(self) -> Any:
@@ -129,34 +139,43 @@ def make_chat(draw: random.Random, words: Words, key: str, rounds: int, *, think
     return messages
 
 
-def find_targets(rendered: RenderedChat) -> list[str]:
-    """What of each text is a target."""
+def list_targets(rendered: RenderedChat) -> list[list[str]]:
+    """The targets of each text, one a turn."""
     found = []
     for text in rendered.texts:
         spans = [(start, stop) for start, stop, bits in text.classes if bits & TARGET]
-        found.append("\0".join(text.text[start:stop] for start, stop in sorted(spans)))
+        found.append([text.text[start:stop] for start, stop in sorted(spans)])
     return found
+
+
+def find_targets(rendered: RenderedChat) -> list[str]:
+    """What of each text is a target."""
+    return list(map("\0".join, list_targets(rendered)))
 
 
 def list_faults(template: Template, messages: Chat, words: Words) -> tuple[list[str], str]:
     """What is wrong with a chat in a template, and what became of it: refused, inexact, whole, lossy."""
     faults: list[str] = []
     try:
-        kept = template.show(messages, TargetChoice(answers_only=True, on_rewritten_turns="keep"))
+        kept = template.show(messages, "keep")
     except Exception:  # noqa: BLE001 - a template raises what it likes
         return [], "refused"
     if kept.inexact_reason:
         return [], "inexact"
     shown = {}
     for mode in ("keep", "split", "mask"):
-        rendered = template.show(messages, TargetChoice(answers_only=True, on_rewritten_turns=mode))
+        rendered = template.show(messages, mode)
         shown[mode] = targets = find_targets(rendered)
+        trained = {turn for word, (turn, _) in words.owners.items() if any(word in text for text in targets)}
+        endless = [said for turns in list_targets(rendered) for said in turns if not template.ends(said)]
+        if mode != "split" and len(endless) > rendered.counts["endless"]:
+            faults.append(f"{mode}: a turn ends without a token that ends turns, and is not counted")
         told = {(part.turn, part.kind) for part in rendered.lost}
         for word, (turn, kind) in words.owners.items():
             number = sum(text.count(word) for text in targets)
             if messages[turn]["role"] != "assistant":
                 faults += [f"{mode}: {kind} of the {messages[turn]['role']} is a target"] * (number > 0)
-            elif mode != "mask":
+            elif mode != "mask" or turn in trained:
                 # a text that a template shows twice, as R1's do calls, is one loss less and no fault of the mask
                 faults += [f"{mode}: {kind} is lost in silence"] * (not number and (turn, kind) not in told)
                 faults += [f"{mode}: {kind} is a target in {number} texts"] * (
@@ -164,8 +183,7 @@ def list_faults(template: Template, messages: Chat, words: Words) -> tuple[list[
                 )
     which = {"all": "".join(shown["keep"])}
     for turns in ("last_round", "last"):
-        choice = TargetChoice(answers_only=True, train_on_turns=turns, on_rewritten_turns="keep")
-        which[turns] = "".join(find_targets(template.show(messages, choice)))
+        which[turns] = "".join(find_targets(template.show(messages, "keep", turns)))
     for smaller, larger in itertools.pairwise(("last", "last_round", "all")):
         lacking = [word for word in words.owners if word in which[smaller] and word not in which[larger]]
         faults += [f"{smaller} is not within {larger}"] * bool(lacking)
