@@ -152,7 +152,7 @@ def test_an_export_follows_no_link(tmp_path: Path, name: str) -> None:
         (tmp_path / other).mkdir()
     (tmp_path / name).symlink_to(victim)
     for number in range(2):
-        with export._temporary_folder(tmp_path / "model") as folder:
+        with export.temporary_folder(tmp_path / "model") as folder:
             (folder / "weights").write_text(str(number))
     assert (tmp_path / "model" / "weights").read_text() == "1"
     assert [file.read_text() for file in victim.iterdir()] == ["mine"]

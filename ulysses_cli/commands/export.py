@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -61,7 +61,7 @@ def export(
       ulysses export runs/mine/checkpoints/step-400 --to merged --merge-lora --dtype bfloat16
     """
     from ulysses_cli.launch import preflight
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.report import printing
 
     if problems := list(preflight.check_export(checkpoint, to)):
         end_with(problems, output)
@@ -71,13 +71,20 @@ def export(
         words.append("--trust-remote-code")
         printing.print_message("trust_remote_code is on: code that comes with the model runs on this machine")
     words += [f"--dtype={dtype}"] if dtype is not None else []
+    export_and_exit(words, to, output)
+
+
+def export_and_exit(words: list[str], to: Path, output: Format) -> NoReturn:
+    """Runs the export and shows its result or its problem."""
+    from ulysses_cli.report import printing, run_end
+
     try:
         code, last, log = run_export(words, to)
     except (KeyboardInterrupt, SystemExit):  # SIGTERM ends this process too
         printing.print_message(run_end.explain_interrupted_export(to))
         raise
     if code == DONE and "result" in last:
-        for note in ("checked", "carried"):
+        for note in ("checked", "carried", "note"):
             if note in last["result"]:
                 printing.print_message(last["result"][note])
         if output is Format.json:

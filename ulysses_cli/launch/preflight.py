@@ -7,7 +7,7 @@ Imports nothing heavy; ranks check again in more detail.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.plan.rules.merged_models import find_problems, parse_parts
 from ulysses_cli.run_folder.archive import NAME, find_damage, find_run_dir, get_folder, list_checkpoints
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state
@@ -152,6 +153,21 @@ def check_bucket(recipe: Recipe, *, starts_anew: bool) -> Problems:
         yield Problem(key, str(error), hint)
 
 
+def check_merge(words: Sequence[str], last: int | None, to: Path) -> Problems:
+    """MODEL is several models with weights, or with --last a run; --to does not exist yet."""
+    if last is None:
+        yield from find_problems(parse_parts(words))
+        yield from _check_target(to)
+    elif last < 2:
+        yield Problem("--last", f"{last} is no number of checkpoints to merge", "write 2 or more")
+    elif len(words) > 1:
+        yield Problem(
+            "--last", f"takes one run, not {len(words)} models", "name a run's output_dir, or leave --last out"
+        )
+    else:
+        yield from check_export(Path(words[0]), to)
+
+
 def check_export(checkpoint: Path, to: Path) -> Problems:
     """CHECKPOINT is a checkpoint, or a run that has some; --to does not exist yet."""
     key, hint = "CHECKPOINT", "name a run's output_dir, or one of its checkpoints/step-N"
@@ -171,6 +187,10 @@ def check_export(checkpoint: Path, to: Path) -> Problems:
         is_model = (checkpoint / "config.json").exists()
         what = "is already a model that transformers can load" if is_model else "is neither a checkpoint nor a run"
         yield Problem(key, f"{checkpoint} {what}", hint)
+    yield from _check_target(to)
+
+
+def _check_target(to: Path) -> Problems:
     if to.exists() or to.is_symlink():
         yield Problem("--to", f"{to} already exists", "name a folder that does not exist")
 

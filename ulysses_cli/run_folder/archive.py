@@ -181,6 +181,23 @@ def choose_checkpoint(path: Path, report: Callable[[str], None], *, wants_best: 
     return newest
 
 
+def choose_last(path: Path, count: int, report: Callable[[str], None]) -> list[Path]:
+    """The newest `count` valid checkpoints of a run, newest first. Raises CheckpointError."""
+    if (run_dir := find_run_dir(path)) is None:
+        raise CheckpointError(f"{path} is no run: --last takes a run's output_dir")
+    found: list[Path] = []
+    for each in list_checkpoints(run_dir):
+        if damage := find_damage(each):
+            report(f"{each} is skipped: {damage}")
+        else:
+            found.append(each)
+        if len(found) == count:
+            report(f"the last valid checkpoints are {', '.join(one.name for one in reversed(found))}")
+            return found
+    kept = "run.save_total_limit says how many a run keeps, run.save_steps how often it saves"
+    raise CheckpointError(f"{path} has {len(found)} valid checkpoints, not {count}\n\nhint: {kept}")
+
+
 def load_losses(run_dir: Path, path: Path, measure: str | None = None) -> dict[int, float]:
     """By step up to a checkpoint of this run, the evaluation losses, or with the measure `eval_suite` what its scores
     lack to 1: those in the checkpoint's state, and those recorded since."""

@@ -9,14 +9,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.transaction import lock
 from ulysses_cli.plan.exit_codes import FAILED, USAGE, get_signal_code
+from ulysses_cli.plan.rules.merged_models import MergedModel
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint
+from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, choose_last
 from ulysses_cli.run_folder.manifest import load_state
 from ulysses_cli.train.export.job import ExportError, ExportJob
 
@@ -27,7 +30,9 @@ def _refuse(to: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train.export")
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("models", nargs="+", help="a checkpoint or a run; with --weights, models to merge")
+    parser.add_argument("--weights", help="those of the models: 0.9,0.1")
+    parser.add_argument("--last", type=int, default=1)
     parser.add_argument("--to", required=True, type=Path)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--dtype")
@@ -45,20 +50,34 @@ def main(arguments: Sequence[str]) -> int:
             events.flush()
 
         try:
-            emit(phase="checking the checkpoint")
-            checkpoint = choose_checkpoint(options.checkpoint, lambda phase: emit(phase=phase), wants_best=options.best)
-            job = ExportJob(
-                checkpoint, load_state(checkpoint), options.dtype, options.merge_lora,
-                trusts_code=options.trust_remote_code,
-            )  # fmt: skip
+            run = _make_job(options, lambda phase: emit(phase=phase))
             options.to.parent.mkdir(parents=True, exist_ok=True)
             with lock(options.to.with_name(f".{options.to.name}.lock"), lambda: _refuse(options.to)):
-                emit(result=job.run(options.to, lambda phase: emit(phase=phase)))
+                emit(result=run(options.to, lambda phase: emit(phase=phase)))
         except (CheckpointError, ExportError, OSError) as error:
-            problem = _explain(error, options.checkpoint, options.to)
+            problem = _explain(error, Path(options.models[0]), options.to)
             emit(problem=mask_text(problem, collect_secrets({}, os.environ)))
             return USAGE if isinstance(error, ExportError) else FAILED
     return 0
+
+
+def _make_job(options: argparse.Namespace, report: Callable[[str], None]) -> Callable[..., dict[str, Any]]:
+    if options.weights is not None:
+        from ulysses_cli.train.export.averaging import merge_models
+
+        weights = map(float, options.weights.split(","))
+        return partial(merge_models, list(starmap(MergedModel, zip(options.models, weights, strict=True))))
+    path = Path(options.models[0])
+    report("checking the checkpoint" if options.last == 1 else "checking the checkpoints")
+    if options.last == 1:
+        checkpoints = [choose_checkpoint(path, report, wants_best=options.best)]
+    else:
+        checkpoints = choose_last(path, options.last, report)
+    job = ExportJob(
+        checkpoints[0], load_state(checkpoints[0]), options.dtype, options.merge_lora,
+        trusts_code=options.trust_remote_code, earlier=checkpoints[1:],
+    )  # fmt: skip
+    return job.run
 
 
 def _explain(error: Exception, checkpoint: Path, folder: Path) -> str:

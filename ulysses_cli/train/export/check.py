@@ -14,10 +14,9 @@ from torch import Tensor
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.text_part import find_key_mapping
-from ulysses_cli.train.checkpoint.format import index_sources
 from ulysses_cli.train.export.buffers import read_buffers
 from ulysses_cli.train.export.carried import find_carried
-from ulysses_cli.train.export.weights import PREFIX, read_parameter, rename
+from ulysses_cli.train.export.weights import PREFIX, CheckpointWeights, rename
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 
@@ -81,19 +80,19 @@ def _disturb(model: Any) -> None:
 
 def check_adapter(checkpoint: Path, folder: Path, dtype: torch.dtype) -> str:
     """Checks that the file holds every adapter, with its name and values."""
-    sources, shapes = index_sources(checkpoint)
+    weights = CheckpointWeights(checkpoint)
     with safe_open(folder / "adapter_model.safetensors", "pt") as opened:
-        wanted = {rename(name, is_adapter=True): name for name in sources}
+        wanted = {rename(name, is_adapter=True): name for name in weights.shapes}
         _compare_names(set(opened.keys()), set(wanted))
         for name in wanted:
-            if not torch.equal(opened.get_tensor(name), read_parameter(wanted[name], sources, shapes).to(dtype)):
+            if not torch.equal(opened.get_tensor(name), weights.read(wanted[name]).to(dtype)):
                 raise CheckpointError(f"{folder} was not exported correctly: {name} differs from the checkpoint")
     verb = "equals" if len(wanted) == 1 else "equal"
     return f"{format_count(len(wanted), 'tensor')} {verb} the checkpoint's"
 
 
 def check_model(
-    checkpoint: Path,
+    checkpoint: Path | CheckpointWeights,
     folder: Path,
     config: Any,
     dtype: torch.dtype,
@@ -104,8 +103,8 @@ def check_model(
     """Reloads the folder with transformers and compares names, shapes, every value, and the logits of `probe`."""
     from transformers import AutoModelForCausalLM
 
-    sources, shapes = index_sources(checkpoint)
-    num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+    weights = CheckpointWeights(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    num_bytes = sum(torch.Size(shape).numel() for shape in weights.shapes.values()) * dtype.itemsize
     if 2 * num_bytes > MEMORY_SHARE * count_free_bytes():
         return "not reloaded: host memory is too small for two copies of the model"
     report("loading what was exported")
@@ -113,11 +112,11 @@ def check_model(
     model = load_text_model(folder, base, **options)
     reference = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
-    wanted = {name.removeprefix(PREFIX): name for name in sources}
+    wanted = {name.removeprefix(PREFIX): name for name in weights.shapes}
     _compare_names(set(trained), set(wanted))
     loaded = dict(model.named_parameters())
     for name, parameter in trained.items():
-        parameter.data.copy_(read_parameter(wanted[name], sources, shapes))
+        parameter.data.copy_(weights.read(wanted[name]))
         if not torch.equal(parameter, loaded[name]):
             raise CheckpointError(f"{folder} was not exported correctly: {name} differs from the checkpoint")
     loaded_buffers, reference_buffers = model.state_dict(), reference.state_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ulysses_cli.data.tokenizing.tokenizer import get_template, load_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import resolve
+from ulysses_cli.run_folder.archive import get_step
 from ulysses_cli.train.assembly.adapters import make_adapter_config
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape, stretch_positions
@@ -21,7 +22,7 @@ from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.export.base_files import find_base_files
 from ulysses_cli.train.export.check import check_adapter, check_model, make_probe
 from ulysses_cli.train.export.merging import Merging, add_adapters
-from ulysses_cli.train.export.weights import export_model
+from ulysses_cli.train.export.weights import CheckpointWeights, export_model
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.telemetry.run_file import make_card
 
@@ -32,12 +33,20 @@ class ExportError(ValueError):
 
 class ExportJob:
     """`trusts_code`: whether code that comes with the model may run here. The run's own setting does not count: a
-    checkpoint is data, and may come from anyone."""
+    checkpoint is data, and may come from anyone. `earlier`: checkpoints whose mean with the first one is exported."""
 
     def __init__(
-        self, checkpoint: Path, state: Mapping[str, Any], dtype: str | None, is_merged: bool, *, trusts_code: bool
+        self,
+        checkpoint: Path,
+        state: Mapping[str, Any],
+        dtype: str | None,
+        is_merged: bool,
+        *,
+        trusts_code: bool,
+        earlier: Sequence[Path] = (),
     ) -> None:
         self.checkpoint, self.dumped, self.is_merged = checkpoint, state["recipe"], is_merged
+        self.checkpoints = (checkpoint, *earlier)
         self.step = int(state["step"])
         needs_code = self.dumped["model"].get("trust_remote_code", False)
         dumped = {**self.dumped, "model": {**self.dumped["model"], "trust_remote_code": trusts_code}}
@@ -60,6 +69,13 @@ class ExportJob:
             self.dumped, run_name, shape, self.num_own_tokens, is_merged=is_merged, key_mapping=self.mapping,
             template=get_template(self.tokenizer),
         )  # fmt: skip
+        if earlier:
+            steps = [str(get_step(each)) for each in reversed(self.checkpoints)]
+            self.card += f"\nThe weights are the mean of those after steps {', '.join(steps)}.\n"
+        if earlier and self.recipe.lora is not None:
+            what = "the mean of A and the mean of B are not the mean of what they add"
+            fix = "export each with --merge-lora and merge the folders"
+            raise ExportError(f"--last: this run trained adapters, and {what}\n\nhint: {fix}")
         if is_merged and self.recipe.lora is None:
             raise ExportError("--merge-lora: this run had no adapters; leave it out")
         if is_merged and self.recipe.model.name_or_path is None:
@@ -80,6 +96,7 @@ class ExportJob:
             with torch.device("meta"):
                 adapter_config = add_adapters(AutoModelForCausalLM.from_config(self.config), adapter_config)
 
+        weights = CheckpointWeights(*self.checkpoints)
         probe = make_probe(self.tokenizer, self.config.vocab_size)
 
         def check(folder: Path) -> None:
@@ -89,11 +106,11 @@ class ExportJob:
             elif adapter_config is not None:
                 checked.append(check_adapter(self.checkpoint, folder, self.dtype))
             else:
-                checked.append(check_model(self.checkpoint, folder, self.config, self.dtype, report, probe, base))
+                checked.append(check_model(weights, folder, self.config, self.dtype, report, probe, base))
 
         report("merging" if merging is not None else "writing")
         export_model(
-            self.checkpoint, to, config=self.config, tokenizer=self.tokenizer, adapter_config=adapter_config,
+            weights, to, config=self.config, tokenizer=self.tokenizer, adapter_config=adapter_config,
             dtype=self.dtype, card=self.card, step=self.step, check=check,
             merge=merging.write if merging is not None else None, base=base, tell=carried.append,
         )  # fmt: skip

@@ -21,12 +21,11 @@ from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.adapters import leave_whole_parts, train_whole_parts
 from ulysses_cli.train.assembly.loading import grow_embeddings, grow_rows
 from ulysses_cli.train.assembly.text_part import find_key_mapping
-from ulysses_cli.train.checkpoint.format import index_sources
 from ulysses_cli.train.export.buffers import list_buffer_names
 from ulysses_cli.train.export.carried import NOTHING, Carried, find_carried
 from ulysses_cli.train.export.check import MEMORY_SHARE, ProbedModel, load_text_model
 from ulysses_cli.train.export.file_layout import FileLayout
-from ulysses_cli.train.export.weights import PREFIX, ShardWriter, read_parameter
+from ulysses_cli.train.export.weights import PREFIX, CheckpointWeights, ShardWriter
 from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.processes.host_memory import count_free_bytes
@@ -62,7 +61,7 @@ class Merging:
         self.base, self.wrapper = base, base.wrapper if base is not None else None
         self.files, self.adapter_config, self.num_own_tokens = files, adapter_config, num_own_tokens
         self.trained_dtype, self.dtype = trained_dtype, dtype
-        self.sources, self.shapes = index_sources(checkpoint)
+        self.weights = CheckpointWeights(checkpoint)
 
     def write(self, to: Path, skeleton: Any, carried: Carried = NOTHING) -> list[str]:
         """Writes the merged weights. Returns the names written: those that the base model's files have.
@@ -91,7 +90,7 @@ class Merging:
                     if not is_finite(tensor):
                         raise CheckpointError(f"{file} holds {WORDS} in {name}")
                     if target in whole:
-                        tensor = read_parameter(whole[target], self.sources, self.shapes)
+                        tensor = self.weights.read(whole[target])
                     elif target in tables and len(tensor) == self.num_own_tokens:
                         tensor = grow_rows(tensor.to(self.trained_dtype), len(wanted[target]))
                     if tensor.shape != wanted[target].shape:
@@ -132,7 +131,7 @@ class Merging:
         if self.adapter_config.modules_to_save:
             train_whole_parts(adapted, self.adapter_config.modules_to_save)
             expected |= {PREFIX + name for name, value in adapted.named_parameters() if value.requires_grad}
-        if unmatched := sorted(expected ^ self.sources.keys()):
+        if unmatched := sorted(expected ^ self.weights.shapes.keys()):
             raise CheckpointError(f"the adapters do not fit the base model: {', '.join(unmatched[:3])}")
         of_weight: dict[int, str] = {}
         for adapter in adapters:
@@ -147,7 +146,7 @@ class Merging:
     def _find_whole_parts(self, skeleton: Any, layout: FileLayout) -> dict[str, str]:
         """The weights that were trained whole: names in the checkpoint, by those in files."""
         own = dict(skeleton.named_parameters())
-        names = {name.removeprefix(PREFIX): name for name in self.sources if ".lora_" not in name}
+        names = {name.removeprefix(PREFIX): name for name in self.weights.shapes if ".lora_" not in name}
         return {
             file_name: full for name, full in names.items() for file_name in layout.name_in_files({name: own[name]})
         }
@@ -156,14 +155,14 @@ class Merging:
         """The trained length of each row of the merged weight, under DoRA."""
         if not self.adapter_config.use_dora:
             return None
-        return read_parameter(adapter.layer + LENGTHS, self.sources, self.shapes).float()
+        return self.weights.read(adapter.layer + LENGTHS).float()
 
     def _compute_delta(self, adapter: Adapter) -> Tensor:
         """What one adapter adds to the base. The module keeps its own weights."""
         module, originals = adapter.module, []
         for part, end in ((module.lora_A, A), (module.lora_B, B)):
             originals.append((part["default"], part["default"].weight))
-            value = read_parameter(adapter.layer + end, self.sources, self.shapes)
+            value = self.weights.read(adapter.layer + end)
             part["default"].weight = torch.nn.Parameter(value, requires_grad=False)
         module.get_param = lambda: torch.empty(0)  # peft reads the device and dtype of an expert's delta from it
         delta: Tensor = module.get_delta_weight("default")
@@ -211,11 +210,11 @@ class Merging:
             grow_embeddings(base, config.vocab_size)
         add_adapters(base, self.adapter_config)
         named = ((PREFIX + name, value) for name, value in base.named_parameters())
-        trained = {name: value for name, value in named if ".lora_" in name or name in self.sources}
-        if trained.keys() != self.sources.keys():
-            raise CheckpointError(f"the adapters do not fit: {sorted(trained.keys() ^ self.sources.keys())[:3]}")
+        trained = {name: value for name, value in named if ".lora_" in name or name in self.weights.shapes}
+        if trained.keys() != self.weights.shapes.keys():
+            raise CheckpointError(f"the adapters do not fit: {sorted(trained.keys() ^ self.weights.shapes.keys())[:3]}")
         for name, value in trained.items():
-            value.data.copy_(read_parameter(name, self.sources, self.shapes))
+            value.data.copy_(self.weights.read(name))
         return base
 
     def _hash_merged(self, base: Any) -> dict[str, bytes]:
@@ -226,8 +225,8 @@ class Merging:
             if ".lora_" in full:
                 continue
             name, weight = full.replace(".base_layer", ""), value.data
-            if PREFIX + full in self.sources:  # a part that was trained whole
-                weight = read_parameter(PREFIX + full, self.sources, self.shapes)
+            if PREFIX + full in self.weights.shapes:  # a part that was trained whole
+                weight = self.weights.read(PREFIX + full)
             elif name in adapters:
                 weight = self._merge(weight, self._compute_delta(adapters[name]), self._read_lengths(adapters[name]))
             hashes[name] = _hash(weight, self.dtype)

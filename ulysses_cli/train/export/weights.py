@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.run_folder.archive import REPLACED, WRITING, CheckpointError, sync
 from ulysses_cli.run_folder.manifest import MODEL_FACTS
 from ulysses_cli.train.assembly.adapters import name_in_files
-from ulysses_cli.train.checkpoint.format import TensorSource, index_sources, read_range
+from ulysses_cli.train.checkpoint.format import index_sources, read_range
 from ulysses_cli.train.export.buffers import read_buffers
 from ulysses_cli.train.export.carried import NOTHING, Carried, find_carried
 from ulysses_cli.train.export.file_layout import FileLayout
@@ -90,8 +90,37 @@ def convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
+def add_weighted(tensors: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted sum in float32: one product and one sum after another, in the given order."""
+    total: Tensor | None = None
+    for tensor, weight in zip(tensors, weights, strict=True):
+        part = tensor.float() * weight  # not fused with the sum, whose last bit would depend on the processor
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
+
+
+class CheckpointWeights:
+    """The float32 weights of a checkpoint, or the mean of those of several, by the engine's names."""
+
+    def __init__(self, *checkpoints: Path) -> None:
+        self.indexed = [index_sources(checkpoint) for checkpoint in checkpoints]
+        self.shapes = self.indexed[0][1]
+        for checkpoint, (_, shapes) in zip(checkpoints, self.indexed, strict=True):
+            if shapes != self.shapes:
+                raise CheckpointError(f"{checkpoint} and {checkpoints[0]} hold other weights: they have no mean")
+            if not shapes:
+                raise CheckpointError(f"{checkpoint} holds no weights")
+
+    def read(self, name: str) -> Tensor:
+        shape, key = self.shapes[name], f"{name}|master"
+        numel = torch.Size(shape).numel()
+        parts = [read_range(sources[name], key, 0, numel).view(shape) for sources, _ in self.indexed]
+        return parts[0] if len(parts) == 1 else add_weighted(parts, [1 / len(parts)] * len(parts))
+
+
 def export_weights(
-    checkpoint: Path,
+    weights: CheckpointWeights,
     to: Path,
     dtype: torch.dtype,
     left_out: frozenset[str],
@@ -104,13 +133,10 @@ def export_weights(
     `skeleton`: the model on the meta device. `base`: the model whose layout the files get; None for random weights."""
     wrapper = base.wrapper if base is not None and not is_adapter else None
     layout = FileLayout(skeleton, _find_folder(base)) if skeleton is not None else None
-    sources, shapes = index_sources(checkpoint)
-    names = sorted(name for name in sources if rename(name, is_adapter) not in left_out)
-    if not names:
-        raise CheckpointError(f"{checkpoint} holds no weights")
+    names = sorted(name for name in weights.shapes if rename(name, is_adapter) not in left_out)
     writer = ShardWriter(to, "adapter_model" if is_adapter else "model", dtype)
     for group in _group_by_layer(names):
-        for name, tensor in _read(group, sources, shapes, dtype, is_adapter, layout):
+        for name, tensor in _read(group, weights, dtype, is_adapter, layout):
             writer.add(wrapper.name_in_files(name) if wrapper else name, tensor)
     for name, tensor in layout.name_in_files(read_buffers(skeleton, base)).items() if layout else ():
         writer.add_unchanged(wrapper.name_in_files(name) if wrapper else name, tensor)
@@ -130,13 +156,12 @@ def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
 
 def _read(
     names: list[str],
-    sources: Mapping[str, list[TensorSource]],
-    shapes: Mapping[str, tuple[int, ...]],
+    weights: CheckpointWeights,
     dtype: torch.dtype,
     is_adapter: bool,
     layout: FileLayout | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    tensors = {rename(name, is_adapter): convert(name, read_parameter(name, sources, shapes), dtype) for name in names}
+    tensors = {rename(name, is_adapter): convert(name, weights.read(name), dtype) for name in names}
     tensors = layout.name_in_files(tensors) if layout else tensors
     for name in sorted(tensors):
         yield name, tensors[name].contiguous()
@@ -150,13 +175,6 @@ def _find_folder(base: BaseModel | None) -> Path | None:
         return None
 
 
-def read_parameter(
-    name: str, sources: Mapping[str, list[TensorSource]], shapes: Mapping[str, tuple[int, ...]]
-) -> Tensor:
-    shape = shapes[name]
-    return read_range(sources[name], f"{name}|master", 0, torch.Size(shape).numel()).view(shape)
-
-
 def rename(name: str, is_adapter: bool) -> str:
     """The model's own name of a parameter, or the name that peft expects in a file."""
     name = name.removeprefix(PREFIX)
@@ -164,7 +182,7 @@ def rename(name: str, is_adapter: bool) -> str:
 
 
 def export_model(
-    checkpoint: Path,
+    checkpoint: Path | CheckpointWeights,
     to: Path,
     *,
     config: Any,
@@ -185,7 +203,7 @@ def export_model(
     gets; None for random weights. `tell` takes what there is to say about tensors that are carried over."""
     from transformers import AutoModelForCausalLM
 
-    with _temporary_folder(to) as folder:
+    with temporary_folder(to) as folder:
         is_adapter = adapter_config is not None
         tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
         with torch.device("meta"):
@@ -194,7 +212,8 @@ def export_model(
         if merge is not None:
             merge(folder, skeleton, carried)
         else:
-            export_weights(checkpoint, folder, dtype, tied, is_adapter, skeleton, base, carried)
+            weights = CheckpointWeights(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+            export_weights(weights, folder, dtype, tied, is_adapter, skeleton, base, carried)
         if is_adapter:
             adapter_config.inference_mode = True
             adapter_config.save_pretrained(folder)
@@ -227,7 +246,7 @@ def export_model(
 
 
 @contextmanager
-def _temporary_folder(to: Path) -> Iterator[Path]:
+def temporary_folder(to: Path) -> Iterator[Path]:
     """An empty folder next to `to`, renamed to it at the end. On an error the unfinished folder is removed."""
     folder = to.with_name(f"{to.name}{WRITING}")
     remove_own(folder)
