@@ -32,7 +32,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from ulysses_cli.data.steps import NO_ROW, Batching, plan_step, read_micro_batch
+from ulysses_cli.data.steps import NO_ROW, Batching, MicroBatch, plan_step, read_micro_batch
 from ulysses_cli.data.store import WANTED
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -57,6 +57,7 @@ ROWS = [
     [(9, 4), (12, 4), (30, 20), (11, 6)],
     [(25, 22), (33, 22)],
 ]
+SHARED = [[0, 15], [0, 3, 0, 0], [0, 21]]  # tokens of a rejected answer that are the chosen one's; one pair shares none
 BETA = 0.3
 
 
@@ -76,7 +77,7 @@ class JudgedRows(MemoryRows):
 
     def read(self, row: int, start: int, stop: int) -> Any:
         part = super().read(row, start, stop)
-        documents = np.repeat(np.arange(len(ROWS[row])), [length for length, _ in ROWS[row]])
+        documents = np.repeat(np.arange(len(ROWS[row])), self.get_lengths(row))
         documents = np.pad(documents, (0, max(0, stop - len(documents))))[start:stop]
         return replace(part, classes=np.where((documents + 2 * row) % 4 == 0, WANTED, 0))
 
@@ -143,12 +144,12 @@ def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple
 
 
 def compute_on_rank(
-    recipe: Recipe, name: str, tile: int | None
+    recipe: Recipe, name: str, tile: int | None, shared: list[list[int]] | None = SHARED, fault: str = ""
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[list[int]]]:
     shape = read_model_shape(recipe.model.config or {}, "test")
     layout = choose_layout(recipe, shape)
     groups = make_groups(layout, timedelta(seconds=60))
-    rows = ReferencedRows(JudgedRows(ROWS))
+    rows = ReferencedRows(JudgedRows(ROWS, shared=shared))
     rows.values[:] = np.concatenate(draw_references())
     train = recipe.train
     sizes = (layout.dp_size, train.per_device_train_batch_size, train.gradient_accumulation_steps, layout.sp_size)
@@ -172,7 +173,7 @@ def compute_on_rank(
         for micro_step in range(plan.num_micro_steps):
             axis = groups.sp_axis
             batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, axis.rank, axis.size)
-            sums = module(**engine._load(batch))
+            sums = module(**engine._load(plant(batch, fault)))
             (sums[0] / objective.count(plan)).backward()
             totals += sums.detach()
     dist.all_reduce(totals)
@@ -187,8 +188,21 @@ def compute_on_rank(
     return {"loss": loss, **objective.describe(means)}, grads, members
 
 
+def plant(batch: MicroBatch, fault: str) -> MicroBatch:
+    if fault == "rejected reads chosen":
+        return replace(batch, shared=tuple(at + 2 if at else 0 for at in batch.shared))
+    if fault == "rejected reads no prompt":
+        return replace(batch, shared=())
+    if fault == "positions are late":
+        assert batch.members is not None
+        return replace(batch, positions=batch.positions + (batch.members >= 0) * batch.members % 2)
+    return batch
+
+
 # layout (sp x dp), micro-steps, words, rows at a time, the loss's tile
 CASES = {
+    "two documents": ("2x1", 3, (), None),
+    "1x1": ("1x1", 3, (), 4),
     "2x1": ("2x1", 3, (), None),
     "1x2 and no row": ("1x2", 2, (), 4),
     "2x2": ("2x2", 2, (), 4),
@@ -213,20 +227,30 @@ def test_pairs_on_ranks_have_the_losses_and_gradients_of_plain_torch(case: str, 
         f"parallel.dp_shard_size={dp_size}",
         f"train.gradient_accumulation_steps={micro_steps}",
     )
-    found = run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, name, tile)
+    shared = SHARED if case != "two documents" else None
+    found = run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, name, tile, shared)
+    rows = MemoryRows(ROWS, shared=shared)
     with patch.object(Qwen3RMSNorm, "forward", normalize):
-        if name == "kto":
-            means, grads = compute_kto_plainly(MemoryRows(ROWS), found[0][2])
-        else:
-            means, grads = compute_plainly(name, MemoryRows(ROWS))
+        means, grads = compute_kto_plainly(rows, found[0][2]) if name == "kto" else compute_plainly(name, rows)
     for rank, (ours, our_grads, _) in enumerate(found):
         for key, value in means.items():
             assert ours[key] == pytest.approx(value, rel=1e-12), (rank, key)
         assert measure_difference(our_grads, grads) < 1e-12, rank
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("fault", ["rejected reads chosen", "rejected reads no prompt", "positions are late", ""])
+def test_faults_of_shared_prompts_are_found(fault: str) -> None:
+    recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=3")
+    found = run_on_ranks(2, compute_on_rank, recipe, "sigmoid", None, SHARED, fault)
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        _, grads = compute_plainly("sigmoid", MemoryRows(ROWS, shared=SHARED))
+    for _, our_grads, _ in found:
+        assert (measure_difference(our_grads, grads) > 1e-6) == bool(fault)
+
+
 def start_run(recipe: Recipe, folder: str, *, is_fresh: bool) -> RunHarness:
-    harness = RunHarness(recipe, MemoryRows(ROWS), 4, folder)
+    harness = RunHarness(recipe, MemoryRows(ROWS, shared=SHARED), 4, folder)
     state = harness.train_state
     references = ComputedReferences(
         None, state.batching, state, [ReferenceFile(Path(folder) / "reference/train.npz", {}, {})]
@@ -331,6 +355,7 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({**recipe, "preference": {"loss": "sigmoid"}}))
     err = train(tmp_path)
     assert "reference, row 1 of" in err
+    assert "answers read one copy of their prompt" in err
     read = {name: tmp_path / "run" / f"{name}.jsonl" for name in ("metrics", "eval")}
     metrics, evaluations = ([json.loads(line) for line in file.read_text().splitlines()] for file in read.values())
     assert metrics[0]["loss"] == evaluations[0]["loss"] == pytest.approx(math.log(2))

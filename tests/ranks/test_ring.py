@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import Problem, compute_reference, make_tensors
+from support.attention import Problem, compute_reference, draw_shared, make_tensors
 from support.rank_pool import run_on_ranks
 from support.tiers import count_examples
 from torch import Tensor
@@ -45,7 +45,7 @@ def make_axes(ring_size: int) -> tuple[SequenceAxis, SequenceAxis]:
 
 
 def deal(problem: Problem, ring_size: int) -> Order:
-    return deal_rows(problem.lengths, problem.batch, Ring(ring_size, ((problem.window, 1),)))
+    return deal_rows(problem.lengths, problem.batch, Ring(ring_size, ((problem.window, 1),)), problem.shared)
 
 
 def list_tokens(order: Order, batch: int, ulysses_size: int) -> Tensor:
@@ -71,7 +71,7 @@ def run_ring(
     sinks = tensors["sinks"].clone().requires_grad_() if problem.has_sinks else None
     out = ulysses_attention(
         *(leaf.transpose(1, 2) for leaf in leaves.values()),
-        make_documents(problem.lengths, order=order, max_shares=max_shares),
+        make_documents(problem.lengths, order=order, max_shares=max_shares, shared=problem.shared),
         Rule(problem.scale, problem.window, problem.softcap),
         axis=axis,
         ring=ring,
@@ -205,6 +205,18 @@ def test_rules_and_batches(layout: tuple[int, int]) -> None:
     )
 
 
+@pytest.mark.parametrize("layout", IN_CI, ids=str)
+def test_branches_behind_one_copy_of_their_prompt(layout: tuple[int, int]) -> None:
+    lengths, shared = (50, 9, 7, 30), (0, 41, 0, 5)
+    check(
+        layout,
+        Problem(4, 2, lengths=lengths, shared=shared),
+        Problem(8, 2, lengths=lengths, shared=shared, window=13, has_sinks=True, softcap=3.0, chunks=2),
+        Problem(4, 2, lengths=(20, 36, 8, 32), shared=(0, 20, 12, 1), window=30),
+        Problem(4, 2, batch=2, lengths=(20, 28, 48), shared=(0, 19, 0)),
+    )
+
+
 @pytest.mark.parametrize("layout", IN_CI[:1] + IN_CI[2:], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_precision(dtype: torch.dtype, layout: tuple[int, int]) -> None:
@@ -222,6 +234,7 @@ def problems(draw: st.DrawFn, num_ranks: int, ring_sizes: Sequence[int]) -> tupl
     multiple = num_ranks * draw(st.sampled_from([1, 2, 8]))
     lengths.append(multiple - sum(lengths) % multiple)
     problem = Problem(
+        shared=draw_shared(draw, lengths) if draw(st.booleans()) else (),
         heads=heads,
         kv_heads=kv_heads,
         dim=draw(st.integers(1, 9)),

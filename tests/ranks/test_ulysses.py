@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import Problem, compute_reference, make_tensors
+from support.attention import Problem, compute_reference, draw_shared, make_tensors
 from support.rank_pool import run_on_ranks
 from support.tiers import NUM_RANKS, count_examples
 from torch import Tensor
@@ -30,7 +30,7 @@ def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdp
     sinks = tensors["sinks"].clone().requires_grad_() if problem.has_sinks else None
     out = ulysses_attention(
         *(leaf.transpose(1, 2) for leaf in leaves.values()),
-        make_documents(problem.lengths),
+        make_documents(problem.lengths, shared=problem.shared),
         Rule(problem.scale, problem.window, problem.softcap),
         axis=axis,
         kernel=kernel,
@@ -130,6 +130,9 @@ def test_windows(num_ranks: int, window: int) -> None:
         Problem(dim=12, value_dim=8, lengths=DOCUMENTS["off-edges"], has_sinks=True),
         Problem(dim=5, value_dim=9, heads=12, kv_heads=3, chunks=3, window=9),
         Problem(lengths=(4,)),
+        Problem(lengths=(40, 9, 7, 8), shared=(0, 33, 0, 2)),
+        Problem(8, 2, lengths=(24, 5, 6, 29), shared=(0, 20, 1, 24), window=11, softcap=2.0, has_sinks=True, chunks=2),
+        Problem(batch=2, lengths=(20, 12, 16, 16), shared=(0, 20, 0, 7), has_sinks=True),
     ],
     ids=str,
 )
@@ -162,6 +165,7 @@ def problems(draw: st.DrawFn) -> Problem:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
     lengths.append(4 - sum(lengths) % 4)
     return Problem(
+        shared=draw_shared(draw, lengths) if draw(st.booleans()) else (),
         heads=heads,
         kv_heads=kv_heads,
         dim=draw(st.integers(1, 9)),

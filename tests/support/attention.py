@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case of attention on rows that ranks share. `lengths` are the documents of all rows of the batch together."""
+    """A case of attention on rows that ranks share. `lengths` are the documents of all rows of the batch together;
+    `shared`: how many tokens of the last document that shares none each sees as its own first ones."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -25,6 +28,7 @@ class Problem:
     dtype: torch.dtype = torch.float64
     scale: float = field(default=0.3)
     value_dim: int = 0  # 0: as wide as keys
+    shared: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -54,6 +58,16 @@ def make_tensors(problem: Problem, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
+def draw_shared(draw: st.DrawFn, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Any number of branches behind any document."""
+    shared, stem = list[int](), 0
+    for document, length in enumerate(lengths):
+        is_branch = document > 0 and draw(st.booleans())
+        stem = stem if is_branch else length
+        shared.append(draw(st.integers(1, stem)) if is_branch else 0)
+    return tuple(shared)
+
+
 def compute_reference(problem: Problem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns output and gradients in float64."""
     leaves = {name: tensor.double().clone().requires_grad_() for name, tensor in tensors.items() if name != "dout"}
@@ -65,9 +79,15 @@ def compute_reference(problem: Problem, tensors: dict[str, Tensor]) -> dict[str,
     if problem.softcap is not None:
         logits = problem.softcap * torch.tanh(logits / problem.softcap)
     owner = torch.repeat_interleave(torch.arange(len(problem.lengths)), torch.tensor(problem.lengths))
-    at = torch.arange(total)
-    distance = at[:, None] - at
-    allowed = (distance >= 0) & (owner[:, None] == owner)
+    shared = problem.shared or (0,) * len(problem.lengths)
+    position = torch.cat([torch.arange(s, s + n) for s, n in zip(shared, problem.lengths, strict=True)])
+    distance = position[:, None] - position
+    can_see = owner[:, None] == owner
+    for document, num_shared in enumerate(shared):
+        if num_shared:
+            stem = max(at for at in range(document) if not shared[at])
+            can_see |= (owner == document)[:, None] & (owner == stem) & (position < num_shared)
+    allowed = (distance >= 0) & can_see
     if problem.window is not None:
         allowed &= distance < problem.window
     logits = logits.masked_fill(~allowed, -math.inf)

@@ -24,10 +24,14 @@ class Part:
 
 
 class MemoryRows:
-    """Rows of synthetic documents, held in memory. A document is (length, first token that is a target)."""
+    """Rows of synthetic documents, held in memory. A document is (length, first token that is a target). `shared`: how
+    many tokens each begins with that are those of the document before it, and stand in the row as these alone."""
 
-    def __init__(self, rows: list[list[tuple[int, int]]], vocabulary: int = 64) -> None:
+    def __init__(
+        self, rows: list[list[tuple[int, int]]], vocabulary: int = 64, shared: list[list[int]] | None = None
+    ) -> None:
         self.documents: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self.shared = shared or [[0] * len(row) for row in rows]
         generator = np.random.default_rng(5)
         for row in rows:
             made = []
@@ -36,22 +40,27 @@ class MemoryRows:
                 labels = np.append(tokens[1:], -100)
                 labels[: max(0, first - 1)] = -100
                 made.append((tokens, labels))
+            for at, num_shared in enumerate(self.shared[len(self.documents)]):
+                made[at][0][:num_shared] = made[at - 1][0][:num_shared]
             self.documents.append(made)
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def get_lengths(self, row: int) -> tuple[int, ...]:
-        return tuple(len(tokens) for tokens, _ in self.documents[row])
+        return tuple(len(tokens) - at for (tokens, _), at in zip(self.documents[row], self.shared[row], strict=True))
+
+    def get_shared(self, row: int) -> tuple[int, ...]:
+        return tuple(self.shared[row])
 
     def count_targets(self, row: int) -> int:
         return sum(int((labels >= 0).sum()) for _, labels in self.documents[row])
 
     def read(self, row: int, start: int, stop: int) -> Part:
-        parts = self.documents[row]
-        ids = np.concatenate([tokens for tokens, _ in parts])
-        labels = np.concatenate([labels for _, labels in parts])
-        positions = np.concatenate([np.arange(len(tokens)) for tokens, _ in parts])
+        parts = list(zip(self.documents[row], self.shared[row], strict=True))
+        ids = np.concatenate([tokens[at:] for (tokens, _), at in parts])
+        labels = np.concatenate([labels[at:] for (_, labels), at in parts])
+        positions = np.concatenate([np.arange(at, len(tokens)) for (tokens, _), at in parts])
         room = max(0, stop - len(ids))
         ids, labels = np.pad(ids, (0, room)), np.pad(labels, (0, room), constant_values=-100)
         positions = np.concatenate([positions, np.arange(room)])

@@ -602,6 +602,16 @@ def test_check_router_loss() -> None:
     )
 
 
+def test_check_shared_prompts() -> None:
+    pairs = ("preference.loss=sigmoid", "data.datasets.0.type=preference", "preference.share_prompts=true")
+    assert check(*pairs) == []
+    assert only(*pairs, "model.rope_scaling={type: dynamic, factor: 2}") == (
+        "command line: preference.share_prompts: answers of owner/model cannot read one copy of their prompt: its "
+        "rotary frequencies follow a document's length, and answers of one prompt have several\n\n"
+        "hint: use auto: each answer then has a copy"
+    )
+
+
 def test_check_attention() -> None:
     assert only("model.attn_implementation=flash_attention_2", "run.device=cpu") == (
         "command line: model.attn_implementation: flash_attention_2 runs on cuda only\n\nhint: use auto, sdpa"

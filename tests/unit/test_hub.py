@@ -150,7 +150,7 @@ def test_weights_that_ranks_cannot_download_stop_a_run_before_its_data_is_read(
 
     monkeypatch.setattr(hub, "_fetch_config", fetch)
 
-    def read(*_: object) -> None:
+    def read(*_: object, **__: object) -> None:
         raise AssertionError("data were read")
 
     monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", read)

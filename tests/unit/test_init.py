@@ -201,7 +201,7 @@ def test_pairs_of_answers_become_a_recipe_of_preferences(texts: Path) -> None:
     assert written["data"]["datasets"] == [{"path": "pairs.jsonl", "type": "preference"}]
     assert written["preference"] == {"loss": "sigmoid", "beta": 0.1}
     assert float(written["train"]["learning_rate"]) == 3e-4
-    assert "a pair, both answers with the prompt, that is longer is an error" in text
+    assert "a pair, prompt and both answers, that is longer is an error" in text
     report = prepare_data(load_recipe("my.yaml", ["data.store_dir=store"]).recipe, 1, lambda _: None).report
     assert report["splits"]["train"]["num_rows"]
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.attention import draw_shared
 
 from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, check_order, cut_runs, deal_row, deal_rows, plan_keys
@@ -56,30 +57,36 @@ def test_cutting(row: tuple[tuple[int, ...], int], start: int, size: int) -> Non
         assert [token for run in cut for token in range(*run)] == tokens[start : start + size]
 
 
-def list_attended(lengths: tuple[int, ...], window: int | None) -> list[set[int]]:
-    """Returns the keys of each query, by the definition of the mask."""
-    attended = []
-    for end, length in zip(accumulate(lengths), lengths, strict=True):
-        for token in range(end - length, end):
-            first = max(end - length, token - window + 1) if window else end - length
-            attended.append(set(range(first, token + 1)))
+def list_attended(lengths: tuple[int, ...], window: int | None, shared: tuple[int, ...] = ()) -> list[list[int]]:
+    """Returns the keys of each query in order, by the definition of the mask."""
+    attended: list[list[int]] = []
+    stem: list[int] = []
+    for document, (end, length) in enumerate(zip(accumulate(lengths), lengths, strict=True)):
+        own = list(range(end - length, end))
+        if not any(shared[document : document + 1]):
+            stem = own
+        seen = (stem[: shared[document]] if stem is not own else []) + own
+        attended += [seen[: at + 1][-(window or len(seen)) :] for at in range(len(seen) - length, len(seen))]
     return attended
 
 
-@given(rows(), WINDOWS)
-def test_keys_are_those_of_the_mask(row: tuple[tuple[int, ...], int], window: int | None) -> None:
+@given(rows(), WINDOWS, st.data())
+def test_keys_are_those_of_the_mask(row: tuple[tuple[int, ...], int], window: int | None, data: st.DataObject) -> None:
     """Each query finds its own keys in its call, as the last query of the last keys; no rank gets keys for nothing."""
     lengths, size = row
-    order, attended = deal_row(lengths, Ring(size, ((window, 1),))), list_attended(lengths, window)
+    shared = draw_shared(data.draw, lengths) if data.draw(st.booleans()) else ()
+    attended = list_attended(lengths, window, shared)
+    order = deal_row(lengths, Ring(size, ((window, 1),)), shared)
     tokens = list_tokens(order)
     for rank, own in enumerate(tokens):
-        plan = plan_keys(lengths, order, window, rank)
+        plan = plan_keys(lengths, order, window, rank, shared)
         keys: list[int | None] = [None] * plan.num_keys
         for source, moves in enumerate(plan.moves):
             for move in moves[rank]:
                 assert move.source.stop - move.source.start == move.target.stop - move.target.start
                 keys[slice(*move.target)] = tokens[source][slice(*move.source)]
         assert set(keys) == set().union(*(attended[token] for token in own))
+        keys = [key for run in plan.layout for key in keys[slice(*run)]] if plan.layout else keys
         seen = []
         for part in plan.parts:
             query, key = part.queries.start, part.keys.start
@@ -87,8 +94,7 @@ def test_keys_are_those_of_the_mask(row: tuple[tuple[int, ...], int], window: in
                 for at in range(length):
                     last = key + key_length - length + at
                     visible = keys[max(key, last - window + 1 if window else key) : last + 1]
-                    assert set(visible) == attended[own[query + at]]
-                    assert len(visible) == len(set(visible))
+                    assert visible == attended[own[query + at]]
                     seen.append(query + at)
                 query, key = query + length, key + key_length
             assert (query, key) == (part.queries.stop, part.keys.stop)

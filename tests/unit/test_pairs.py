@@ -160,10 +160,10 @@ preference: {loss: sigmoid}
 """
 
 
-def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Prepared:
+def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str, shares: bool = False) -> Prepared:
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = RECIPE.replace("PATH", str(folder / "d.jsonl")).replace("STORE", str(folder / "store"))
-    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None)
+    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None, shares_prompts=shares)
 
 
 def read_pairs(prepared: Prepared, split: Any = "train") -> list[tuple[str, str, str]]:
@@ -172,14 +172,15 @@ def read_pairs(prepared: Prepared, split: Any = "train") -> list[tuple[str, str,
     decode = make_bytes_tokenizer().decode
     for row in range(len(rows)):
         documents = []
-        start = 0
-        for length in rows.get_lengths(row):
+        start, stem = 0, np.empty(0, np.int64)
+        for length, shared in zip(rows.get_lengths(row), rows.get_shared(row), strict=True):
             part = rows.read(row, start, start + length)
+            assert part.positions.tolist() == list(range(shared, shared + length))
+            tokens = np.concatenate([stem[:shared], part.input_ids])
             is_target = part.labels >= 0
-            prompt = part.input_ids[: int(np.argmax(is_target)) + 1]
+            prompt = tokens[: shared + int(np.argmax(is_target)) + 1]
             documents.append((decode(prompt), decode(part.labels[is_target])))
-            assert part.positions.tolist() == list(range(length))
-            start += length
+            start, stem = start + length, stem if shared else tokens
         for (prompt, chosen), (same, rejected) in zip(documents[0::2], documents[1::2], strict=True):
             assert prompt == same
             found.append((prompt, chosen, rejected))
@@ -191,14 +192,29 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("packing", ["documents", "off"])
-def test_both_answers_of_a_pair_stand_in_one_row(tmp_path: Path, packing: str) -> None:
-    prepared = prepare(tmp_path, ROWS, f"data.packing={packing}")
+def test_both_answers_of_a_pair_stand_in_one_row(tmp_path: Path, packing: str, shares: bool) -> None:
+    prepared = prepare(tmp_path, ROWS, f"data.packing={packing}", shares=shares)
     expected = [(row["prompt"], row["chosen"] + "<|end|>", row["rejected"] + "<|end|>") for row in ROWS]
     assert sorted(read_pairs(prepared)) == sorted(expected)
     train = prepared.report["splits"]["train"]
     assert train["num_rows"] == 9 if packing == "off" else train["num_rows"] < 9
     assert train["num_targets"] == sum(len(row["chosen"]) + len(row["rejected"]) + 2 for row in ROWS)
+    whole = sum(2 * len(row["prompt"]) + len(row["chosen"]) + len(row["rejected"]) + 2 for row in ROWS)
+    repeated = sum(len(row["prompt"]) - 1 for row in ROWS)  # the last token predicts another one in each
+    assert train["num_tokens"] == whole - repeated * shares
+    assert any("rows hold them once" in note for note in prepared.report["notes"]) == shares
+
+
+def test_a_pair_fits_into_a_row_that_holds_its_prompt_once(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "p" * 40, "chosen": "yes", "rejected": "no"}]
+    with pytest.raises(DataError, match="each with its prompt, of 87 tokens"):
+        prepare(tmp_path, rows)
+    assert len(read_pairs(prepare(tmp_path, rows, shares=True))) == 10
+    rows[-1]["prompt"] += "p" * 20
+    with pytest.raises(DataError, match="with one copy of its prompt, of 68 tokens is longer"):
+        prepare(tmp_path, rows, shares=True)
 
 
 def test_the_report_says_what_is_counted_and_what_both_answers_share(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_the_newest_valid_checkpoint_decides_whether_a_recipe_resumes(tmp_path: 
 def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
-    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_: pytest.fail("prepared"))
+    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_, **__: pytest.fail("prepared"))
     recipe = str(TINY_RECIPE)
     words = ["train", recipe, f"run.output_dir={tmp_path / 'run'}", "run.report_to=[wandb]"]
     result = CliRunner().invoke(app, words)
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_that_is_named_ends_the_command_before_data_is_prep
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
-    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_: pytest.fail("prepared"))
+    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_, **__: pytest.fail("prepared"))
     folder = make_checkpoint(tmp_path / "old", 3, recipe=load(tmp_path).recipe.model_dump(mode="json"))
     (folder / "rank-00001.safetensors").write_bytes(b"cut")
     words = ["train", str(TINY_RECIPE), f"run.output_dir={tmp_path / 'run'}", "--resume", str(folder)]

@@ -78,7 +78,8 @@ def prepare(
         else:
             printing.print_problems(result.problems)
         raise typer.Exit(USAGE)
-    done = prepare_recipe(files[0], overrides, samples, show)
+    shares = result.resolved is not None and result.resolved.shares_prompts
+    done = prepare_recipe(files[0], overrides, samples, show, shares_prompts=shares)
     if output is Format.json:
         printing.print_json(done.report)
     elif done.exit_code == DONE:
@@ -90,10 +91,16 @@ def prepare(
 
 
 def prepare_recipe(
-    file: str, overrides: Sequence[str] = (), num_samples: int = 1, show: str | None = None
+    file: str,
+    overrides: Sequence[str] = (),
+    num_samples: int = 1,
+    show: str | None = None,
+    *,
+    shares_prompts: bool = False,
 ) -> PreparedData:
-    """For a recipe that passed validation. `num_samples`: documents shown of each source; `show`: a row, SOURCE:ROW.
-    Progress and problems go to stderr; nothing is written to stdout."""
+    """For a recipe that passed validation. `num_samples`: documents shown of each source; `show`: a row, SOURCE:ROW;
+    `shares_prompts`: answers read one copy of their prompt. Progress and problems go to stderr; nothing is written to
+    stdout."""
     import json
 
     from ulysses_cli.host import children
@@ -101,6 +108,7 @@ def prepare_recipe(
 
     words = [file, *overrides, "--format", "json", f"--samples={num_samples}"]
     words += [f"--show={show}"] if show else []
+    words += ["--share-prompts"] if shares_prompts else []
     with tempfile.TemporaryFile() as place:  # the key of the source that is read now, for a child that is killed
         words.append(f"--place={place.fileno()}")
         pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}

@@ -1,5 +1,5 @@
-"""`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json] [--samples N] [--show SOURCE:ROW]`: prepare a
-recipe's data in a process of its own.
+"""`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json] [--samples N] [--show SOURCE:ROW]
+[--share-prompts]`: prepare a recipe's data in a process of its own.
 
 `ulysses prepare` has validated the recipe before it starts this process. All output goes through report/.
 """
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--show", type=lambda words: tuple(map(int, words.split(":"))), help="SOURCE:ROW")
+    parser.add_argument("--share-prompts", action="store_true", help="the model can read one copy of a prompt")
     parser.add_argument("--place", type=int, help="a file to hold the key of what is being read")
     options = parser.parse_args(arguments)
     is_json = options.format == "json"
@@ -44,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
             with printing.reserve_stdout():
                 pad = compute_pad_multiple(loaded.recipe)
                 emit = partial(_show, progress, options.place)
-                prepared = prepare_data(loaded.recipe, pad, emit, options.samples, options.show)
+                samples, shares = (options.samples, options.show), options.share_prompts
+                prepared = prepare_data(loaded.recipe, pad, emit, *samples, shares_prompts=shares)
         except RecipeError as error:
             raise RecipeError(
                 replace(problem, where=loaded.locate(problem.key)) for problem in error.problems

@@ -112,7 +112,7 @@ def compute_balance(rows: PackedRows, num_groups: int, micro_steps: int, seed: i
     totals, lost = [0.0] * num_groups, []
     for step in range(num_steps):
         places = [locate_row(at, len(rows), seed).row for at in range(step * per_step, (step + 1) * per_step)]
-        works = [sum(WORK.of(length) for length in rows.get_lengths(row)) for row in places]
+        works = [sum(map(WORK.of, rows.get_lengths(row), rows.get_shared(row))) for row in places]
         shares = share_rows(works, num_groups, step)
         for group, share in enumerate(shares):
             totals[group] += sum(works[row] for row in share)
@@ -236,6 +236,7 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
             notes.append(
                 f"{source['name']}: {pairs} of answers; the line of the source counts both as documents, the tables of "
                 f"splits a pair as one; {share:.0%} of the tokens are prompts that the rejected answer repeats"
+                f"{': rows hold them once' if report['shares_prompts'] else ''}"
             )
         if source["kind"] == "unpaired":
             answers = format_count(source["num_documents"] // 2, "answer")

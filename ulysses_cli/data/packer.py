@@ -48,6 +48,7 @@ class RowSettings:
     seed: int = 0
     skip_untrainable: bool = False
     pad_id: int = 0
+    shares_prompts: bool = False
 
 
 @dataclass
@@ -90,12 +91,13 @@ def make_rows(
     settings: RowSettings,
 ) -> dict[str, Any]:
     """Writes both splits and returns the facts of their manifest. The first len(weights) stores are training sources,
-    the others evaluation sources. Both answers of a pair stand in the same row, one after the other."""
+    the others evaluation sources. Both answers of a pair stand in the same row, one after the other, with one copy of
+    what both begin with where prompts are shared."""
     num_train, documents = len(weights), stores
     document_bases = np.cumsum([0, *(len(store) for store in stores)])
     is_paired = all(store.manifest.get("kind") in ("preference", "unpaired") for store in stores)
-    if is_paired:
-        stores = [PairStore(store.folder) for store in stores]
+    pairs = [PairStore(store.folder, shares_prompts=settings.shares_prompts) for store in stores] if is_paired else []
+    stores = pairs or stores
     bases = np.cumsum([0, *(len(store) for store in stores)])
     has_joined = any(store.manifest.get("is_joined") for store in stores)
     chosen = select_documents(
@@ -121,7 +123,8 @@ def make_rows(
             raise DataError(_explain_untrainable(part))
         rows = _pack(part.pieces, settings)
         if is_paired:
-            rows = _part_pairs(rows, np.concatenate([store.lengths for store in documents]))
+            lengths = np.concatenate([store.lengths for store in documents])
+            rows = _part_pairs(rows, lengths, np.concatenate([pair.shared for pair in pairs]))
         targets = _count_row_targets(rows, documents, document_bases, settings)
         rows, targets, skipped = _leave_out(rows, targets, settings, split)
         if split == "train" and not len(rows):
@@ -225,12 +228,14 @@ def _pack(pieces: list[Piece], settings: RowSettings) -> RowPieces:
     return pack_alone(pieces, settings.max_length)
 
 
-def _part_pairs(rows: RowPieces, lengths: NDArray[np.int64]) -> RowPieces:
-    """Each piece, a pair, as its two documents. `lengths`: those of all documents."""
+def _part_pairs(rows: RowPieces, lengths: NDArray[np.int64], shared: NDArray[np.int64]) -> RowPieces:
+    """Each piece, a pair, as its two documents, of which the second begins behind what it shares with the first.
+    `lengths`: those of all documents, `shared`: of all pairs."""
     documents = array("q", (2 * pair + at for pair in rows.documents for at in (0, 1)))
+    starts = array("q", (start for pair in rows.documents for start in (0, int(shared[pair]))))
     stops = array("q", lengths[np.asarray(documents, np.int64)].tolist())
     offsets = array("q", (2 * offset for offset in rows.offsets))
-    return RowPieces(rows.capacity, documents, array("q", [0]) * len(documents), stops, offsets)
+    return RowPieces(rows.capacity, documents, starts, stops, offsets)
 
 
 def _count_row_targets(
@@ -289,7 +294,7 @@ def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings
     longest = int(store.lengths[long].max())
     hint = f"set data.excess_length_strategy: {split}, truncate or drop; or data.max_length: {longest} for the longest"
     if isinstance(store, PairStore):
-        kind = "pair of answers, each with its prompt,"
+        kind = f"pair of answers, {'with one copy of its' if store.shares_prompts else 'each with its'} prompt,"
         hint = f"set data.max_length to {longest:,} or more, or data.excess_length_strategy: drop"
     problems = [
         Problem(

@@ -73,10 +73,17 @@ class _Context:
 
 
 def prepare_data(
-    recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_samples: int = 1, show: tuple[int, int] | None = None
+    recipe: Recipe,
+    pad_to_multiple_of: int,
+    emit: Emit,
+    num_samples: int = 1,
+    show: tuple[int, int] | None = None,
+    *,
+    shares_prompts: bool = False,
 ) -> Prepared:
     """The report holds `num_samples` samples of each source, or all that was made of `show`: the number of a source,
-    from 0, and of its row. Raises RecipeError for a mistake in the recipe and DataError for one in the data."""
+    from 0, and of its row. `shares_prompts`: both answers of a pair read one copy of their prompt. Raises RecipeError
+    for a mistake in the recipe and DataError for one in the data."""
     emit({"event": "stage", "stage": "tokenizer"})
     data = recipe.data
     root = Path(os.path.expanduser(data.store_dir))
@@ -103,12 +110,13 @@ def prepare_data(
         _check_lost_parts(stores, described, tokenizer, data.on_rewritten_turns)
     _check_loss_mask(stores[: len(data.datasets)], recipe)
     context.hashes.save()
-    path = _make_rows(stores, context)
+    path = _make_rows(stores, context, shares_prompts=shares_prompts)
     manifest = read_manifest(path)
     report = {
         "path": str(path),
         "sources": described,
         **{name: manifest[name] for name in ("max_length", "packing", "attend_across_documents", "splits", "facts")},
+        "shares_prompts": shares_prompts,
         "leaked_documents": manifest["leaked_documents"],
         "layout": facts.compute_layout_facts(open_rows(path, "train"), recipe, pad_to_multiple_of),
         "samples": [] if show else facts.find_samples(open_rows(path, "train"), tokenizer.decode, num_samples),
@@ -303,7 +311,7 @@ def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:
         raise RecipeError([Problem("data.assistant_only_loss", message, hint)])
 
 
-def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
+def _make_rows(stores: list[TokenStore], context: _Context, *, shares_prompts: bool) -> Path:
     recipe = context.recipe
     data = recipe.data
     settings = RowSettings(
@@ -315,10 +323,12 @@ def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
         seed=recipe.run.seed if _needs_seed(recipe) else 0,
         skip_untrainable=data.skip_untrainable,
         pad_id=context.tokenizer.pad_id,
+        shares_prompts=shares_prompts,
     )
     weights = [dataset.weight for dataset in data.datasets]
     names = [store.folder.name for store in stores]
-    folder = context.root / "rows" / hash_parts(FORMAT, names, weights, asdict(settings))[:32]
+    deciding = {name: value for name, value in asdict(settings).items() if name != "shares_prompts" or value}
+    folder = context.root / "rows" / hash_parts(FORMAT, names, weights, deciding)[:32]
 
     def build(partial: Path) -> Mapping[str, Any]:
         context.emit({"event": "stage", "stage": "rows"})

@@ -48,6 +48,7 @@ class PackedRows:
         self.capacity: int = manifest["max_length"]
         self.pad_id: int = manifest["pad_id"]
         self.is_joined: bool = manifest["attend_across_documents"]
+        self.shares_prompts: bool = manifest.get("shares_prompts", False)
         folders = [folder.parents[1] / "tokens" / name for name in manifest["stores"]]
         for store in folders:
             _check(store)
@@ -66,6 +67,14 @@ class PackedRows:
         documents."""
         lengths = self._measure(row)
         return (int(lengths.sum()),) if self.is_joined else tuple(lengths.tolist())
+
+    def get_shared(self, row: int) -> tuple[int, ...]:
+        """How many first tokens of each document stand in the row as those of another: in rows of pairs a rejected
+        answer begins behind them."""
+        starts = self._starts[slice(*self._bounds(row))]
+        if not self.shares_prompts:
+            return (0,) * (1 if self.is_joined else len(starts))
+        return tuple(starts.tolist())
 
     def count_tokens(self, row: int) -> int:
         return int(self._measure(row).sum())
@@ -128,7 +137,7 @@ class PackedRows:
             if self.is_joined and last == end < num_tokens:
                 labels[here.stop - 1] = self._read_piece(first_piece + at + 1, 0, 1)[1][0]
             if not self.is_joined:
-                positions[here] -= begin
+                positions[here] -= begin - int(self._starts[first_piece + at]) * self.shares_prompts
         return RowSlice(ids, labels, positions, classes)
 
     def _read_piece(self, index: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.plan.rows.order import ALONE, Order, Ring, cut_runs, deal_row, deal_rows
+from ulysses_cli.plan.rows.order import ALONE, Order, Ring, Shared, cut_runs, deal_row, deal_rows
 from ulysses_cli.plan.rows.packing import RowCost, locate_row, share_rows
 
 IGNORE_INDEX = -100  # label of a position without a target, as in torch's cross_entropy
@@ -25,7 +25,7 @@ Numbers = NDArray[np.int64]
 
 class Rows(Protocol):
     """Rows of tokens with the lengths of their documents, such as PackedRows. `read` returns an object with the fields
-    of RowSlice."""
+    of RowSlice. Rows may also have get_shared, as PackedRows do, and get_reference, as ReferencedRows do."""
 
     def __len__(self) -> int: ...
 
@@ -50,6 +50,7 @@ class StepPlan:
     shares: tuple[tuple[tuple[int, ...], ...], ...]
     row_tokens: tuple[tuple[int, ...], ...]
     ring: Ring = ALONE
+    shared: tuple[Shared, ...] = ()  # of each row's documents
 
     @property
     def num_micro_steps(self) -> int:
@@ -66,7 +67,8 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """This rank's share of the rows of one micro-step. `lengths` are the documents of the whole rows, with padding;
+    """This rank's share of the rows of one micro-step. `lengths` are the documents of the whole rows, with padding, and
+    `shared` how many tokens each has of another (plan/rows/order.py);
     `order` says which of their tokens each rank of the ring holds; `classes` are those of RowSlice. `members`: of each
     token, the number of its document among the rows' own, -1 in padding; `num_members`: how many there are."""
 
@@ -80,6 +82,7 @@ class MicroBatch:
     members: Numbers | None = None
     num_members: int = 0
     reference: NDArray[np.float64] | None = None  # of each of these documents, where rows know one
+    shared: Shared = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def plan_longest(rows: Rows, batching: Batching) -> StepPlan:
 
     def rank(row: int) -> tuple[float, float, int]:
         lengths = rows.get_lengths(row)
-        return -sum(lengths), -_weigh(lengths, batching.work), row
+        return -sum(lengths), -_weigh(lengths, get_shared(rows, row), batching.work), row
 
     longest = sorted(range(len(rows)), key=rank)
     ids = (longest * math.ceil(batching.rows_per_step / len(longest)))[: batching.rows_per_step]
@@ -127,7 +130,8 @@ def plan_longest(rows: Rows, batching: Batching) -> StepPlan:
 def _make_plan(rows: Rows, batching: Batching, position: int, ids: tuple[int, ...]) -> StepPlan:
     """Shares the rows among the groups by their work, and each group's rows among the micro-steps."""
     lengths = tuple(tuple(rows.get_lengths(row)) for row in ids)
-    works = [_weigh(row_lengths, batching.work) for row_lengths in lengths]
+    shared = tuple(get_shared(rows, row) for row in ids)
+    works = [_weigh(*documents, batching.work) for documents in zip(lengths, shared, strict=True)]
     width = batching.rows_per_micro_step
     shares, padded = [], []
     for share in share_rows(works, batching.dp_size, position // batching.rows_per_step):
@@ -145,11 +149,18 @@ def _make_plan(rows: Rows, batching: Batching, position: int, ids: tuple[int, ..
         shares=tuple(shares),
         row_tokens=tuple(padded),
         ring=batching.ring,
+        shared=shared,
     )
 
 
-def _weigh(lengths: Sequence[int], work: RowCost) -> float:
-    return sum(work.of(length) for length in lengths)
+def get_shared(rows: Rows, row: int) -> Shared:
+    """How many first tokens of each document are those of another, for rows that know."""
+    find = getattr(rows, "get_shared", None)
+    return find(row) if find is not None else (0,) * len(rows.get_lengths(row))
+
+
+def _weigh(lengths: Sequence[int], shared: Shared, work: RowCost) -> float:
+    return sum(map(work.of, lengths, shared))
 
 
 def _pad_tokens(batching: Batching, rows: Sequence[Sequence[int]]) -> int:
@@ -168,7 +179,7 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
     ids, labels, positions = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX), np.zeros(shape, np.int64)
     classes = np.zeros(shape, np.int64)
     ring_rank, inner_rank = divmod(sp_rank, sp_size // plan.ring.size)
-    documents: list[int] = []
+    documents, shared = list[int](), list[int]()
     numbers_of, num_documents = np.full(shape, -1), 0
     find_reference, references = getattr(rows, "get_reference", None), [np.empty(0)]
     for at, member in enumerate(members):
@@ -176,8 +187,9 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
         ends = np.cumsum(lengths)
         lengths += (total - sum(lengths),) if total > sum(lengths) else ()  # padding is a document
         documents += lengths
-        place = 0
-        dealt = deal_row(lengths, plan.ring)[ring_rank]
+        place, own_shared = 0, (plan.shared[member] if member != NO_ROW else ()) + (0,)
+        shared += own_shared[: len(lengths)]
+        dealt = deal_row(lengths, plan.ring, own_shared[: len(lengths)])[ring_rank]
         for start, stop in cut_runs(dealt, inner_rank * local, (inner_rank + 1) * local):
             here = np.s_[at, place : place + stop - start]
             place += stop - start
@@ -194,8 +206,9 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
         if find_reference is not None and member != NO_ROW:
             references.append(find_reference(plan.rows[member]))
     numbers = tuple(plan.rows[member] if member != NO_ROW else NO_ROW for member in members)
-    order = deal_rows(documents, len(members), plan.ring)
+    order = deal_rows(documents, len(members), plan.ring, tuple(shared))
     reference = np.concatenate(references) if find_reference is not None else None
     return MicroBatch(
-        ids, labels, positions, tuple(documents), numbers, order, classes, numbers_of, num_documents, reference
-    )
+        ids, labels, positions, tuple(documents), numbers, order, classes, numbers_of, num_documents, reference,
+        tuple(shared),
+    )  # fmt: skip

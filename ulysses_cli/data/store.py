@@ -165,12 +165,47 @@ class TokenStore:
         return Where(name, line, 1) if self.manifest.get("has_lines", True) else Where(f"{name}, row {line}")
 
 
-class PairStore(TokenStore):
-    """The same store with two documents that follow each other as one: two answers to one prompt."""
+def count_shared(first: tuple[Ids, Flags], second: tuple[Ids, Flags]) -> int:
+    """How many first tokens of two answers to one prompt one copy can serve: those that are the same, but for the
+    token before the first target, which predicts another one in each."""
+    shortest = min(len(first[0]), len(second[0]))
+    is_same = first[0][:shortest] == second[0][:shortest]
+    num_common = shortest if is_same.all() else int(np.argmin(is_same))
+    targets = (np.flatnonzero(flags[1:] & TARGET) for _, flags in (first, second))
+    return min(num_common, *(int(found[0]) for found in targets if len(found)))
 
-    def __init__(self, folder: Path) -> None:
+
+class PairStore(TokenStore):
+    """The same store with two documents that follow each other as one: two answers to one prompt. `shares_prompts`: the
+    tokens that both begin with count once."""
+
+    def __init__(self, folder: Path, *, shares_prompts: bool) -> None:
         super().__init__(folder)
+        self.documents = TokenStore(folder)
+        self.shares_prompts = shares_prompts
         self.offsets = self.offsets[::2]
+
+    @cached_property
+    def shared(self) -> NDArray[np.int64]:
+        """Of each pair, how many tokens of the second document are those of the first."""
+        shared = np.zeros(len(self), np.int64)
+        for pair in range(len(self)) if self.shares_prompts and self.flags is not None else ():
+            first, second = (
+                self.documents.read(each, 0, int(self.documents.lengths[each])) for each in (2 * pair, 2 * pair + 1)
+            )
+            assert first[1] is not None
+            assert second[1] is not None
+            shared[pair] = count_shared((first[0], first[1]), (second[0], second[1]))
+        return shared
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets) - self.shared
+
+    def count_targets(self, document: int, start: int, stop: int) -> int:
+        """Of both answers, whole: what both begin with holds no target."""
+        pair = range(2 * document, 2 * document + 2)
+        return sum(self.documents.count_targets(at, 0, int(self.documents.lengths[at])) for at in pair)
 
     @cached_property
     def hashes(self) -> NDArray[np.uint64]:

@@ -19,18 +19,20 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 
-def compute_model_flops(shape: ModelShape, lengths: Sequence[int], num_targets: int | None = None) -> float:
-    """Forward and backward of documents of these lengths. The head runs for targets alone; by default all tokens are
-    targets."""
+def compute_model_flops(
+    shape: ModelShape, lengths: Sequence[int], num_targets: int | None = None, shared: Sequence[int] = ()
+) -> float:
+    """Forward and backward of documents of these lengths, each behind `shared` tokens that another one computes. The
+    head runs for targets alone; by default all tokens are targets."""
     head = 2 * (sum(lengths) if num_targets is None else num_targets) * shape.hidden_size * shape.vocab_size
-    return 3 * (head + compute_layers_flops(shape, lengths))
+    return 3 * (head + compute_layers_flops(shape, lengths, shared))
 
 
-def compute_layers_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+def compute_layers_flops(shape: ModelShape, lengths: Sequence[int], shared: Sequence[int] = ()) -> float:
     """Forward of documents of these lengths, without the head."""
-    tokens, total = sum(lengths), 0.0
+    tokens, total, shared = sum(lengths), 0.0, shared or (0,) * len(lengths)
     for layer in shape.layers:
-        pairs = sum(count_pairs(length, layer.window_tokens) for length in lengths)
+        pairs = sum(count_pairs(length, layer.window_tokens, at) for length, at in zip(lengths, shared, strict=True))
         total += tokens * (2 * count_layer_weights(shape, layer) + count_state_flops(layer))
         total += count_pair_flops(layer) * pairs
     return total
@@ -64,8 +66,10 @@ def count_state_flops(layer: Layer) -> int:
     return total
 
 
-def count_pairs(length: int, window_tokens: int | None) -> int:
-    """(query, key) pairs of one causal document."""
+def count_pairs(length: int, window_tokens: int | None, num_shared: int = 0) -> int:
+    """(query, key) pairs of one causal document, whose queries follow `num_shared` keys."""
+    if num_shared:
+        return count_pairs(num_shared + length, window_tokens) - count_pairs(num_shared, window_tokens)
     window = min(window_tokens or length, length)
     return window * (window + 1) // 2 + (length - window) * window
 

@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.layout import GPUS_PER_NODE, KvHeads, Layout, compute_kv_heads
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
@@ -36,6 +37,7 @@ class Resolved:
     rope_factor: float | None
     rope_theta: float | None  # None: the model's own
     is_rotary: bool
+    shares_prompts: bool  # both answers of a pair read one copy of their prompt
     defaults: tuple[str, ...]
 
 
@@ -183,8 +185,27 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
         rope_factor=compute_rope_factor(recipe, shape),
         rope_theta=compute_rope_theta(recipe, shape),
         is_rotary=bool(shape.rope_type),
+        shares_prompts=_shares_prompts(recipe, shape),
         defaults=tuple(_list_defaults(recipe, written)),
     )
+
+
+def find_sharing_obstacle(recipe: Recipe, shape: ModelShape) -> str:
+    """Why several answers cannot read one copy of their prompt, or ''."""
+    stretch, kernel = recipe.model.rope_scaling, BACK_ENDS.get(recipe.model.attn_implementation)
+    if shape.ring_obstacle:
+        return shape.ring_obstacle
+    if shape.rotary_follows_length or (stretch is not None and stretch.type == "dynamic"):
+        return "its rotary frequencies follow a document's length, and answers of one prompt have several"
+    if kernel is not None and not kernel.takes_more_keys:
+        return f"{kernel.name} takes as many keys as queries"
+    return ""
+
+
+def _shares_prompts(recipe: Recipe, shape: ModelShape) -> bool:
+    preference = recipe.preference
+    wants = preference is not None and preference.share_prompts is not False
+    return wants and not find_sharing_obstacle(recipe, shape)
 
 
 def settle(recipe: Recipe, shape: ModelShape, levers: Levers) -> RunPlan:

@@ -113,7 +113,7 @@ class Engine:
         arrays = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels}
         tensors: dict[str, Any] = {name: self._send(array) for name, array in arrays.items()}
         numbers = np.flatnonzero(batch.labels != IGNORE_INDEX)
-        documents = make_documents(batch.lengths, self.device, order=batch.order)
+        documents = make_documents(batch.lengths, self.device, order=batch.order, shared=batch.shared)
         answers = self.objective.load(batch, numbers, self._send)
         return {**tensors, "places": self._make_places(numbers), "documents": documents, "answers": answers}
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import add
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
+from ulysses_cli.data.steps import Batching, Rows, get_shared, plan_step, read_micro_batch
 from ulysses_cli.data.store import CALL, SAID, THOUGHT, TURN_BITS
 from ulysses_cli.train.engine import Engine, find_positions
 from ulysses_cli.train.guard.stop_conditions import StopConditions
@@ -52,7 +53,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Collective over all ranks. Reads every row once, in order. Empty when any rank has a reason to stop early."""
     stop = stop or StopConditions()
-    longest = max(max(rows.get_lengths(row)) for row in range(len(rows)))
+    longest = max(max(map(add, rows.get_lengths(row), get_shared(rows, row))) for row in range(len(rows)))
     bounds = torch.tensor(list_bounds(longest))
     first_class, first_turn = len(bounds), len(bounds) + len(CLASSES)
     sums = torch.zeros(first_turn + len(TURN_BOUNDS), 2, dtype=torch.float64, device=engine.device)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ulysses_cli.data.steps import NO_ROW, Batching, Rows, StepPlan, plan_step, read_micro_batch
+from ulysses_cli.data.steps import NO_ROW, Batching, Rows, StepPlan, get_shared, plan_step, read_micro_batch
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.preferences import PreferenceObjective
@@ -55,6 +55,9 @@ class ReferencedRows:
 
     def read(self, row: int, start: int, stop: int) -> Any:
         return self.rows.read(row, start, stop)
+
+    def get_shared(self, row: int) -> tuple[int, ...]:
+        return get_shared(self.rows, row)
 
     def get_reference(self, row: int) -> NDArray[np.float64]:
         return self.values[self.offsets[row] : self.offsets[row + 1]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ulysses_cli.data.steps import Batching, Rows, plan_longest
+from ulysses_cli.data.steps import Batching, Rows, get_shared, plan_longest
 from ulysses_cli.plan.files.regular_files import remove_own
 from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
 from ulysses_cli.train.evaluation import evaluate
@@ -41,6 +41,9 @@ class LongestRow:
 
     def read(self, row: int, start: int, stop: int) -> Any:
         return self.rows.read(self.row, start, stop)
+
+    def get_shared(self, row: int) -> tuple[int, ...]:
+        return get_shared(self.rows, self.row)
 
     def get_reference(self, row: int) -> Any:
         find = getattr(self.rows, "get_reference", None)

@@ -26,6 +26,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import explain_memory
 from ulysses_cli.plan.recipe.preference_section import UNPAIRED, WITHOUT_REFERENCE
 from ulysses_cli.plan.recipe.recipe import Recipe, Run, Train
+from ulysses_cli.plan.resolved import find_sharing_obstacle
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
@@ -102,6 +103,10 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
         connected.plan, [*kernel.by_head_dim.values(), kernel.name], measure_mix(inputs.rows).lengths
     ):
         record.report(line)
+    if recipe.preference is not None:
+        obstacle = find_sharing_obstacle(recipe, inputs.shape) or "as the recipe says"
+        alone = f"each answer has a copy of its prompt: {obstacle}"
+        record.report("answers read one copy of their prompt" if inputs.rows.shares_prompts else alone)
     run = replace(run, context=replace(run.context, disk_owners=connected.disks.owners))
     record.describe_step = partial(describe_step, run.state)
     assert_sharded(run, record)
@@ -120,7 +125,7 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
 def choose_objective(recipe: Recipe, groups: Groups) -> Objective:
     if recipe.preference is None:
         return NextToken()
-    settings = PreferenceSettings(**recipe.preference.model_dump())
+    settings = PreferenceSettings(**recipe.preference.model_dump(exclude={"share_prompts"}))
     if recipe.preference.loss in UNPAIRED:
         return UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD if groups.layout.world_size > 1 else None)
     return PreferenceObjective(settings, groups.sp_axis)

@@ -290,7 +290,7 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing, run_end
 
-    data = prepare_recipe(valid.file, valid.overrides)
+    data = prepare_recipe(valid.file, valid.overrides, shares_prompts=valid.resolved.shares_prompts)
     if data.exit_code != DONE:
         raise PreparationError(data.exit_code, [str(problem["message"]) for problem in data.report.get("problems", ())])
     for note in data.report["notes"]:

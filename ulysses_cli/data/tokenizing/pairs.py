@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import TARGET, WANTED, Flags, Ids
+from ulysses_cli.data.store import TARGET, WANTED, Flags, Ids, count_shared
 from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.readers.pairs import Judged, Pair
 from ulysses_cli.readers.problems import BadRow
@@ -48,12 +48,12 @@ def encode_pair(encoder: Encoder, pair: Pair) -> TokenPair:
         lost += encoder.lost
         counts.update(encoder.counts)
     (first, first_flags), (second, second_flags) = encoded
-    shortest = min(len(first), len(second))
-    is_same = first[:shortest] == second[:shortest]
-    num_common = shortest if is_same.all() else int(np.argmin(is_same))
-    if num_common == len(first) == len(second):
+    if np.array_equal(first, second):
         raise BadRow("chosen and rejected answers have the same tokens: there is nothing to prefer")
     if first_flags is None or second_flags is None:  # texts: what differs is the answer
+        shortest = min(len(first), len(second))
+        is_other = first[:shortest] != second[:shortest]
+        num_common = int(np.argmax(is_other)) if is_other.any() else shortest
         first_flags, second_flags = (
             np.where(np.arange(len(ids)) >= num_common, TARGET, 0).astype(np.uint8) for ids in (first, second)
         )
@@ -61,8 +61,7 @@ def encode_pair(encoder: Encoder, pair: Pair) -> TokenPair:
     for name, branch in zip(("chosen", "rejected"), branches, strict=True):
         if not branch.is_target[1:].any():
             raise BadRow(f"the {name} answer has no target")
-    first_target = min(int(np.argmax(branch.is_target[1:])) + 1 for branch in branches)
-    num_shared = min(num_common, first_target - 1)
+    num_shared = count_shared((first, first_flags), (second, second_flags))
     encoder.lost, encoder.counts = lost, {**counts, "shared tokens": num_shared}
     return TokenPair(*branches, num_shared)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -166,6 +166,11 @@ class ModelShape:
         mixers = dict.fromkeys(type(mixer) for layer in dict.fromkeys(self.layers) for mixer in layer.mixers)
         kinds = dict.fromkeys(STATE_NAMES[kind] for kind in mixers if kind in STATE_NAMES)
         return f"{' and '.join(kinds)} layers need the tokens of a row in order" if kinds else ""
+
+    @cached_property
+    def rotary_follows_length(self) -> bool:
+        """Whether a token's rotary frequencies depend on how long its document is, in any layer."""
+        return any("dynamic" in kind or kind == "longrope" for kind in _list_rope_types(self.config))
 
     @cached_property
     def head_counts(self) -> tuple[tuple[str, int], ...]:
@@ -356,6 +361,15 @@ def _compute_scale(facts: ConfigFacts, family: Family | None, head_dim: int) -> 
     if family and family.attention_scale == "one":
         return 1.0
     return float(max(head_dim, 1) ** -0.5)
+
+
+def _list_rope_types(config: Mapping[str, Any], *, is_rope: bool = False) -> Iterator[str]:
+    """All that a config names, of a model's parts and kinds of layers too."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _list_rope_types(value, is_rope=is_rope or key in ("rope_parameters", "rope_scaling"))
+        elif is_rope and key in ("rope_type", "type") and isinstance(value, str):
+            yield value
 
 
 def _read_rope(facts: ConfigFacts) -> Mapping[str, Any]:

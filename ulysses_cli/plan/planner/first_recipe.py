@@ -136,7 +136,7 @@ def _write_rows(answers: FirstAnswers) -> list[str]:
         how = "between turns" if is_chat else "it"
         longer = f"a longer {noun} is an error, or excess_length_strategy: split cuts {how}"
     if answers.kind == PAIRS:
-        longer = "a pair, both answers with the prompt, that is longer is an error; excess_length_strategy: drop"
+        longer = "a pair, prompt and both answers, that is longer is an error; excess_length_strategy: drop"
     if is_chat:
         targets = ["  assistant_only_loss: true  # learns what the assistant says; false learns the user's turns too"]
     if answers.kind is None and not answers.is_tree:

@@ -37,6 +37,11 @@ class Preference(Section):
     )
     desirable_weight: float = setting(1.0, "kto: weight of answers that are wanted", unit="x", gt=0, le=1000)
     undesirable_weight: float = setting(1.0, "kto: weight of answers that are not wanted", unit="x", gt=0, le=1000)
+    share_prompts: bool | Literal["auto"] = setting(
+        "auto",
+        "both answers of a pair read one copy of their prompt; auto = unless the model has recurrent or convolution "
+        "layers, or rotary frequencies that follow a document's length",
+    )
     sft_weight: float | None = setting(
         None,
         "weight of the chosen answer's cross-entropy, a mean over its targets, in a pair's loss; left out: 1 for cpo, "

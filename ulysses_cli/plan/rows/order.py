@@ -1,6 +1,7 @@
 """Deals a row to the ranks of a ring so that all have the same work, and lists the keys that each needs from others.
 
-Integers only. A pure function of the documents' lengths and the model's windows, so that all ranks derive the same.
+Integers only. A pure function of the documents' lengths and the model's windows, so that all ranks derive the same. A
+document may be a branch: its first tokens, `shared` of them, stand in the row as those of the last whole document.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from functools import lru_cache, partial
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 from ulysses_cli.plan.flops import count_pairs
@@ -26,6 +27,7 @@ class TokenRun(NamedTuple):
 
 
 TokenRuns = tuple[TokenRun, ...]
+Shared = tuple[int, ...]  # of each document, how many tokens of the last whole one are its own first; empty: 0 of each
 Order = tuple[TokenRuns, ...]  # the tokens of each rank of a ring, in rising order
 
 
@@ -61,11 +63,13 @@ class QueryPart(NamedTuple):
 @dataclass(frozen=True)
 class KeyPlan:
     """What one rank of a ring attends to. `moves[source][target]` lists what the ranks of the ring need of each other,
-    itself included; it is the same on all of them."""
+    itself included; it is the same on all of them. `layout`: the keys as parts take them, by their places among all
+    that the rank needs, some of them several times; empty where each is taken once and in order."""
 
     parts: tuple[QueryPart, ...]
     num_keys: int
     moves: tuple[tuple[tuple[Move, ...], ...], ...]
+    layout: TokenRuns = ()
 
     @property
     def is_shared(self) -> bool:
@@ -85,7 +89,7 @@ def count_tokens(runs: Iterable[TokenRun]) -> int:
 
 
 @lru_cache(maxsize=256)
-def deal_row(lengths: tuple[int, ...], ring: Ring) -> Order:
+def deal_row(lengths: tuple[int, ...], ring: Ring, shared: Shared = ()) -> Order:
     """Returns the tokens of each rank. The row is cut into equal chunks, as many for each rank; the chunk with most
     work goes to the rank with least. With one document and two chunks this is the zigzag order."""
     total = sum(lengths)
@@ -98,7 +102,7 @@ def deal_row(lengths: tuple[int, ...], ring: Ring) -> Order:
         if total % (ring.size * num_chunks):
             break
         width = total // (ring.size * num_chunks)
-        works = _measure_chunks(lengths, width, ring)
+        works = _measure_chunks(lengths, width, ring, fill_shared(shared, lengths))
         dealt = _deal_chunks(works, ring.size, num_chunks)
         most = max(sum(works[chunk] for chunk in chunks) for chunks in dealt)
         if best is None or most < best[0]:
@@ -110,23 +114,25 @@ def deal_row(lengths: tuple[int, ...], ring: Ring) -> Order:
     return tuple(_join(TokenRun(chunk * width, (chunk + 1) * width) for chunk in chunks) for chunks in dealt)
 
 
-def _measure_chunks(lengths: tuple[int, ...], width: int, ring: Ring) -> list[int]:
+def _measure_chunks(lengths: tuple[int, ...], width: int, ring: Ring, shared: Shared) -> list[int]:
     """(query, key) pairs of each chunk's queries, over all layers."""
     ends = list(accumulate(lengths))
-    before = [0, *accumulate(_count_all_pairs(length, ring) for length in lengths)]
+    before = [0, *accumulate(map(partial(_count_all_pairs, ring), lengths, shared))]
 
     def count_until(token: int) -> int:
         document = bisect_right(ends, token)
         if document == len(lengths):
             return before[-1]
-        return before[document] + _count_all_pairs(token - (ends[document] - lengths[document]), ring)
+        own = token - (ends[document] - lengths[document])
+        return before[document] + _count_all_pairs(ring, own, shared[document])
 
     bounds = [count_until(token) for token in range(0, ends[-1] + 1, width)]
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-def _count_all_pairs(tokens: int, ring: Ring) -> int:
-    return sum(number * count_pairs(tokens, window) for window, number in ring.windows)
+def _count_all_pairs(ring: Ring, tokens: int, num_shared: int) -> int:
+    """Of the first tokens of a document that are its own."""
+    return sum(number * count_pairs(tokens, window, num_shared) for window, number in ring.windows)
 
 
 def _deal_chunks(works: Sequence[int], num_ranks: int, num_chunks: int) -> list[list[int]]:
@@ -154,11 +160,11 @@ def check_order(order: Order, num_tokens: int) -> None:
         raise ValueError(f"rows of {num_tokens} tokens are dealt to the ranks of a ring in shares of {shares}")
 
 
-def deal_rows(lengths: Sequence[int], num_rows: int, ring: Ring) -> Order:
+def deal_rows(lengths: Sequence[int], num_rows: int, ring: Ring, shared: Shared = ()) -> Order:
     """The same for rows of equal length that follow each other, each dealt on its own. `lengths` are the documents of
     all rows, with padding. Tokens count on from row to row."""
-    row_tokens, rows = sum(lengths) // num_rows, list(split_rows(lengths, num_rows))
-    dealt = [deal_row(row, ring) for row in rows]
+    row_tokens, rows, rest = sum(lengths) // num_rows, list(split_rows(lengths, num_rows)), iter(shared)
+    dealt = [deal_row(row, ring, tuple(islice(rest, len(row)))) for row in rows]
     return tuple(
         _join(
             TokenRun(row * row_tokens + run.start, row * row_tokens + run.stop)
@@ -191,13 +197,61 @@ def cut_runs(runs: Iterable[TokenRun], start: int, stop: int) -> TokenRuns:
 
 
 @lru_cache(maxsize=64)
-def plan_keys(lengths: tuple[int, ...], order: Order, window_tokens: int | None, rank: int) -> KeyPlan:
+def plan_keys(
+    lengths: tuple[int, ...], order: Order, window_tokens: int | None, rank: int, shared: Shared = ()
+) -> KeyPlan:
     """Returns what the queries of a rank of the ring attend to. Keys of a rank lie in rising order, each once."""
     starts = [0, *accumulate(lengths)]
+    if any(shared):
+        return _plan_branches(starts, order, window_tokens, rank, shared)
     keys = [_join(_reach(run, starts, window_tokens) for run in runs) for runs in order]
     moves = tuple(tuple(tuple(_list_moves(own, needed)) for needed in keys) for own in order)
     parts = join_parts(_make_parts(order[rank], keys[rank], starts, window_tokens))
     return KeyPlan(tuple(parts), count_tokens(keys[rank]), moves)
+
+
+def fill_shared(shared: Shared, lengths: Sequence[int]) -> Shared:
+    return tuple(shared) or (0,) * len(lengths)
+
+
+def _plan_branches(
+    starts: Sequence[int], order: Order, window_tokens: int | None, rank: int, shared: Shared
+) -> KeyPlan:
+    """One call for each run of queries, with the keys that each of its documents reaches, one after another."""
+    places, stem = list[tuple[int, int, int]](), 0
+    for start, num_shared in zip(starts, shared, strict=False):
+        stem = stem if num_shared else start
+        places.append((start, stem, num_shared))
+    reached = [[list(_reach_all(run, starts, places, window_tokens)) for run in runs] for runs in order]
+    keys = [_join(sorted(key for run in runs for _, keys in run for key in keys)) for runs in reached]
+    moves = tuple(tuple(tuple(_list_moves(own, needed)) for needed in keys) for own in order)
+    layout, parts, query, at = list[TokenRun](), list[QueryPart](), 0, 0
+    for run in reached[rank]:
+        lengths = tuple(length for length, _ in run)
+        key_lengths = tuple(map(count_tokens, (keys for _, keys in run)))
+        queries, taken = TokenRun(query, query + sum(lengths)), TokenRun(at, at + sum(key_lengths))
+        parts.append(QueryPart(queries, taken, lengths, key_lengths))
+        query, at = queries.stop, taken.stop
+        for key in (key for _, keys in run for key in keys):
+            place = _find_place(keys[rank], key.start)
+            follows = bool(layout) and layout[-1].stop == place
+            first = layout.pop().start if follows else place
+            layout.append(TokenRun(first, place + key.stop - key.start))
+    num_keys = count_tokens(keys[rank])
+    is_plain = layout == [TokenRun(0, num_keys)]
+    return KeyPlan(tuple(join_parts(parts)), num_keys, moves, () if is_plain else tuple(layout))
+
+
+def _reach_all(
+    run: TokenRun, starts: Sequence[int], places: Sequence[tuple[int, int, int]], window_tokens: int | None
+) -> Iterator[tuple[int, TokenRuns]]:
+    """Of each document in a run of queries: how many of these it has, and their keys. `places`: of each document in the
+    row, where it and the last whole one begin, and how many tokens they share."""
+    for start, stop in pairwise([run.start, *_list_inside(starts, run), run.stop]):
+        begin, stem, num_shared = places[bisect_right(starts, start) - 1]
+        first = max(0, num_shared + start - begin + 1 - window_tokens) if window_tokens is not None else 0
+        runs = TokenRun(stem + first, stem + num_shared), TokenRun(begin + max(0, first - num_shared), stop)
+        yield stop - start, tuple(keys for keys in runs if keys.start < keys.stop)
 
 
 def _reach(run: TokenRun, starts: Sequence[int], window_tokens: int | None) -> TokenRun:
@@ -210,10 +264,11 @@ def _join(runs: Iterable[TokenRun]) -> TokenRuns:
     """The union of runs whose starts rise, neighbours in one. Keys of a later run may start before an earlier one."""
     joined: list[TokenRun] = []
     for run in runs:
-        start = run.start
+        start, stop = run
         while joined and start <= joined[-1].stop:
-            start = min(start, joined.pop().start)
-        joined.append(TokenRun(start, run.stop))
+            last = joined.pop()
+            start, stop = min(start, last.start), max(stop, last.stop)
+        joined.append(TokenRun(start, stop))
     return tuple(joined)
 
 

@@ -26,8 +26,9 @@ class RowCost(NamedTuple):
     per_token: float = 1.0
     per_pair: float = 0.0
 
-    def of(self, tokens: int) -> float:
-        return self.per_token * tokens + self.per_pair * tokens * (tokens + 1) / 2
+    def of(self, tokens: int, num_shared: int = 0) -> float:
+        """Of tokens that follow `num_shared` others, which cost nothing here."""
+        return self.per_token * tokens + self.per_pair * tokens * (tokens + 1 + 2 * num_shared) / 2
 
 
 class Piece(NamedTuple):

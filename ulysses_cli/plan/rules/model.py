@@ -13,7 +13,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import find_ring_size
+from ulysses_cli.plan.resolved import find_ring_size, find_sharing_obstacle
 from ulysses_cli.plan.rows.indexing import RowSizes, list_excess
 
 Problems = Iterator[Problem]
@@ -217,7 +217,17 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
         )
 
 
+def check_shared_prompts(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Answers read one copy of their prompt only where that is exact."""
+    if recipe.preference is not None and recipe.preference.share_prompts is True:
+        obstacle = find_sharing_obstacle(recipe, shape)
+        if obstacle:
+            what = f"answers of {shape.name} cannot read one copy of their prompt: {obstacle}"
+            yield Problem("preference.share_prompts", what, "use auto: each answer then has a copy")
+
+
 RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
+    check_shared_prompts,
     check_heads,
     check_convolutions,
     check_head_chunks,

@@ -70,7 +70,7 @@ def _choose_kernels(
 ) -> KernelChoice:
     """A kernel for each width of heads."""
     shape, recipe = plan.shape, plan.recipe
-    has_more_keys, sizes = groups.ring_axis.size > 1, _measure_rows(plan)
+    has_more_keys, sizes = groups.ring_axis.size > 1 or plan.resolved.shares_prompts, _measure_rows(plan)
     needs, choices = list_needs(shape, recipe.model.dtype, has_more_keys=has_more_keys, sizes=sizes), {}
     for need, mixers in needs.items():
         window = min(shape.windows) if need.has_window else None

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ulysses_cli.plan.rows.indexing import CallSize, find_overrun
-from ulysses_cli.plan.rows.order import KeyPlan, Order, QueryPart, TokenRun, check_order, cut_runs, plan_keys
-from ulysses_cli.plan.rows.rounds import MAX_SHARES, Round, plan_rounds
+from ulysses_cli.plan.rows.order import KeyPlan, Order, QueryPart, Shared, TokenRun, check_order, cut_runs, plan_keys
+from ulysses_cli.plan.rows.rounds import MAX_SHARES, Round, Rounds, plan_rounds
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
 
@@ -26,7 +26,8 @@ class Documents:
 
     For a model's forward they are the documents of the tokens of all ranks, and `order` says which of these tokens each
     rank of a ring holds; a rank that attends to the keys of more than `max_shares` of them gets these in rounds. With
-    several rows in a batch, the rows' documents follow each other: row 0's, then row 1's.
+    several rows in a batch, the rows' documents follow each other: row 0's, then row 1's. `shared`: documents whose
+    first tokens are those of another one (plan/rows/order.py); a ring then fetches all keys at once.
     """
 
     lengths: tuple[int, ...]
@@ -35,6 +36,7 @@ class Documents:
     key_cu_seqlens: torch.Tensor
     order: Order = ()  # empty: one rank holds all tokens
     max_shares: float = MAX_SHARES
+    shared: Shared = ()
     calls: dict[tuple[int | None, int, KernelHeads], KernelCalls] = field(default_factory=dict)
 
     @property
@@ -93,17 +95,19 @@ class Documents:
         order = self.order or ((TokenRun(0, self.num_tokens),),)
         if len(order) != ring.size:
             raise ValueError(f"the rows are dealt to {len(order)} ranks of a ring of {ring.size}")
-        if ring.size == 1:
+        if ring.size == 1 and not self.shared:
             whole = TokenRun(0, self.num_tokens)
             parts = heads.cut(QueryPart(whole, whole, self.lengths, self.key_lengths))
             if len(parts) == 1:
                 return KernelCalls(None, (KernelCall(slice(*whole), slice(*whole), self),))
             return KernelCalls(None, self._list_calls(parts, heads))
         check_order(order, self.num_tokens)
-        rounds = plan_rounds(self.lengths, order, window_tokens, ring.rank, self.max_shares)
+        rounds: Rounds = ()
+        if not self.shared:
+            rounds = plan_rounds(self.lengths, order, window_tokens, ring.rank, self.max_shares)
         if rounds:
             return KernelCalls(rounds=tuple((each, self._list_calls(each.parts, heads)) for each in rounds))
-        plan = plan_keys(self.lengths, order, window_tokens, ring.rank)
+        plan = plan_keys(self.lengths, order, window_tokens, ring.rank, self.shared)
         return KernelCalls(plan, self._list_calls(plan.parts, heads))
 
     def _list_calls(self, parts: Sequence[QueryPart], heads: KernelHeads) -> tuple[KernelCall, ...]:
@@ -169,8 +173,9 @@ class KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class KernelCalls:
-    """The kernel calls of a rank for a layer. `plan`: the keys that ranks of its ring trade; None on a ring of one. In
-    their place `rounds`, with the calls of each: what a rank attends to is then fetched block by block."""
+    """The kernel calls of a rank for a layer. `plan`: the keys that ranks of its ring trade, and how calls take them;
+    None where a rank's own are taken as they are. In their place `rounds`, with the calls of each: what a rank attends
+    to is then fetched block by block."""
 
     plan: KeyPlan | None = None
     parts: tuple[KernelCall, ...] = ()
@@ -183,13 +188,15 @@ def make_documents(
     key_lengths: Sequence[int] | None = None,
     order: Order = (),
     max_shares: float = MAX_SHARES,
+    shared: Shared = (),
 ) -> Documents:
     """Makes documents of these lengths, one after another. Padding is a document of its own."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"document lengths must be positive, not {list(lengths)}")
     bounds = _make_bounds(lengths, device)
     if key_lengths is None or tuple(key_lengths) == tuple(lengths):
-        return Documents(tuple(lengths), bounds, tuple(lengths), bounds, order, max_shares)
+        shared = shared if any(shared) else ()
+        return Documents(tuple(lengths), bounds, tuple(lengths), bounds, order, max_shares, shared)
     key_bounds = _make_bounds(key_lengths, device)
     return Documents(tuple(lengths), bounds, tuple(key_lengths), key_bounds, order, max_shares)
 

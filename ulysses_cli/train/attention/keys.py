@@ -1,5 +1,5 @@
-"""Trades keys and values between the ranks of a ring, and returns their gradients: one collective each way. For
-`gathered.py`.
+"""Trades keys and values between the ranks of a ring, and returns their gradients: one collective each way. Copies
+keys that several documents share, and adds up their gradients. For `gathered.py`.
 
 Ranks send only what others need. Which tokens these are is known from the documents' lengths on every rank.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_cli.plan.rows.order import KeyPlan, Move, TokenRun
+from ulysses_cli.plan.rows.order import KeyPlan, Move, TokenRun, TokenRuns
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.telemetry.clock import part_of_step
 
@@ -25,9 +25,22 @@ Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
 
 def fetch_keys(k: Tensor, v: Tensor, plan: KeyPlan | None, ring: SequenceAxis) -> tuple[Tensor, Tensor]:
     """Takes this rank's k [n, h, D] and v [n, h, V], returns the keys and values that its queries attend to, [m, h, D]
-    and [m, h, V]. Collective over the ring; a plan in which no rank needs another's keys has no collective."""
-    if plan is None or not plan.is_shared:
+    and [m, h, V], as kernels take them. Collective over the ring; a plan in which no rank needs another's keys has no
+    collective."""
+    if plan is None:
         return k, v
+    keys, values = _fetch(k, v, plan, ring) if plan.is_shared else (k, v)
+    if not plan.layout:
+        return keys, values
+    return _lay_out(keys, plan.layout), _lay_out(values, plan.layout)
+
+
+def _lay_out(tensor: Tensor, layout: TokenRuns) -> Tensor:
+    return torch.cat([tensor[slice(*run)] for run in layout])
+
+
+def _fetch(k: Tensor, v: Tensor, plan: KeyPlan, ring: SequenceAxis) -> tuple[Tensor, Tensor]:
+    """Keys and values in the row's order, each once."""
     outgoing = plan.moves[ring.rank]
     incoming = [source[ring.rank] for source in plan.moves]
     send = make_block((k, v), _count(outgoing, ring))
@@ -55,7 +68,13 @@ def return_gradients(
     dkeys: Tensor, dvalues: Tensor, plan: KeyPlan | None, ring: SequenceAxis, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The reverse: takes gradients of the keys [m, h, D] and values [m, h, V] that this rank's queries attend to,
-    returns those of its own tokens, summed over all ranks of the ring in float32 or better. They travel as `dtype`."""
+    returns those of its own tokens, summed over documents and over all ranks of the ring in float32 or better. They
+    travel as `dtype`."""
+    precision = torch.promote_types(dtype, torch.float32)
+    if plan is not None and plan.layout:
+        sums = [grad.new_zeros(plan.num_keys, *grad.shape[1:], dtype=precision) for grad in (dkeys, dvalues)]
+        add_runs(sums, (dkeys, dvalues), plan.layout)
+        dkeys, dvalues = sums
     if plan is None or not plan.is_shared:
         return dkeys.to(dtype), dvalues.to(dtype)
     grads = dkeys, dvalues
@@ -69,7 +88,7 @@ def return_gradients(
     received = make_block(grads, _count(incoming, ring), dtype)
     _trade(received, send, grads, incoming, outgoing, ring)
     del send, blocks
-    own, precision = plan.moves[ring.rank][ring.rank], torch.promote_types(dtype, torch.float32)
+    own = plan.moves[ring.rank][ring.rank]
     num_own = sum(_measure(move) for move in own)
     totals = [grad.new_zeros(num_own, *grad.shape[1:], dtype=precision) for grad in grads]
     blocks = _cut_blocks(received, grads, incoming, ring)

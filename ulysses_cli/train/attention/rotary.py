@@ -81,8 +81,9 @@ class _DocumentRotary:
         """The length of the document of each of this rank's tokens, [B, S] on the host."""
         if self.length is not None:
             return torch.full(position_ids.shape[-2:], self.length)
-        if self.documents is None:
-            raise ValueError("rotary frequencies follow a document's length, and the model's forward got no documents")
+        if self.documents is None or self.documents.shared:
+            what = "no documents" if self.documents is None else "documents of several lengths with one beginning"
+            raise ValueError(f"rotary frequencies follow a document's length, and the model's forward got {what}")
         batch, tokens = position_ids.shape[-2:]
         return self.documents.list_local_lengths(batch, tokens, self.axis)
 

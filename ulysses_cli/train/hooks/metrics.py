@@ -18,11 +18,14 @@ SAMPLED_FIRST, SAMPLED_EVERY = 3, 20
 
 
 class Meter:
-    """Times steps, and the parts of sampled steps. `count_flops` takes the lengths of a step's documents and the number
-    of its targets, returns the model's FLOPs."""
+    """Times steps, and the parts of sampled steps. `count_flops` takes the lengths of a step's documents, the number of
+    its targets, and how many tokens each document shares; it returns the model's FLOPs."""
 
     def __init__(
-        self, count_flops: Callable[[list[int], int], float], peak_tflops: float | None, emit: Callable[[Any], None]
+        self,
+        count_flops: Callable[[list[int], int, list[int]], float],
+        peak_tflops: float | None,
+        emit: Callable[[Any], None],
     ) -> None:
         self.count_flops, self.peak_tflops, self.emit = count_flops, peak_tflops, emit
         self.clock: Clock | None = None
@@ -46,7 +49,8 @@ class Meter:
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak, host = compare_facts({}, state.groups.host_group, peak, host)
         plan, world = result.plan, state.groups.layout.world_size
-        flops = self.count_flops([length for lengths in plan.lengths for length in lengths], plan.num_targets)
+        lengths, shared = ([each for row in rows for each in row] for rows in (plan.lengths, plan.shared))
+        flops = self.count_flops(lengths, plan.num_targets, shared)
         tflops = flops / seconds / world / 1e12
         line: dict[str, Any] = {
             "step": state.step,

@@ -137,6 +137,8 @@ def _make_entry(name: str, axis: SequenceAxis, kernels: Mapping[str, Kernel]) ->
         documents, generation = options.get("documents"), options.get("generation")
         if documents is None and generation is None:
             raise ValueError(f"{name} got no documents: pass documents=make_documents(...) to the model's forward")
+        if documents is not None and documents.shared:
+            raise ValueError(f"{name} carries a state, and documents with one beginning would need copies of it")
         if options.get("attention_mask") is not None:
             raise ValueError(f"{name} got a mask; documents decide which tokens change a token's result")
         return args, {**options, CALL: RecurrentCall(documents, axis, kernels, generation=generation)}
