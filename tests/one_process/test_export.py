@@ -17,13 +17,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.checkpoints import save_as_ranks
 from support.families import TELLING, make_config
+from support.real_model import READY, needs_real_model
+from support.templates import CHATML
 from support.tiers import FULL, TIER, mark_by
 from support.training import make_recipe
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.targets import list_turn_ends
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.readers.columns import read_sample
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.export import weights as export
 from ulysses_cli.train.export.check import check_adapter, check_model, make_probe
@@ -72,6 +77,25 @@ def test_a_family_is_exported_as_transformers_saves_it(
     assert len(list(folder.glob("*.safetensors"))) > 1
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(4 * values.numel() for values in read_tensors(tmp_path / "theirs"))
+
+
+@needs_real_model
+def test_ends_of_turns_are_stop_tokens_besides_the_models_own(tmp_path: Path) -> None:
+    """From chats in a template of the user's own to the generation config that servers read."""
+    tokenizer, config = AutoTokenizer.from_pretrained(READY), AutoConfig.from_pretrained(READY)
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<file_sep>")
+    own = GenerationConfig.from_pretrained(READY).to_dict()
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    encoder.encode_documents(read_sample("chat", {"messages": turns * 2}))
+    ends = list_turn_ends([encoder.counts])
+    assert ends == ["<file_sep>"]
+    for given, expected in ((ends, [own["eos_token_id"], tokenizer.convert_tokens_to_ids("<file_sep>")]), ([], None)):
+        export._write_generation_config(config, tokenizer, given, tmp_path)
+        written = GenerationConfig.from_pretrained(tmp_path).to_dict()
+        assert written == {**own, **({"eos_token_id": expected} if expected else {})}
+    export._write_generation_config(config, tokenizer, ["<|im_end|>"], tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [own["eos_token_id"]], "it is there already"
 
 
 def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:

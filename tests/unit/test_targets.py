@@ -79,6 +79,7 @@ def tool(content: str) -> Row:
 
 ROUND = [USER, turn("", "Look.", call(path="a\n\"b'")), tool("one"), turn("Done.", "So.")]
 CALLED = '{"name": "find", "arguments": {"path": "a\\n\\"b\'"}}'
+PLAIN, THOUGHTS = [USER, turn("a"), USER, turn("b")], [USER, turn("a", "x y"), USER, turn("b", "z y")]
 TWO = [*ROUND, {"role": "user", "content": "More?"}, turn("Yes.", "Hm.")]
 
 
@@ -290,6 +291,31 @@ def test_stop_tokens_come_from_the_models_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "messages", "ends"),
+    [
+        (CHATML, [PLAIN, PLAIN], {"<|im_end|>": 4}),
+        (UNTIL_FINAL, [ROUND[:2]], {"<|im_end|>": 1}),
+        # this one also ends a thought: a model that stops there says nothing
+        (UNTIL_FINAL.replace("</think>", "<|im_end|>"), [ROUND[:2], ROUND], {"<|return|>": 1}),
+        (UNTIL_FINAL, [PLAIN], {"<|return|>": 1}),  # the first turn has another mark than where it is the last
+        ("{%- for m in messages %}{{- m.role ~ ': ' ~ m.content ~ '\n' }}{%- endfor %}", [PLAIN], {"</s>": 1}),
+    ],
+    ids=["chatml", "call", "ends a thought", "foreign", "none"],
+)
+@pytest.mark.parametrize("only_said", [True, False], ids=["answers", "all"])
+def test_ends_of_turns_are_known(
+    template: str, messages: list[list[Row]], ends: dict[str, int], only_said: bool
+) -> None:
+    encoder = Encoder(make_tokenizer(template), EncoderSettings(only_said, on_rewritten_turns="keep"))
+    counts = Counter[str]()
+    for chat in messages:
+        encoder.encode_documents(read_sample("chat", {"messages": [dict(message) for message in chat]}))
+        counts.update(encoder.counts)
+    assert targets.list_turn_ends([counts, {}]) == list(ends)
+    assert {end: counts[targets.ENDS + end] for end in ends} == ends
+
+
+@pytest.mark.parametrize(
     ("messages", "more", "words"),
     [
         ([{**USER, "content": "a<|im_end|>b"}, turn("c")], {}, "turn 1 holds <|im_end|> in its text"),
@@ -450,7 +476,6 @@ def test_choices_are_within_each_other_and_nobody_elses_words_are_targets(templa
 
 
 # Of each chat: turns of which the template shows less, turns behind another prompt, and what is lost. By hand.
-PLAIN, THOUGHTS = [USER, turn("a"), USER, turn("b")], [USER, turn("a", "x y"), USER, turn("b", "z y")]
 CLASSES: dict[tuple[str, str], tuple[int, int, list[tuple[int, str]]]] = {
     ("contents", "plain"): (0, 0, []),
     ("contents", "thoughts"): (0, 0, [(1, "thought"), (3, "thought")]),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ulysses_cli.data.transaction import read_manifest
 from ulysses_cli.plan.problem import Where
 
-FORMAT = 6
+FORMAT = 7
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
 SAID, THOUGHT, CALL = 4, 8, 16  # the assistant says it; as a thought; as a call of a tool
 WANTED = 32  # a target of an answer that its label wants

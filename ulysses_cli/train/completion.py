@@ -114,4 +114,5 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
         run_step=run.state.step,
         base=base,
         tell=record.report,
+        turn_ends=inputs.turn_ends,
     )

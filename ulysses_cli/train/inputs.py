@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.batching import count_rows, make_batching
 from ulysses_cli.data.rows import PackedRows, open_rows
 from ulysses_cli.data.steps import Batching
+from ulysses_cli.data.tokenizing.targets import list_turn_ends
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.plan.hardware import Gpu, Hardware
@@ -72,6 +74,11 @@ class Inputs:
     gpu: Gpu | None  # with this rank's memory; None on a CPU
     is_known_gpu: bool
     resume_point: ResumePoint
+
+    @cached_property
+    def turn_ends(self) -> list[str]:
+        """The tokens with which the turns of its chats end."""
+        return list_turn_ends(store.manifest.get("turns", {}) for store in self.rows.stores)
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     judges: list[Callable[[TrainState], None]] = [choice.judge, ignore]
     judge_loss, judge_score = reversed(judges) if settings.keep_best == SCORE else judges
     evaluation = Evaluation(references.eval_rows, eval_batching, record.write_eval, judge_loss)
-    stop_tokens = agree_on_stop_tokens(state.engine, inputs.tokenizer)
+    stop_tokens = agree_on_stop_tokens(state.engine, inputs.tokenizer, inputs.turn_ends)
     samples = make_samples(inputs, connected.plan.recipe, stop_tokens, record)
     suite = make_suite(inputs, connected, stop_tokens, record, judge_score)
     if connected.has_steps_ahead:
@@ -351,6 +351,7 @@ def list_checkpoint_facts(launch: Launch, inputs: Inputs, connected: Connected) 
         "data": launch.options.data.name,
         "versions": list_versions(),
         "chat_template": inputs.tokenizer.chat_template,
+        "turn_ends": inputs.turn_ends,
     }
 
 

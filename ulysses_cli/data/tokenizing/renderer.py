@@ -24,7 +24,7 @@ from typing import Any
 
 from ulysses_cli.data.tokenizing.chat import cut_message, make_render
 from ulysses_cli.data.tokenizing.lost_parts import LostPart
-from ulysses_cli.data.tokenizing.targets import ChatText, RenderedChat, TargetChoice, render_chat
+from ulysses_cli.data.tokenizing.targets import ChatText, RenderedChat, TargetChoice, count_ends, render_chat
 from ulysses_cli.plan.models.chat_template import CLOCK, read_date
 
 SECONDS = 30.0  # for one chat; a chat of a million tokens takes about one second
@@ -228,7 +228,7 @@ def _answer(tokenizer: Any, request: RenderRequest, specials: Sequence[str]) -> 
             render = partial(bound, make_render(tokenizer, tools, settings))
             more = (tools, specials, request.choice, request.flags, request.first, settings)
             chat = render_chat(tokenizer, render, messages, *more)
-            chat.counts.update({"dated": 1} if clock.is_read else {})
+            chat.counts.update({"dated": 1} if clock.is_read else {}, **count_ends(chat.texts, request.choice.ends))
             answer["chat"] = astuple(chat)
     except MemoryError:
         failure = TOO_LARGE

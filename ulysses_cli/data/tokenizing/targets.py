@@ -6,10 +6,11 @@ A chat is one text, or several where `split` shows each turn as the model writes
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT
@@ -35,6 +36,8 @@ from ulysses_cli.data.tokenizing.lost_parts import (
 # In counts: rewritten turns that lose something, and those behind another prompt than the model gets, where they are
 # shown so and where they are no targets for that.
 SHOWN, MASKED = ("rewritten", "other prompt"), ("masked as rewritten", "masked behind another prompt")
+
+ENDS, HOLDS = "turns that end with ", "tokens inside of turns: "  # in counts, before a token
 
 
 @dataclass(frozen=True)
@@ -295,6 +298,34 @@ def _list_unsplit(chat: _Chat, chosen: Collection[int]) -> list[tuple[int, str]]
     except Exception:  # noqa: BLE001 - a template may raise any exception for the first messages alone
         return []
     return [] if lost else [_leave_out_shared(each.text, chat.text, chat.source.specials) for each in texts]
+
+
+def count_ends(texts: Sequence[ChatText], ends: tuple[str, ...]) -> dict[str, int]:
+    """The special tokens with which trained turns end, and those that stand inside of them."""
+    found, pattern = Counter[str](), _compile_ends(ends)
+    for text in texts:
+        trained = [(start, stop) for start, stop, bits in text.classes if bits & TARGET]
+        for first, last, bits in text.classes:
+            if bits == SAID and any(start < last <= stop for start, stop in trained):
+                said = text.text[first:last]
+                marks = pattern.findall(said)
+                if marks and said.endswith(marks[-1]):
+                    found[ENDS + marks.pop()] += 1
+                found.update(HOLDS + mark for mark in marks)
+    return dict(found)
+
+
+def list_turn_ends(counts: Iterable[Mapping[str, int]]) -> list[str]:
+    """The tokens with which turns end and that mean nothing else: at these the model may be stopped. `counts`: of
+    sources. gpt-oss ends a thought and an earlier turn with the same token."""
+    names = sorted({name for each in counts for name in each})
+    held = {name.removeprefix(HOLDS) for name in names if name.startswith(HOLDS)}
+    return [end for name in names if name.startswith(ENDS) and (end := name.removeprefix(ENDS)) not in held]
+
+
+@cache
+def _compile_ends(ends: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(filter(None, ends), key=len, reverse=True))) or r"(?!)")
 
 
 def _leave_out_shared(part: str, whole: str, specials: Sequence[str]) -> tuple[int, str]:

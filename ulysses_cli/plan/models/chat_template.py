@@ -86,12 +86,6 @@ def read_template(value: str) -> Template:
     raise RecipeError([Problem(KEY, f"{value} is neither a shipped template nor a file", hint)])
 
 
-def find_end_marker(text: str) -> str:
-    """The token that ends a turn in a shipped template; '' for other templates."""
-    ends = (shipped.end for name, shipped in SHIPPED.items() if _read_file(FOLDER / f"{name}.jinja") == text)
-    return next(ends, "")
-
-
 def _read_file(file: Path) -> str:
     try:
         with open(file, "rb") as stream:

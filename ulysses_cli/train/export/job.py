@@ -47,7 +47,7 @@ class ExportJob:
     ) -> None:
         self.checkpoint, self.dumped, self.is_merged = checkpoint, state["recipe"], is_merged
         self.checkpoints = (checkpoint, *earlier)
-        self.step = int(state["step"])
+        self.step, self.turn_ends = int(state["step"]), state.get("turn_ends", ())
         needs_code = self.dumped["model"].get("trust_remote_code", False)
         dumped = {**self.dumped, "model": {**self.dumped["model"], "trust_remote_code": trusts_code}}
         try:
@@ -113,6 +113,7 @@ class ExportJob:
             weights, to, config=self.config, tokenizer=self.tokenizer, adapter_config=adapter_config,
             dtype=self.dtype, card=self.card, step=self.step, check=check,
             merge=merging.write if merging is not None else None, base=base, tell=carried.append,
+            turn_ends=self.turn_ends,
         )  # fmt: skip
         return {"folder": str(to), "checked": checked[0], **({"carried": carried[0]} if carried else {})}
 

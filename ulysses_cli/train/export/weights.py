@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ulysses_cli.plan.files.regular_files import remove_own
-from ulysses_cli.plan.models.chat_template import find_end_marker
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.run_folder.archive import REPLACED, WRITING, CheckpointError, sync
 from ulysses_cli.run_folder.manifest import MODEL_FACTS
@@ -196,11 +195,13 @@ def export_model(
     merge: Callable[[Path, Any, Carried], object] | None = None,
     base: BaseModel | None = None,
     tell: Callable[[str], object] = lambda _: None,
+    turn_ends: Sequence[str] = (),
 ) -> Path:
     """Writes the whole folder. It gets its final name only when it is complete and `check` has raised nothing. `merge`,
     if given, writes the weights instead; it takes the folder, the model on the meta device and what is carried over.
     `run_step`: the run's last step, where the checkpoint is an earlier one. `base`: the model whose layout the folder
-    gets; None for random weights. `tell` takes what there is to say about tensors that are carried over."""
+    gets; None for random weights. `tell` takes what there is to say about tensors that are carried over. `turn_ends`:
+    tokens with which the turns end that were trained."""
     from transformers import AutoModelForCausalLM
 
     with temporary_folder(to) as folder:
@@ -219,7 +220,7 @@ def export_model(
             adapter_config.save_pretrained(folder)
         else:
             config.architectures = [type(skeleton).__name__]
-            _write_generation_config(config, tokenizer, folder)
+            _write_generation_config(config, tokenizer, turn_ends, folder)
         config.dtype = dtype
         # Adapters name their base, whose own config would override one in their folder; the card says how to load both.
         config_file = (folder / BASE_CONFIG if is_adapter else folder) / "config.json"
@@ -258,22 +259,21 @@ def temporary_folder(to: Path) -> Iterator[Path]:
         remove_own(folder)
 
 
-def _write_generation_config(config: Any, tokenizer: Any, to: Path) -> None:
-    """Writes the base model's generation settings, and the end of a turn as a stop token where a shipped template has
-    taught it. A model from random weights may have neither."""
+def _write_generation_config(config: Any, tokenizer: Any, turn_ends: Sequence[str], to: Path) -> None:
+    """Writes the base model's generation settings, and the ends of turns as stop tokens besides its own. A model from
+    random weights may have neither."""
     from transformers import GenerationConfig
 
     try:
         generation = GenerationConfig.from_pretrained(config.name_or_path)
     except (OSError, ValueError):
         generation = None
-    end = find_end_marker(str(tokenizer.chat_template))
-    if end:
+    if turn_ends:
         generation = generation or GenerationConfig(eos_token_id=config.eos_token_id)
         eos = generation.eos_token_id if generation.eos_token_id is not None else tokenizer.eos_token_id
         stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        end_id = tokenizer.convert_tokens_to_ids(end)
-        generation.eos_token_id = stops if end_id in stops else [*stops, end_id]
+        ends = [tokenizer.convert_tokens_to_ids(end) for end in turn_ends]
+        generation.eos_token_id = list(dict.fromkeys([*stops, *ends]))
     if generation is not None:
         generation.save_pretrained(to)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -60,10 +60,11 @@ def generating(
             release_gathered(wrapped)
 
 
-def agree_on_stop_tokens(engine: Engine, tokenizer: Any) -> set[int]:
+def agree_on_stop_tokens(engine: Engine, tokenizer: Any, turn_ends: Sequence[str] = ()) -> set[int]:
     """Collective over all ranks of the engine: rank 0's. They decide how many forwards a generation takes, and each
-    machine reads them from files of its own, where a generation config may be missing."""
+    machine reads them from files of its own, where a generation config may be missing. `turn_ends`: of the data."""
     own = list_stop_tokens(tokenizer, engine.wrapped.module.model)
+    own |= {tokenizer.convert_tokens_to_ids(end) for end in turn_ends}
     agreed: set[int] = gather_values(own, engine.groups.host_group)[0]
     return agreed
 
