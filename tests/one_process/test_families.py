@@ -22,7 +22,8 @@ from ulysses_cli.plan.ledger.adapters.modules import BIAS, Adapters
 from ulysses_cli.plan.ledger.job import name_linear
 from ulysses_cli.plan.ledger.weights import find_alike, has_norm_behind, list_weights
 from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
-from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules.check import check_recipe
@@ -47,7 +48,7 @@ def test_the_defaults_are_transformers_own() -> None:
 
 def test_peft_adapts_the_experts_of_these() -> None:
     adapted = {name for name in FAMILIES if _MODEL_TO_CONVERSION_PATTERN.get(name) in _MOE_FUSED_TARGETS}
-    assert adapted == EXPERTS_ADAPTED
+    assert adapted == {name for name, family in FAMILIES.items() if Trait.EXPERTS_ADAPTED in family.traits}
 
 
 def list_adapted(config: Any, targets: Any) -> set[str]:
@@ -62,8 +63,8 @@ def test_all_linear_is_what_peft_adapts(model_type: str) -> None:
     """A family of which peft refuses all-linear, or adapts experts too, is told which names to write."""
     config = make_hybrid_config(model_type) if model_type in HYBRIDS else make_config(model_type, **LAYERS)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
-    if model_type in REFUSED_BY_PEFT:
-        with pytest.raises(ValueError, match=f"'{REFUSED_BY_PEFT[model_type]}' is incompatible"):
+    if refused := FAMILIES[model_type].refused_by_peft:
+        with pytest.raises(ValueError, match=f"'{refused}' is incompatible"):
             list_adapted(config, "all-linear")
     if not shape.adapts_all:
         assert list_adapted(config, list(shape.linear_modules)) == set(shape.linear_modules)
@@ -133,7 +134,7 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
         if isinstance(module, torch.nn.Linear) and not (shape.adapts_experts and ".mlp." in name)
     }
     experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
-    assert set(shape.linear_modules) == linear - experts - {"router", REFUSED_BY_PEFT.get(model_type)}
+    assert set(shape.linear_modules) == linear - experts - {"router", FAMILIES[model_type].refused_by_peft}
 
 
 @pytest.mark.parametrize("model_type", sample_every(4, sorted(FAMILIES)))

@@ -16,7 +16,7 @@ from support.tiers import sample
 from support.training import make_recipe
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.plan.models.families import FAMILIES, REFUSED_BY_PEFT
+from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.export.job import ExportJob
 
 LAYOUTS = ("split", "stacked")  # as transformers writes the files, and as its models hold the tensors
@@ -51,7 +51,7 @@ def write_base(folder: Path, model_type: str, layout: str) -> Any:
 def make_job(tmp_path: Path, model: Any, *, is_merged: bool) -> ExportJob:
     words = [f"model.name_or_path={tmp_path / 'base'}", "model.config=null"]
     if is_merged:
-        targets = ["q_proj"] if model.config.model_type in REFUSED_BY_PEFT else "all-linear"
+        targets = ["q_proj"] if FAMILIES[model.config.model_type].refused_by_peft else "all-linear"
         words += ["lora.r=2", "lora.alpha=4", f"lora.target_modules={targets}"]
         model = get_peft_model(model, LoraConfig(**SETTINGS, target_modules=targets)).get_base_model()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}

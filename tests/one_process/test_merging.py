@@ -22,7 +22,7 @@ from support.real_model import READY, needs_real_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.plan.models.families import FAMILIES, REFUSED_BY_PEFT
+from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.export import weights as export
 from ulysses_cli.train.export.base_files import find_base_files
@@ -84,7 +84,7 @@ TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projec
     "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
 )
 def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if model_type in REFUSED_BY_PEFT:
+    if FAMILIES[model_type].refused_by_peft:
         monkeypatch.setitem(SETTINGS, "target_modules", NAMED)
     if FAMILIES[model_type].shares_blocks:
         monkeypatch.setitem(SETTINGS, "target_modules", UNSHARED)

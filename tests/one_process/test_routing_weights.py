@@ -10,7 +10,8 @@ from support.random_recipes import read_saved_configs
 from support.tiers import sample_every
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.plan.ledger.experts import PRECISE_RESULTS
+from ulysses_cli.plan.models.families import list_traits
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import read_model_shape
 
 NUM_TOKENS = 8
@@ -39,4 +40,4 @@ def test_results_are_weighted_in_the_dtype_that_the_ledger_counts(family: str) -
         if type(module).__name__.endswith("Experts"):
             module.register_forward_pre_hook(note, with_kwargs=True)
     model(input_ids=torch.zeros((1, NUM_TOKENS), dtype=torch.long, device="meta"))
-    assert found == {torch.float32 if family in PRECISE_RESULTS else torch.bfloat16}
+    assert found == {torch.float32 if Trait.PRECISE_RESULTS in list_traits(family) else torch.bfloat16}

@@ -26,7 +26,8 @@ from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.snapshots import walk_snapshots
-from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES
+from ulysses_cli.plan.models.families import FAMILIES, list_traits
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
@@ -343,7 +344,7 @@ def _draw_engine(dice: random.Random, config: dict[str, Any], stage: int) -> dic
 
 def _draw_adapters(dice: random.Random, family: str) -> dict[str, Any]:
     modules = FAMILIES[family].attention_modules
-    everything = list(modules) if family in EXPERTS_ADAPTED else "all-linear"
+    everything = list(modules) if Trait.EXPERTS_ADAPTED in list_traits(family) else "all-linear"
     return {
         "r": dice.choice((4, 8, 16, 64)),
         "dropout": dice.choice((0.0, 0.0, 0.05)),

@@ -50,7 +50,7 @@ def models(
     summaries = or_exit(hub.summarize_table)
     served = [family for family in FAMILIES if family in named]
     refused = {family: why for family, why in REFUSED_FAMILIES.items() if family in named}
-    chosen = [summary for summary in summaries if name is None or summary.model_type in named]
+    chosen = [summary for summary in summaries if name is None or named & {summary.model_type}]
     if output is Format.json:
         printing.print_json(shown.make_list(chosen, served, refused))
     elif name is None:
@@ -60,7 +60,7 @@ def models(
             what = "Its text part is trained; the rest stays as it was." if served else "Its text part decides."
             printing.print_data(f"{name} is a multimodal model. {what}")
         for family in sorted(named):
-            own = [summary for summary in chosen if summary.model_type == family]
+            own = [summary for summary in chosen if family == summary.model_type]
             printing.print_data(shown.format_family(family, own, refused.get(family, "")))
 
 

@@ -16,16 +16,10 @@ from ulysses_cli.plan.ledger.layer import (
     saves_input_unchanged,
     saves_result,
 )
-from ulysses_cli.plan.ledger.weights import NORMS_OF_VALUES, has_norm_before
+from ulysses_cli.plan.ledger.weights import has_norm_before
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.plan.rows.ring_share import RoundShare
-
-# Cosines and sines are float32.
-PRECISE_ROTARY = {"ernie4_5", "ernie4_5_moe", "flex_olmo", "lfm3", "olmo", "olmo2", "olmo3"}
-# Queries and keys are copied to float32 before they are rotated (modeling_cohere.py: apply_rotary_pos_emb).
-COPIES_TO_ROTATE = {"cohere", "cohere2", "cohere2_moe"}
-# Each layer makes its own cosines and sines, of this share of a head (modeling_glm.py: apply_rotary_pos_emb).
-INTERLEAVED_ROTARY = {"ernie4_5": 1.0, "ernie4_5_moe": 1.0, "glm": 0.5, "glm4": 0.5, "helium": 1.0}
 
 
 def compute_attention_result(job: Job) -> int:
@@ -36,7 +30,7 @@ def compute_attention_result(job: Job) -> int:
 def compute_query_norms_saved(job: Job) -> int:
     """The norms of queries and keys, where the family has them. One of values has no weight and saves its float32 input
     alone, 4 k S."""
-    values = 4 * job.own_kv_width * job.local_tokens if job.shape.model_type in NORMS_OF_VALUES else 0
+    values = 4 * job.own_kv_width * job.local_tokens if Trait.NORMS_OF_VALUES in job.shape.traits else 0
     if not job.shape.query_key_norm:
         return 0
     return compute_query_norm_saved(job, job.query_width + job.own_kv_width) + values
@@ -94,8 +88,8 @@ def compute_attention_saved(job: Job) -> int:
 
 
 def _compute_rotary_saved(job: Job) -> int:
-    share = INTERLEAVED_ROTARY.get(job.shape.model_type, 0.0)
-    size = 4 if job.shape.model_type in PRECISE_ROTARY else job.dtype_bytes
+    share = job.family.interleaved_rotary
+    size = 4 if Trait.PRECISE_ROTARY in job.shape.traits else job.dtype_bytes
     return round(2 * size * share * job.shape.head_dim) * job.local_tokens
 
 
@@ -166,9 +160,9 @@ def _count_rounds_forward(job: Job, q: int, kv: int) -> int:
 def count_rotating(job: Job) -> int:
     """Elements per token while queries and keys are rotated; twice as many where rotation is in float32."""
     q, k = job.query_width, job.own_kv_width
-    if job.shape.model_type in COPIES_TO_ROTATE and job.dtype_bytes < 4:
+    if Trait.COPIES_TO_ROTATE in job.shape.traits and job.dtype_bytes < 4:
         return 2 * max(4 * q + k, 2 * q + 4 * k)
-    is_precise = job.shape.model_type in PRECISE_ROTARY and job.dtype_bytes < 4
+    is_precise = Trait.PRECISE_ROTARY in job.shape.traits and job.dtype_bytes < 4
     return max(3 * q, q + 3 * k) * (2 if is_precise else 1)
 
 

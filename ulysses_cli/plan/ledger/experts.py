@@ -20,35 +20,21 @@ from ulysses_cli.plan.ledger.layer import (
     saves_norm_input,
     saves_result,
 )
-from ulysses_cli.plan.ledger.weights import BESIDE_MLP, SHARED_FIRST, has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.ledger.weights import has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 
 INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
 ENTRY_BYTES = 12  # of those, what experts beside an MLP get: an index and a float32 weight
-# Tokens are cast to float32 for the router (modeling_glm4_moe.py: Glm4MoeTopkRouter).
-PRECISE_ROUTERS = {
-    *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe"),
-    *("glm4_moe_lite", "hy_v3", "kimi_linear", "kolibri1", "nemotron_h", "solar_open"),
-}
-# Routing weights are float32, and so are the experts' results times them (modeling_mixtral.py: MixtralTopKRouter).
-PRECISE_RESULTS = (PRECISE_ROUTERS - {"ernie4_5_moe"}) | {
-    *("afmoe", "gemma4_text", "minimax_m2", "mixtral"),
-}
-# The gradient of a block's result is scaled (modeling_granitemoe.py: residual_multiplier), beside the residual's.
-SCALED_BLOCKS = {"granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
-# Tensors of the inner width that an expert saves; others save 4. Ungated ones save the activation and its square.
-INNER_SAVED = {"gpt_oss": 7, "nemotron_h": 2}
-# With both biases, clamped (modeling_gpt_oss.py: _apply_gate); with the activation before its square; others have 4.
-INNER_AT_ONCE = {"gpt_oss": 9, "nemotron_h": 3}
 
 
 def compute_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """For each expert that a token is sent to: the token's copy, tensors of the inner width, and the expert's output, 2
     h b + 4 i b. A matrix's input is saved only for its gradient, the router's in float32 too."""
     b, hidden, trained = job.dtype_bytes, job.shape.hidden_size, job.adapters is None
-    inner = (INNER_SAVED.get(job.shape.model_type, 4) - 1 + trained) * mlp.inner_size
+    inner = (job.family.inner_saved - 1 + trained) * mlp.inner_size
     width = mlp.num_per_token * (b * (inner + (1 + trained) * hidden) + INDEX_BYTES)
-    router = 4 * hidden * (job.shape.model_type in PRECISE_ROUTERS and saves_input(job, "router"))
+    router = 4 * hidden * (Trait.PRECISE_ROUTERS in job.shape.traits and saves_input(job, "router"))
     return (width + router) * tokens + compute_shared_saved(job, mlp, tokens)
 
 
@@ -84,7 +70,7 @@ def compute_gone(job: Job, layer: Layer) -> int:
 
 
 def is_shared_first(job: Job) -> bool:
-    return job.shape.model_type in SHARED_FIRST
+    return Trait.SHARED_FIRST in job.shape.traits
 
 
 def compute_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
@@ -96,7 +82,7 @@ def compute_routed_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     of which may be float32. The result of a shared expert that ran before."""
     b, hidden = job.dtype_bytes, job.shape.hidden_size
     copies = (b * (2 + job.family.experts_have_bias) + 2 * _count_result_bytes(job)) * hidden
-    inner = INNER_AT_ONCE.get(job.shape.model_type, 4) * mlp.inner_size
+    inner = job.family.inner_at_once * mlp.inner_size
     experts = mlp.num_per_token * (max(copies, b * (hidden + inner)) + INDEX_BYTES) * tokens
     return experts + (b * hidden * tokens if mlp.shared_size and is_shared_first(job) else 0)
 
@@ -129,7 +115,7 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
         )
     else:
         widest = max(results, 3 * k * b * inner * tokens, down)
-    scaled = b * hidden * tokens * (job.shape.model_type in SCALED_BLOCKS)
+    scaled = b * hidden * tokens * (Trait.SCALED_BLOCKS in job.shape.traits)
     if not mlp.shared_size:
         return widest + scaled
     if is_shared_first(job):
@@ -173,7 +159,7 @@ def _count_kept_views(job: Job) -> int:
 def _compute_input_gone(job: Job, tokens: int) -> int:
     """The block's input, where the shared expert alone has saved it: experts have copies of their tokens, and the
     router a float32 one."""
-    is_alone = job.shape.model_type in PRECISE_ROUTERS and saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
+    is_alone = Trait.PRECISE_ROUTERS in job.shape.traits and saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
     return job.dtype_bytes * job.shape.hidden_size * tokens if is_alone and not is_tiled(job) else 0
 
 
@@ -195,12 +181,12 @@ def _compute_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
 
 def _count_result_bytes(job: Job) -> int:
     """Of one element of an expert's result times its routing weight."""
-    return 4 if job.shape.model_type in PRECISE_RESULTS else job.dtype_bytes
+    return 4 if Trait.PRECISE_RESULTS in job.shape.traits else job.dtype_bytes
 
 
 def is_beside(job: Job, layer: Layer) -> bool:
     """Whether experts have norms of their own beside the MLP."""
-    return isinstance(layer.mlp, ExpertsMlp) and job.shape.model_type in BESIDE_MLP
+    return isinstance(layer.mlp, ExpertsMlp) and Trait.BESIDE_MLP in job.shape.traits
 
 
 def get_alone(layer: Layer) -> ExpertsMlp:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
-    PRECISE_NORMS,
     PROOF_TOKENS,
     compute_norm_backward,
     compute_norm_forward,
     compute_norm_saved,
     saves_norm_input,
 )
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.rows.indexing import EMBEDDING, LINEAR, runs_in_pieces
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
@@ -44,7 +44,7 @@ def compute_final_norm_backward(job: Job) -> int:
     """As in a layer, and the gradient of what was scaled, b h S, until it is cast to float32. In tiles or fused: the
     gradients of input and output."""
     hidden, tokens, b = job.shape.hidden_size, job.local_tokens, job.dtype_bytes
-    is_precise = job.shape.centers_norms or job.shape.model_type in PRECISE_NORMS
+    is_precise = job.shape.centers_norms or Trait.PRECISE_NORMS in job.shape.traits
     is_cast = b < 4 and job.family.norm_parts > 0 and not is_precise
     return compute_norm_backward(job, hidden) + (2 if saves_norm_input(job) else is_cast) * b * hidden * tokens
 

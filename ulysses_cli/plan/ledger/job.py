@@ -208,27 +208,9 @@ class Job:
         return min(self.world_size, self.gpus_per_node)
 
 
-# Families whose formula is within 3 % of traces (benchmarks/estimate.py --random, tests/unit/test_random_draws.py,
-# benchmarks/results/estimate-families.json).
-COMPARED = frozenset(
-    {
-        "afmoe", "apertus", "arcee", "bailing_hybrid", "bamba", "cohere", "cohere2", "cohere2_moe", "cwm",
-        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1",
-        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
-        "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-        "internlm3", "iquestcoder", "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama",
-        "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h",
-        "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
-        "youtu", "zamba2",
-    }
-)  # fmt: skip
-
-
 def is_known(shape: ModelShape) -> bool:
     """Whether there is a formula for its layers that was compared with a trace of the family."""
-    if shape.num_parameters is None or shape.model_type not in COMPARED:
+    if shape.num_parameters is None or shape.model_type not in FAMILIES:
         return False
     return all(_is_plain(layer, shape) for layer in shape.layer_kinds) and not _has_more(shape)
 
@@ -264,7 +246,7 @@ def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
 def _explain_unknown(shape: ModelShape) -> str:
     if shape.inexact:
         return "" if "not on the list" in shape.inexact else shape.inexact
-    has_more = shape.model_type in COMPARED and shape.num_parameters is not None and _has_more(shape)
+    has_more = shape.model_type in FAMILIES and shape.num_parameters is not None and _has_more(shape)
     return "it has weights beside those of usual layers, such as embeddings of single layers" if has_more else ""
 
 

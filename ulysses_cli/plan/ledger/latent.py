@@ -19,10 +19,10 @@ from ulysses_cli.plan.ledger.attention import (
 )
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import compute_layer_input, compute_norm_saved, saves_input, saves_result
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import AttentionMixer
 
 FLOAT = 4
-WITHOUT_ROTATION = {"kimi_linear"}  # queries are used as they were projected
 
 
 class LatentWidths:
@@ -44,7 +44,7 @@ class LatentWidths:
         # what the layer's forward holds to its end besides slices: queries before the rotation, their rotated parts,
         # keys' latents before the norm and after it, and the part that all heads' keys share, before and after
         self.around = self.kv_rank + self.compressed
-        if job.shape.model_type not in WITHOUT_ROTATION:
+        if Trait.WITHOUT_ROTATION not in job.shape.traits:
             self.around += self.queries + rotated + rope
 
 

@@ -10,21 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.rows.indexing import LINEAR, runs_in_pieces
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
-# The scaled result too is float32.
-PRECISE_NORMS = {
-    *("afmoe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss"),
-    *("helium", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    "vaultgemma",
-}
-NATIVE_NORMS = {"jais2", "starcoder2"}  # torch's layer_norm in the model's dtype, which saves its input unchanged
-FLOAT32_NORMS = {"olmo"}  # the same of a float32 copy, without weights (modeling_olmo.py: OlmoLayerNorm)
-# Norms of queries and keys whose weight is a matrix, a vector for each head. They are centered, and run neither in one
-# kernel nor in tiles (train/memory/tiled_norm.py: _is_norm).
-MATRIX_NORMS = {"cohere"}
 DROPOUT_MASK_BYTES = 1  # of an element
 PROOF_TOKENS = 8  # train/assembly/head.py: PROBE_TOKENS
 
@@ -86,13 +76,13 @@ def compute_norm_input_saved(job: Job, width: int) -> int:
 
 
 def compute_query_norm_saved(job: Job, width: int) -> int:
-    if job.shape.model_type in MATRIX_NORMS:
+    if Trait.MATRIX_NORMS in job.shape.traits:
         return _count_norm_bytes(job) * width * job.local_tokens
     return compute_norm_saved(job, width)
 
 
 def compute_query_norm_backward(job: Job, width: int) -> int:
-    if job.shape.model_type in MATRIX_NORMS:
+    if Trait.MATRIX_NORMS in job.shape.traits:
         return 12 * width * job.local_tokens
     return compute_norm_backward(job, width)
 
@@ -102,7 +92,7 @@ def compute_norm_forward(job: Job, width: int) -> int:
     b) S width. Where it is scaled in float32 too: (12 + 2 b) S width; where it is centered, (16 + 2 b) S width; without
     weights, (8 + 2 b) S width. Fused: input and output. In tiles: input, output and all of one tile."""
     b = job.dtype_bytes
-    precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
+    precise = 4 * (Trait.PRECISE_NORMS in job.shape.traits) or b
     if job.family.norm_parts == 0:
         precise = 0
     elif job.shape.centers_norms:
@@ -125,7 +115,7 @@ def compute_norm_backward(job: Job, width: int) -> int:
         return job.dtype_bytes * width * job.local_tokens + tile
     if job.shape.centers_norms:
         return 12 * width * job.local_tokens
-    if job.shape.model_type in FLOAT32_NORMS:
+    if Trait.FLOAT32_NORMS in job.shape.traits:
         return 8 * width * job.local_tokens
     return (16 + scaled * (not job.trains("norm"))) * width * job.local_tokens
 
@@ -134,7 +124,7 @@ def is_one_kernel(job: Job) -> bool:
     """A norm that saves its input alone. Only norms that divide by the root mean square and have weights are replaced
     (train/elementwise/interface.py: recognise_norm)."""
     is_usual = job.family.norm_parts == 1 and not job.shape.centers_norms
-    return job.shape.model_type in NATIVE_NORMS or (job.fused_norms and is_usual)
+    return Trait.NATIVE_NORMS in job.shape.traits or (job.fused_norms and is_usual)
 
 
 def saves_norm_input(job: Job) -> bool:
@@ -155,7 +145,7 @@ def _count_norm_bytes(job: Job) -> int:
 def _count_scaled_bytes(job: Job) -> int:
     if job.family.norm_parts == 0:
         return 0
-    return 4 if job.shape.centers_norms or job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
+    return 4 if job.shape.centers_norms or Trait.PRECISE_NORMS in job.shape.traits else job.dtype_bytes
 
 
 def compute_adapter_saved(job: Job, kind: Layer) -> int:

@@ -24,12 +24,9 @@ from ulysses_cli.plan.ledger.layer import (
     saves_norm_input,
 )
 from ulysses_cli.plan.ledger.token_vectors import vectors
-from ulysses_cli.plan.ledger.weights import PARALLEL, has_norm_before, has_norm_behind, is_fused_mlp
-from ulysses_cli.plan.models.family import HYBRID
+from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.models.family import HYBRID, Trait
 from ulysses_cli.plan.models.layers import DenseMlp, ExpertsMlp, Layer
-
-# A block's result is scaled before it is added (modeling_granite.py: residual_multiplier).
-SCALED_RESULTS = {"falcon_h1", "granite", "hyperclovax"}
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,16 @@ GELU = Activation(1, 0, 2, 1, 2)
 SQUARED_RELU = Activation(1, 0, 3, 2, 4)
 # XIELUActivation: its input, the input times a weight, the exponential, a mask; for the other weight their difference.
 XIELU = Activation(3.5, 1, 5.5, 4, 4.5)
-ACTIVATIONS = {"apertus": XIELU, "starcoder2": GELU}
+ACTIVATIONS = {"squared_relu": SQUARED_RELU, "gelu": GELU, "xielu": XIELU}
 
 
 def find_activation(job: Job) -> Activation | None:
     """None where the MLP has gates."""
-    return None if job.family.is_mlp_gated else ACTIVATIONS.get(job.shape.model_type, SQUARED_RELU)
+    return None if job.family.is_mlp_gated else ACTIVATIONS[job.family.activation]
 
 
 def is_parallel(job: Job) -> bool:
-    return job.shape.model_type in PARALLEL
+    return Trait.PARALLEL in job.shape.traits
 
 
 def compute_saved_output(job: Job) -> int:
@@ -224,7 +221,7 @@ def _is_fused_mlp(job: Job) -> bool:
 
 def compute_scaled(job: Job) -> int:
     """b h S: a block's result (or its gradient) while its scaled copy exists."""
-    return compute_layer_input(job) if job.shape.model_type in SCALED_RESULTS else 0
+    return compute_layer_input(job) if Trait.SCALED_RESULTS in job.shape.traits else 0
 
 
 def count_around(job: Job) -> int:
@@ -244,7 +241,7 @@ def compute_end_again(job: Job) -> int:
     computes its gradient: that of a scaled result, and of an adapter's scaled one, waits (torch/utils/checkpoint.py:
     unpack_hook)."""
     adapts = _adapts_last(job)
-    num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + (job.shape.model_type in SCALED_RESULTS)
+    num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + (Trait.SCALED_RESULTS in job.shape.traits)
     return num_hidden * compute_layer_input(job) + compute_last_input(job)
 
 

@@ -12,12 +12,12 @@ from ulysses_cli.plan.ledger.recurrence import convolution
 from ulysses_cli.plan.ledger.shared_blocks import block, waiting
 from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, LAST_PROJECTIONS, has_norm_before
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import Layer
 
 # train/memory/offload.py (MAX_LEAVING): what the last two layers to run have saved is on the device, whether it stays
 # or leaves. In the backward one layer's tensors arrive while another's are used.
 MIN_ON_DEVICE = 2
-NORMED_EMBEDDINGS = {"nanochat"}  # modeling_nanochat.py: NanoChatModel.forward
 
 
 def list_saved(job: Job) -> Lines:
@@ -35,7 +35,7 @@ def list_saved(job: Job) -> Lines:
 
 def _compute_embedding_norm(job: Job) -> int:
     """What a norm between the embedding and the first layer saves."""
-    has_norm = job.shape.model_type in NORMED_EMBEDDINGS and job.trains("embed_tokens")
+    has_norm = Trait.NORMED_EMBEDDINGS in job.shape.traits and job.trains("embed_tokens")
     return layer.compute_norm_saved(job, job.shape.hidden_size) if has_norm else 0
 
 

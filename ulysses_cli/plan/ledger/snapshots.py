@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger import attention, device, head, layer, mixers, mlp
+from ulysses_cli.plan.ledger import device, head, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import get_snapshot_place, make_inside, walk_layer_backward
@@ -34,6 +34,7 @@ from ulysses_cli.plan.ledger.zero.flushes import find_filled, list_last_filled
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, compute_gathered
 from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
 from ulysses_cli.plan.ledger.zero.settling import settle
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import Layer
 
 INPUT_BYTES = 24  # of a token: its number, label and position
@@ -355,7 +356,7 @@ def _list_loaded(job: Job, gathered: Gathered) -> Lines:
 
 def _list_held(job: Job, gathered: Gathered) -> Lines:
     """What stays between snapshots after the first step."""
-    is_precise = job.shape.model_type in attention.PRECISE_ROTARY
+    is_precise = Trait.PRECISE_ROTARY in job.shape.traits
     widths = {mixer.head_dim for mixer in job.shape.attentions} if job.family.has_global_heads else {job.shape.head_dim}
     rotary = 2 * (4 if is_precise else job.dtype_bytes) * sum(widths)
     return {

@@ -29,7 +29,7 @@ from ulysses_cli.plan.ledger.recurrence.modules import (
 from ulysses_cli.plan.ledger.shared_blocks.modules import list_copied_adapters, name_block, walk_shared_layer
 from ulysses_cli.plan.ledger.token_vectors.modules import walk_all_vectors, walk_own_vector
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.family import Family
+from ulysses_cli.plan.models.family import Family, Trait
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
@@ -41,30 +41,8 @@ from ulysses_cli.plan.models.layers import (
 )
 from ulysses_cli.plan.models.shape import ModelShape
 
-POST_NORMS = {
-    *("afmoe", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4"),
-    *("kolibri1", "olmo2", "olmo3"),
-}
-# Attention and MLP read the same normed input side by side (modeling_cohere.py: CohereDecoderLayer).
-PARALLEL = {"cohere", "cohere2", "cohere2_moe"}
-# Experts read the residual that the MLP beside them reads, and have norms of their own (modeling_gemma4.py:
-# Gemma4TextDecoderLayer.forward). That MLP is what all tokens go to, as in a block with a shared expert.
-BESIDE_MLP = {"gemma4_text"}
-# A layer's result is multiplied by a number that is saved for the backward: in a recomputation the layer is the only
-# module that its backward has entered (modeling_gemma4.py: Gemma4TextDecoderLayer.forward, layer_scalar).
-SCALED_LAYERS, SCALED_LAYER = {"gemma4_text", "gemma4_unified_text"}, "scaled layer"
+SCALED_LAYER = "scaled layer"
 CHILD_DEPTH = 3  # of modules directly inside a layer
-NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
-WITHOUT_INPUT_NORM = {"exaone4", "flex_olmo", "olmo2", "olmo3"}
-# Their layers with attention are built as those of another family, and their other layers are not.
-ATTENTION_LIKE = {"olmo_hybrid": "olmo3"}  # modeling_olmo_hybrid.py: OlmoHybridAttentionDecoderLayer
-NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
-EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
-# The expert that every token goes to runs before the router.
-SHARED_FIRST = {
-    *("afmoe", "ernie4_5_moe", "gemma4_text", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_5_moe_text"),
-    "qwen3_next",
-}
 ADAPTER_NAMES = (".a", ".b", ".lengths")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
 RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"}
@@ -74,7 +52,6 @@ FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *LATENT_PROJECTIO
 LAST_PROJECTIONS = ("o_proj", "out_proj")
 # Gates of attention with a matrix of their own (modeling_afmoe.py, modeling_laguna.py).
 ATTENTION_GATES = ("g_proj", "gate_proj")
-WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 
 @dataclass(frozen=True)
@@ -211,7 +188,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     ) -> Module:
         own, read = (tuple((f"{owner}.{key}", size) for key, size in each) for each in (weights, reads))
         whole = full or (norms and "norm" in name)
-        is_beside = in_mlp and shape.model_type in PARALLEL
+        is_beside = in_mlp and Trait.PARALLEL in shape.traits
         is_own = whole if is_trained is None else is_trained
         return Module(LAYERS, index, depth, name, own, is_own, in_mlp, is_beside, read)
 
@@ -227,7 +204,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     before, behind = has_norm_before(shape), has_norm_behind(shape)
     between = [f"norm{number}" for number in range(count_norms(shape) - before - behind)]
     is_unread = family.shares_blocks and not layer.shared and trains(adapters, "embed_tokens")
-    is_scaled = shape.model_type in SCALED_LAYERS
+    is_scaled = Trait.SCALED_LAYERS in shape.traits
     yield make(2, UNREAD_EMBEDDING if is_unread else SCALED_LAYER if is_scaled else "layer")
     if layer.shared:
         yield from walk_shared_layer(shape, layer, make, partial(make, owner=name_block(layer.shared)), adapters)
@@ -259,7 +236,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     else:
         fused = is_fused_mlp(family)
         yield from of_mlp("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused))
-        if shape.model_type not in WITHOUT_ACTIVATION:
+        if Trait.WITHOUT_ACTIVATION not in shape.traits:
             yield make(4, "act_fn", in_mlp=True)
         if not fused:
             yield from of_mlp("up_proj", hidden, inner)
@@ -283,7 +260,7 @@ def _walk_experts(
         sizes.append((f"experts.down{BIAS}", num * hidden))
     block = make(4, "experts", *sizes, in_mlp=True)
     shared = list(_walk_shared(shape, mlp, make, linear)) if mlp.shared_size else []
-    if shape.model_type in BESIDE_MLP:
+    if Trait.BESIDE_MLP in shape.traits:
         yield from shared
         yield make(3, "norm behind the MLP", ("mlp_norm", hidden), in_mlp=True)
         scales = ("router.scale", hidden), ("router.expert_scale", num)
@@ -292,10 +269,10 @@ def _walk_experts(
         yield make(3, "experts", *sizes, in_mlp=True)
         yield make(3, "norm behind experts", ("experts_behind_norm", hidden), in_mlp=True)
         return
-    if shape.model_type in SHARED_FIRST:
+    if Trait.SHARED_FIRST in shape.traits:
         yield from shared
-    yield from (block, router) if shape.model_type in EXPERTS_FIRST else (router, block)
-    if shape.model_type not in SHARED_FIRST:
+    yield from (block, router) if Trait.EXPERTS_FIRST in shape.traits else (router, block)
+    if Trait.SHARED_FIRST not in shape.traits:
         yield from shared
     if mlp.shared_size and family.has_shared_gate:
         yield from linear("shared_expert_gate", hidden, 1, in_mlp=True)
@@ -341,7 +318,7 @@ def _walk_attention(
         has_weights = family.norm_parts > 0
         q_norm = make(4, "q_norm", *[("q_norm", query if is_full else head_dim)] * has_weights)
         k_norm = make(4, "k_norm", *[("k_norm", kv if is_full else head_dim)] * has_weights)
-        together = shape.model_type in NORMS_AFTER_ALL
+        together = Trait.NORMS_AFTER_ALL in shape.traits
         gate = next((name for name in family.linear_extras if name in ATTENTION_GATES), "")
         wide = query + attention.gate_width * (not gate)  # gates are a part of its result
         yield from linear("q_proj", hidden, wide, num_biases=query * biases.qkv)
@@ -351,14 +328,14 @@ def _walk_attention(
             yield from linear("o_proj", query, hidden, num_biases=hidden * biases.out)
             return
         yield from linear("k_proj", hidden, kv, num_biases=kv * biases.qkv)
-        if shape.query_key_norm and not (together or shape.model_type in NORMS_OF_VALUES):
+        if shape.query_key_norm and not (together or Trait.NORMS_OF_VALUES in shape.traits):
             yield k_norm
         if not attention.keys_are_values:
             yield from linear("v_proj", hidden, kv, num_biases=kv * biases.qkv)
         if shape.query_key_norm and together:
             yield q_norm
             yield k_norm
-        if shape.model_type in NORMS_OF_VALUES:
+        if Trait.NORMS_OF_VALUES in shape.traits:
             yield k_norm
             yield make(4, "v_norm")
         if gate and attention.gate_width:
@@ -368,17 +345,17 @@ def _walk_attention(
 
 def find_alike(shape: ModelShape, layer: Layer) -> str:
     """The family whose layers are built as this one is."""
-    return ATTENTION_LIKE.get(shape.model_type, shape.model_type) if layer.attention else shape.model_type
+    return (layer.attention and FAMILIES[shape.model_type].attention_like) or shape.model_type
 
 
 def has_norm_before(shape: ModelShape) -> bool:
     """Whether attention projects the output of a norm; otherwise it projects the layer's input."""
-    return shape.model_type not in WITHOUT_INPUT_NORM
+    return Trait.WITHOUT_INPUT_NORM not in shape.traits
 
 
 def has_norm_behind(shape: ModelShape) -> bool:
     """Whether a layer ends with a norm after its MLP. A family with two norms then has none before attention."""
-    return shape.model_type in POST_NORMS or shape.has_post_norms
+    return Trait.POST_NORMS in shape.traits or shape.has_post_norms
 
 
 def count_shard(num_elements: int, num_ranks: int) -> int:

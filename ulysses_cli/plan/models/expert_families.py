@@ -10,7 +10,15 @@ from ulysses_cli.plan.models.dense_families import (
     slide_but_first_of,
     slide_from_max_window_layers,
 )
-from ulysses_cli.plan.models.family import FULL_ATTENTION, LATENT_PROJECTIONS, SLIDING_ATTENTION, Chooses, Count, Family
+from ulysses_cli.plan.models.family import (
+    FULL_ATTENTION,
+    LATENT_PROJECTIONS,
+    SLIDING_ATTENTION,
+    Chooses,
+    Count,
+    Family,
+    Trait,
+)
 
 
 def share_by_number(*fields: str) -> Count:
@@ -60,9 +68,28 @@ def find_prefix_size(facts: ConfigFacts, index: int) -> int:
 
 
 EXPERTS: dict[str, Family] = {
-    "qwen3_moe": Family(query_key_norm="head", mlp_bias=False, kind_of_layer=slide),
-    "mixtral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
-    "gpt_oss": Family(has_sinks=True, experts_have_bias=True, mlp_bias=False, kind_of_layer=slide_but_every(2, "")),
+    "qwen3_moe": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        kind_of_layer=slide,
+        traits=(Trait.EXPERTS_FIRST, Trait.WHOLE_MLPS, Trait.EXPERTS_ADAPTED),
+    ),
+    "mixtral": Family(
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide,
+        traits=(Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST, Trait.WHOLE_MLPS, Trait.EXPERTS_ADAPTED),
+    ),
+    "gpt_oss": Family(
+        has_sinks=True,
+        experts_have_bias=True,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(2, ""),
+        traits=(Trait.PRECISE_NORMS, Trait.TRANSPOSED_EXPERTS, Trait.ROUTER_FIRST),
+        inner_saved=7,
+        inner_at_once=9,
+    ),
     "afmoe": Family(
         query_key_norm="head",
         attention_gate="elements",
@@ -73,6 +100,14 @@ EXPERTS: dict[str, Family] = {
         has_experts=follow_dense_layers("num_dense_layers", 1),
         shared_size=share_by_number("num_shared_experts"),
         router_extras=1,
+        traits=(
+            Trait.PRECISE_RESULTS,
+            Trait.PRECISE_NORMS,
+            Trait.POST_NORMS,
+            Trait.SHARED_FIRST,
+            Trait.EXPERTS_LAST,
+            Trait.EXPERTS_ADAPTED,
+        ),
     ),
     "cohere2_moe": Family(
         norms_per_layer=1,
@@ -82,12 +117,14 @@ EXPERTS: dict[str, Family] = {
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         shared_size=lambda facts: (facts.find_count("num_shared_experts") or 0) * facts.get_count("intermediate_size"),
         dense_size=find_prefix_size,
+        traits=(Trait.COPIES_TO_ROTATE, Trait.PARALLEL, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
     ),
     "deepseek_v2": Family(
         attention_modules=LATENT_PROJECTIONS,
         latent=True,
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "deepseek_v3": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -95,6 +132,7 @@ EXPERTS: dict[str, Family] = {
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 3),
         shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "dots1": Family(
         query_key_norm="head",
@@ -102,6 +140,7 @@ EXPERTS: dict[str, Family] = {
         kind_of_layer=slide_from_max_window_layers,
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "ernie4_5_moe": Family(
         qkv_bias="use_bias",
@@ -110,6 +149,14 @@ EXPERTS: dict[str, Family] = {
         has_experts=choose_ernie_layers,
         shared_size=share_by_number("moe_num_shared_experts"),
         router_extras=1,
+        traits=(
+            Trait.PRECISE_ROUTERS,
+            Trait.PRECISE_ROTARY,
+            Trait.SHARED_FIRST,
+            Trait.ROUTER_FIRST,
+            Trait.EXPERTS_ADAPTED,
+        ),
+        interleaved_rotary=1.0,
     ),
     "exaone_moe": Family(
         query_key_norm="head",
@@ -119,8 +166,20 @@ EXPERTS: dict[str, Family] = {
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("num_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
-    "flex_olmo": Family(query_key_norm="full", mlp_bias=False),
+    "flex_olmo": Family(
+        query_key_norm="full",
+        mlp_bias=False,
+        traits=(
+            Trait.PRECISE_NORMS,
+            Trait.PRECISE_ROTARY,
+            Trait.POST_NORMS,
+            Trait.WITHOUT_INPUT_NORM,
+            Trait.ROUTER_FIRST,
+            Trait.EXPERTS_ADAPTED,
+        ),
+    ),
     "flint": Family(
         query_key_norm="head",
         has_sinks=True,
@@ -128,6 +187,7 @@ EXPERTS: dict[str, Family] = {
         kind_of_layer=find_flint_kind,
         has_experts=choose_flint_layers,
         shared_size=share_by_size("shared_expert_intermediate_size"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.PRECISE_NORMS),
     ),
     "glm4_moe": Family(
         query_key_norm="head",
@@ -136,6 +196,7 @@ EXPERTS: dict[str, Family] = {
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "glm4_moe_lite": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -143,8 +204,13 @@ EXPERTS: dict[str, Family] = {
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
-    "granitemoe": Family(mlp_bias=False, attention_scale="attention_multiplier"),
+    "granitemoe": Family(
+        mlp_bias=False,
+        attention_scale="attention_multiplier",
+        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST),
+    ),
     "granitemoe_swa": Family(
         mlp_modules=("input_linear", "output_linear"),
         has_sinks=True,
@@ -152,22 +218,26 @@ EXPERTS: dict[str, Family] = {
         attention_scale="attention_multiplier",
         kind_of_layer=slide_but_first_of(4),
         shared_size=share_by_size("shared_intermediate_size"),
+        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST, Trait.SHARED_APART),
     ),
     "granitemoeshared": Family(
         mlp_modules=("input_linear", "output_linear"),
         mlp_bias=False,
         attention_scale="attention_multiplier",
         shared_size=share_by_size("shared_intermediate_size"),
+        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST, Trait.SHARED_APART),
     ),
     "hunyuan_v1_moe": Family(
         query_key_norm="head",
         mlp_bias=False,
         shared_size=share_by_size("intermediate_size"),
+        traits=(Trait.SHARED_FIRST, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
     ),
     "hy_v3": Family(
         query_key_norm="head",
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("num_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST),
     ),
     "kolibri1": Family(
         query_key_norm="head",
@@ -177,6 +247,7 @@ EXPERTS: dict[str, Family] = {
         norms_per_layer=4,
         kind_of_layer=slide_but_every(5, ""),
         shared_size=share_by_size("shared_expert_intermediate_size"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.POST_NORMS),
     ),
     "laguna": Family(
         query_key_norm="head",
@@ -187,10 +258,17 @@ EXPERTS: dict[str, Family] = {
         has_experts=follow_dense_layers("", 1),
         shared_size=share_by_size("shared_expert_intermediate_size"),
         router_extras=1,
+        traits=(Trait.SHARED_FIRST,),
     ),
-    "mellum": Family(query_key_norm="head", mlp_bias=False),
-    "minimax_m2": Family(query_key_norm="full", qkv_bias=False, out_bias=False, mlp_bias=False),
-    "olmoe": Family(query_key_norm="full", mlp_bias=False),
+    "mellum": Family(query_key_norm="head", mlp_bias=False, traits=(Trait.EXPERTS_ADAPTED,)),
+    "minimax_m2": Family(
+        query_key_norm="full",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        traits=(Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
+    ),
+    "olmoe": Family(query_key_norm="full", mlp_bias=False, traits=(Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED)),
     "qwen2_moe": Family(
         qkv_bias="qkv_bias",
         out_bias=False,
@@ -200,6 +278,11 @@ EXPERTS: dict[str, Family] = {
         shared_size=share_by_size("shared_expert_intermediate_size"),
         has_shared_gate=True,
         linear_extras=("shared_expert_gate",),
+        traits=(Trait.SHARED_FIRST, Trait.ROUTER_FIRST, Trait.WHOLE_MLPS),
     ),
-    "solar_open": Family(mlp_bias=False, shared_size=share_by_number("n_shared_experts")),
+    "solar_open": Family(
+        mlp_bias=False,
+        shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
 }

@@ -17,6 +17,7 @@ from ulysses_cli.plan.models.family import (
     PLAIN_MLP,
     SLIDING_ATTENTION,
     Family,
+    Trait,
 )
 
 ZAMBA_HYBRIDS = {6, 12, 18, 24, 30, 36, 42, 47, 51}
@@ -123,9 +124,13 @@ QWEN_EXPERTS = replace(
 )
 
 HYBRIDS: dict[str, Family] = {
-    "qwen3_next": replace(QWEN_EXPERTS, linear_extras=("in_proj_qkvz", "in_proj_ba", "out_proj")),
-    "qwen3_5_text": QWEN_3_5,
-    "qwen3_5_moe_text": QWEN_EXPERTS,
+    "qwen3_next": replace(
+        QWEN_EXPERTS,
+        linear_extras=("in_proj_qkvz", "in_proj_ba", "out_proj"),
+        traits=(Trait.PRECISE_NORMS, Trait.SHARED_FIRST, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
+    ),
+    "qwen3_5_text": replace(QWEN_3_5, traits=(Trait.PRECISE_NORMS,)),
+    "qwen3_5_moe_text": replace(QWEN_EXPERTS, traits=(Trait.PRECISE_NORMS, Trait.SHARED_FIRST, Trait.ROUTER_FIRST)),
     "olmo_hybrid": Family(
         linear_extras=("a_proj", "b_proj", "g_proj"),
         query_key_norm="full",
@@ -134,6 +139,8 @@ HYBRIDS: dict[str, Family] = {
         is_rotary=turn_olmo,
         recurrence="delta_net",
         other_kinds=(LINEAR_ATTENTION,),
+        traits=(Trait.PRECISE_NORMS,),
+        attention_like="olmo3",
     ),
     "kimi_linear": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -146,6 +153,7 @@ HYBRIDS: dict[str, Family] = {
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         other_kinds=(LINEAR_ATTENTION,),
+        traits=(Trait.WITHOUT_ROTATION, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
     ),
     "bailing_hybrid": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -159,6 +167,7 @@ HYBRIDS: dict[str, Family] = {
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         has_narrow_gates=False,
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
     ),
     "nemotron_h": Family(
         mlp_modules=PLAIN_MLP,
@@ -177,6 +186,10 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="use_bias",
         recurrence_conv_bias="use_conv_bias",
         other_kinds=(LINEAR_ATTENTION, ONLY_EXPERTS, ONLY_MLP),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.PRECISE_NORMS, Trait.GIVES_POSITION),
+        inner_saved=2,
+        inner_at_once=3,
+        refused_by_peft="out_proj",
     ),
     "granitemoehybrid": Family(
         mlp_bias=False,
@@ -192,6 +205,7 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="mamba_proj_bias",
         recurrence_conv_bias="mamba_conv_bias",
         other_kinds=(LINEAR_ATTENTION,),
+        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST, Trait.SHARED_APART),
     ),
     "falcon_h1": Family(
         linear_extras=MAMBA_PROJECTIONS,
@@ -202,10 +216,13 @@ HYBRIDS: dict[str, Family] = {
         recurrence_conv_bias="mamba_conv_bias",
         norms_recurrence="mamba_rms_norm",
         other_kinds=(HYBRID,),
+        traits=(Trait.SCALED_RESULTS, Trait.PRECISE_GATED_NORMS),
+        refused_by_peft="out_proj",
     ),
     "bamba": Family(
         linear_extras=MAMBA_PROJECTIONS,
         kind_of_layer=find_bamba_kind,
+        traits=(Trait.NUMBERED_ATTENTION,),
         recurrence="mamba2",
         recurrence_bias="mamba_proj_bias",
         recurrence_out_bias="mamba_proj_bias",
@@ -241,6 +258,7 @@ HYBRIDS: dict[str, Family] = {
         kind_of_layer=find_lfm_2_kind,
         dense_size=find_lfm_2_size,
         other_kinds=(CONVOLUTION,),
+        traits=(Trait.WITHOUT_ACTIVATION,),
     ),
     "lfm2_moe": Family(
         attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -264,5 +282,6 @@ HYBRIDS: dict[str, Family] = {
         has_post_norms="use_sandwich_norm",
         kind_of_layer=find_lfm_3_kind,
         other_kinds=(CONVOLUTION,),
+        traits=(Trait.PRECISE_ROTARY,),
     ),
 }

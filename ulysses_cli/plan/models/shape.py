@@ -16,8 +16,8 @@ from typing import Any
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.models.config_facts import ConfigFacts
 from ulysses_cli.plan.models.config_layers import LayerReader, count_written_layers
-from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
-from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
+from ulysses_cli.plan.models.families import FAMILIES, list_traits
+from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family, Trait
 from ulysses_cli.plan.models.layers import (
     NO_BIASES,
     AttentionMixer,
@@ -51,7 +51,6 @@ STATE_NAMES: dict[type[Mixer], str] = {
     Mamba2Mixer: "mamba",
 }
 DROPOUTS = ("residual_dropout", "hidden_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop")
-SCALING_MULTIPLIES = ("hyperclovax",)  # modeling_hyperclovax.py: HyperCLOVAXForCausalLM.forward
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,23 @@ class ModelShape:
         return self.inexact in CROSSING
 
     @property
+    def traits(self) -> tuple[Trait, ...]:
+        return list_traits(self.model_type)
+
+    @property
+    def refused_by_peft(self) -> str:
+        """The linear layer on which, and on all-linear, peft refuses an adapter, or ''."""
+        return FAMILIES[self.model_type].refused_by_peft if self.model_type in FAMILIES else ""
+
+    @property
     def adapts_experts(self) -> bool:
         """Whether adapters on all linear layers would include the experts."""
-        return self.model_type in EXPERTS_ADAPTED and any(layer.num_experts for layer in self.layers)
+        return Trait.EXPERTS_ADAPTED in self.traits and any(layer.num_experts for layer in self.layers)
 
     @property
     def adapts_all(self) -> bool:
         """Whether all-linear can be asked for."""
-        return not self.adapts_experts and self.model_type not in REFUSED_BY_PEFT
+        return not (self.adapts_experts or self.refused_by_peft)
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up caches by shape."""
@@ -294,7 +302,7 @@ def compute_logits_divisor(model_type: str, scaling: float | None, factor: float
     """What logits are divided by: `logits_scaling`, by which HyperCLOVA X multiplies. Cohere's `logit_scale` is a
     factor."""
     divisor = scaling or 1.0
-    return (1.0 / divisor if model_type in SCALING_MULTIPLIES else divisor) / (factor or 1.0)
+    return (1.0 / divisor if Trait.SCALING_MULTIPLIES in list_traits(model_type) else divisor) / (factor or 1.0)
 
 
 def _check_heads(facts: ConfigFacts, reader: LayerReader, layers: tuple[Layer, ...]) -> None:
@@ -326,7 +334,7 @@ def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tupl
     if family is None:
         return ()
     has_experts = any(layer.num_experts for layer in layers)
-    is_adapted = has_experts and facts.find("model_type") in EXPERTS_ADAPTED
+    is_adapted = has_experts and Trait.EXPERTS_ADAPTED in family.traits
     has_mlp = any(
         layer.mlp is not None and (not isinstance(layer.mlp, ExpertsMlp) or layer.mlp.shared_size) for layer in layers
     )
@@ -336,7 +344,7 @@ def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tupl
     extras = ((each, True) if isinstance(each, str) else each for each in family.linear_extras)
     chosen = (name for name, flag in extras if facts.decide(flag))
     names = dict.fromkeys((*queries, *family.attention_modules, *mlp_modules, *chosen))
-    refused = family.mlp_modules if is_adapted else (REFUSED_BY_PEFT.get(str(facts.find("model_type"))),)
+    refused = family.mlp_modules if is_adapted else (family.refused_by_peft,)
     return tuple(name for name in names if name not in refused)
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
-from ulysses_cli.plan.models.families import REFUSED_BY_PEFT
 from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
@@ -200,8 +199,8 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
             why = "whose adapters are added to all of their weights in every forward: nothing is saved"
             message = f"all-linear takes in the experts of {shape.model_type} models, {why}"
         else:
-            refused = REFUSED_BY_PEFT.get(shape.model_type)
-            message = f"all-linear takes in {refused} of {shape.model_type} models, on which peft adds no adapter"
+            layer = shape.refused_by_peft
+            message = f"all-linear takes in {layer} of {shape.model_type} models, on which peft adds no adapter"
         if not shape.adapts_all:
             yield Problem("lora.target_modules", message, f"use [{', '.join(shape.linear_modules)}]")
         return

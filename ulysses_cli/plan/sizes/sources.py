@@ -357,8 +357,8 @@ def make_model(sources: ModelSources, config: Any) -> Any:
     name = table.get(config.model_type)
     if name is None:
         raise UnknownOperator(f"a causal model of type {config.model_type}, which transformers does not have")
-    for model_type in (config.model_type, *(each for each, other in table.items() if other == name)):
-        folder = find_folder(model_type)
+    for known in (config.model_type, *(each for each, other in table.items() if other == name)):
+        folder = find_folder(known)
         if (find_package() / "models" / folder / f"modeling_{folder}.py").is_file():
             model = getattr(sources.load(f"models.{folder}.modeling_{folder}"), name)(config)
             model.tie_weights()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
+from ulysses_cli.plan.models.families import list_traits
 from ulysses_cli.plan.models.family import (
     CONVOLUTION,
     FULL_ATTENTION,
@@ -19,6 +20,7 @@ from ulysses_cli.plan.models.family import (
     ONLY_EXPERTS,
     ONLY_MLP,
     SLIDING_ATTENTION,
+    Trait,
 )
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
@@ -119,7 +121,7 @@ def name_kind(layer: Layer) -> str:
 
 def _describe_layers(model_type: str, layers: Sequence[Layer], kinds: list[str], expert_size: int) -> dict[str, Any]:
     described: dict[str, Any] = {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
-    if model_type == "bamba":
+    if Trait.NUMBERED_ATTENTION in list_traits(model_type):
         full = [index for index, kind in enumerate(kinds) if kind == FULL_ATTENTION]
         described = {"attn_layer_indices": full}
     elif any(layer.shared for layer in layers):  # `layer_types` would be set after the numbers of such layers

@@ -22,10 +22,10 @@ from ulysses_cli.plan.ledger.recurrence.kernels import (
 )
 from ulysses_cli.plan.ledger.recurrence.modules import projects_gate_last
 from ulysses_cli.plan.ledger.weights import LATE_PROJECTIONS, RECURRENT_PROJECTIONS
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import Mamba2Mixer
 
 FLOAT = 4
-PRECISE_GATED_NORMS = {"falcon_h1"}
 
 
 class RecurrentBytes:
@@ -34,7 +34,7 @@ class RecurrentBytes:
     def __init__(self, job: Job, mixer: RecurrentMixer) -> None:
         b, self.mixer = job.dtype_bytes, mixer
         self.is_scan = isinstance(mixer, Mamba2Mixer)
-        self.scales_precisely = job.shape.model_type in PRECISE_GATED_NORMS
+        self.scales_precisely = Trait.PRECISE_GATED_NORMS in job.shape.traits
         self.trains_norm = job.trains("norm")
         self.gating = mixer.gating if isinstance(mixer, Mamba2Mixer) else "after norm"
         self.has_norm = self.gating != "alone"

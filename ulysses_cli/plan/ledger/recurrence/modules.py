@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ulysses_cli.plan.ledger.adapters.modules import ATTENTION, BIAS
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.family import Family
+from ulysses_cli.plan.models.family import Family, Trait
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     Biases,
@@ -21,8 +21,6 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 M = TypeVar("M")
-# Their layers call a scan with the hidden state as a positional argument (modeling_nemotron_h.py: NemotronHBlock).
-GIVES_POSITION = {"nemotron_h"}
 
 
 def walk_convolution(
@@ -93,7 +91,7 @@ def walk_scan(
     biases, projected = shape.biases, inner + mixer.conv_channels + heads
     conv = [("conv", mixer.conv_channels * mixer.conv_tokens)]
     conv += [(f"conv{BIAS}", mixer.conv_channels)] * biases.convolution
-    name = "mixer" if shape.model_type in GIVES_POSITION else ATTENTION
+    name = "mixer" if Trait.GIVES_POSITION in shape.traits else ATTENTION
     yield make(
         3, name, ("dt_bias", heads), ("A_log", heads), ("D", heads), *conv, reads=(("out_proj", inner * hidden),)
     )

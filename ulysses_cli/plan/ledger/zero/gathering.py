@@ -21,23 +21,12 @@ from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, LAST_PROJECTIONS, is_ad
 from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, Coordinator, WeightsOnDisk
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.ledger.zero.swapping import find_on_disk
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape
 
 FETCH_BACK = "fetch back"  # the place where the first of an MLP's weights are fetched for their gradients
 FETCH_AGAIN = "fetch again"  # the place in a layer where its MLP is fetched for its recomputation or backward
 ByLayer = tuple[tuple[int, int], ...]
-TRANSPOSED_EXPERTS = {"gpt_oss"}  # their weights lie as the product reads them; those of others are transposed for it
-# Blocks that make the router before the experts, and those that make the experts last.
-ROUTER_FIRST = {
-    *("cohere2_moe", "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
-    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"),
-    "qwen3_next",
-}
-EXPERTS_LAST = {"afmoe", "gemma4_text"}
-# The expert that every token goes to is a module beside the block (modeling_granitemoeshared.py).
-SHARED_APART = {"granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
-# DeepSpeed's own leaf modules, gathered as a whole (runtime/zero/leaf_module_config.py).
-WHOLE_MLPS = {"mixtral", "qwen2_moe", "qwen3_moe"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +89,7 @@ def compute_gathered(job: Job, *, trains: bool = True) -> Gathered:
     if job.world_size == 1 and job.levers.offload_param == "none":
         return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
-    saves_experts = trains and not (recomputes or is_tiled(job)) and job.shape.model_type not in TRANSPOSED_EXPERTS
+    saves_experts = trains and not (recomputes or is_tiled(job)) and Trait.TRANSPOSED_EXPERTS not in job.shape.traits
     options = {"splits": job.world_size > 1, "saves_experts": saves_experts}
     disk = find_on_disk(job)
     return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, disk, **options)
@@ -256,31 +245,31 @@ def _list_maxima(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]
 
 def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:
     """Layers whose MLP is a leaf module: its weights are gathered together, and its gradients are reduced together."""
-    are_leaves = (tiles_mlp or (kind.num_experts > 0 and shape.model_type in WHOLE_MLPS) for kind in shape.layers)
+    are_leaves = (tiles_mlp or (kind.num_experts > 0 and Trait.WHOLE_MLPS in shape.traits) for kind in shape.layers)
     return frozenset(index for index, is_leaf in enumerate(are_leaves) if is_leaf)
 
 
-def _split_mlp(modules: list[Module], model_type: str) -> list[list[Module]]:
+def _split_mlp(modules: list[Module], traits: tuple[Trait, ...]) -> list[list[Module]]:
     """The expert that every token goes to may be a module beside the block, and then it is gathered by itself; and so
     are experts beside an MLP, their norms and their router."""
     names = [module.name for module in modules]
-    if model_type in SHARED_APART and "shared" in names:
+    if Trait.SHARED_APART in traits and "shared" in names:
         bounds = [0, names.index("shared"), len(names)]
     else:
         bounds = [at for at, module in enumerate(modules) if at == 0 or module.depth == CHILD_DEPTH] + [len(names)]
     return [modules[start:stop] for start, stop in pairwise(bounds)]
 
 
-def _rank_as_made(weight: str, model_type: str) -> int:
+def _rank_as_made(weight: str, traits: tuple[Trait, ...]) -> int:
     if is_adapter(weight):
         return 4
     if f".{GATE_ADAPTER}." in weight:
         return 3
     is_router, are_experts = ".router" in weight, ".experts." in weight
-    if model_type in EXPERTS_LAST:
+    if Trait.EXPERTS_LAST in traits:
         return int(are_experts)
     if is_router:
-        return 0 if model_type in ROUTER_FIRST else 1
+        return 0 if Trait.ROUTER_FIRST in traits else 1
     return 0 if are_experts else 2
 
 
@@ -300,10 +289,10 @@ def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int], shape: ModelS
         copied.setdefault(number, []).extend([(name, size)] * (GATE_ADAPTER in name))
     for (in_mlp, number), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         if in_mlp and number in leaves:
-            for inside in _split_mlp(list(group), shape.model_type):
+            for inside in _split_mlp(list(group), shape.traits):
                 weights = dict.fromkeys(weight for module in inside for weight in module.weights)
                 weights |= dict.fromkeys(copied.get(number, ()))
-                order = sorted(weights, key=lambda each: _rank_as_made(each[0], shape.model_type))
+                order = sorted(weights, key=lambda each: _rank_as_made(each[0], shape.traits))
                 yield replace(inside[0], weights=tuple(order))
         else:
             yield from group
