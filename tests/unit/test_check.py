@@ -957,6 +957,30 @@ def test_check_resume(tmp_path: Path) -> None:
     assert check(f"run.resume_from_checkpoint={tmp_path}") == []
 
 
+def test_check_start(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert check(f"run.start_from={run}", "run.start_moments=false") == [], "it may be made later"
+    assert only(f"run.start_from={run}", f"run.output_dir={run}/") == (
+        f"command line: run.start_from: {run} is run.output_dir: a run does not start from itself\n\n"
+        "hint: name another run.output_dir, or go on with --resume auto"
+    )
+    assert only("run.start_moments=false") == (
+        "command line: run.start_moments: is not used without run.start_from\n\nhint: leave it out"
+    )
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").touch()
+    assert "run.start_from says already where adapters begin" in only(
+        f"run.start_from={run}", f"lora.adapter_name_or_path={adapters}"
+    )
+    pairs = "data.datasets={path: owner/pairs, type: preference}"
+    assert only(f"run.start_from={run}", "preference.loss=sigmoid", pairs) == (
+        "command line: run.start_from: preference.loss: sigmoid compares with the model that model.name_or_path names"
+        "\n\nhint: export the run, and name the exported folder as model.name_or_path"
+    )
+    assert check(f"run.start_from={run}", "preference.loss=orpo", pairs) == []
+
+
 def test_check_checkpoint_uri() -> None:
     assert only("run.checkpoint_uri=ftp://host/runs") == (
         "command line: run.checkpoint_uri: ftp://host/runs is of a kind that is not supported\n\n"

@@ -164,6 +164,37 @@ def test_a_damaged_checkpoint_that_is_named_ends_the_command_before_data_is_prep
     assert "hint: --resume auto takes the newest valid one" in result.stderr
 
 
+def test_a_stage_starts_only_from_weights_of_its_own_model(tmp_path: Path) -> None:
+    """Another length, base of positions, schedule and data are what a stage is for."""
+    run, recipe = tmp_path / "earlier", load(tmp_path / "run").recipe.model_dump(mode="json")
+    other = {**recipe, "model": {**recipe["model"], "rope_theta": 1e5}, "data": {**recipe["data"], "max_length": 64}}
+    make_checkpoint(run, 2, recipe={**other, "model": {**other["model"], "name_or_path": "owner/other"}})
+    make_checkpoint(run, 3, recipe=other)
+    words = (f"run.start_from={run}", "run.device=cpu")
+    assert look(tmp_path / "run", *words) == []
+    (problem,) = look(tmp_path / "run", f"run.start_from={run}/checkpoints/step-2", "run.device=cpu")
+    assert problem.startswith(
+        f"command line: run.start_from: the weights of {run}/checkpoints/step-2 are not those of this recipe's model:\n"
+        "  model.name_or_path: was owner/other, is "
+    )
+    (problem,) = look(tmp_path / "run", *words, "lora.r=8")
+    assert "  lora: was null, is {" in problem
+    for other, words in (("nowhere", "is not a folder"), ("empty", "holds no checkpoint"), ("model", "holds no")):
+        folder = tmp_path / other
+        if other != "nowhere":
+            folder.mkdir()
+        if other == "model":
+            (folder / "config.json").touch()
+        (problem,) = look(tmp_path / "run", f"run.start_from={folder}", "run.device=cpu")
+        assert problem.startswith(f"command line: run.start_from: {folder} {words}")
+        assert problem.endswith("name it as model.name_or_path, which starts from its weights") is (other == "model")
+    words = (f"run.start_from={run}", "run.device=cpu")
+    for step in (2, 3):
+        (run / "checkpoints" / f"step-{step}" / "state.json").write_text("{")
+    (problem,) = look(tmp_path / "run", *words)
+    assert f"run.start_from: {run} has no valid checkpoint: state.json has 1 bytes instead of" in problem
+
+
 def test_an_export_without_a_checkpoint_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     run_dir, file, model = tmp_path / "run", tmp_path / "file", tmp_path / "run" / "model"
     newest = make_checkpoint(run_dir, 4)
@@ -198,7 +229,7 @@ def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> N
     assert f"{steps[2]} is skipped" in messages[0]
     assert messages[1] == f"the newest valid checkpoint is {steps[1]}"
     assert archive.choose_checkpoint(steps[0], messages.append) == steps[0]
-    with pytest.raises(archive.CheckpointError, match="cannot be exported"):
+    with pytest.raises(archive.CheckpointError, match="is no whole checkpoint"):
         archive.choose_checkpoint(steps[2], messages.append)
 
 

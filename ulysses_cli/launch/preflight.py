@@ -19,6 +19,7 @@ from ulysses_cli.launch.launcher import count_rank_slots
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe.changes import list_start_changes, shorten_list
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -52,6 +53,7 @@ def find_obstacles(
     if (shortage := find_file_shortage(make_layout(recipe).world_size)) is not None:
         problems.append(shortage)
     problems += check_newest_checkpoint(recipe, anyway=resumes_anyway)
+    problems += check_start_weights(recipe)
     return [replace(problem, where=loaded.locate(problem.key)) if problem.key else problem for problem in problems]
 
 
@@ -123,6 +125,33 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Problems:
             text, *details, hint = str(error).split("\n")
             yield Problem("run.resume_from_checkpoint", text, hint, details=tuple(map(str.strip, details)))
         return
+
+
+def check_start_weights(recipe: Recipe) -> Problems:
+    """run.start_from names a finished checkpoint, or a run with one, and its weights are those of the recipe's model.
+    Ranks read every byte of them later."""
+    source, key = recipe.run.start_from, "run.start_from"
+    if source is None or recipe.run.resume_from_checkpoint is not None:
+        return
+    path = Path(os.path.expanduser(source))
+    run_dir = find_run_dir(path)
+    checkpoints = [path] if run_dir is None else list_checkpoints(run_dir)
+    if run_dir is None and not (path / MANIFEST).is_file():
+        is_model = (path / "config.json").is_file()
+        hint = "name it as model.name_or_path, which starts from its weights" if is_model else "name a run's output_dir"
+        yield Problem(key, f"{source} {'holds no checkpoint' if path.is_dir() else 'is not a folder'}", hint)
+        return
+    damage = "the run has not written one"
+    for checkpoint in checkpoints:
+        if damage := find_damage(checkpoint, is_quick=True):
+            continue  # ranks skip it and report what is wrong
+        changes = list_start_changes(load_state(checkpoint)["recipe"], recipe.model_dump(mode="json"))
+        if changes:
+            what = f"the weights of {checkpoint} are not those of this recipe's model:"
+            hint = "name the same model and the same adapters as that run"
+            yield Problem(key, what, hint, details=shorten_list(changes))
+        return
+    yield Problem(key, f"{source} has no valid checkpoint: {damage}", "name another run or checkpoint")
 
 
 def find_named_damage(recipe: Recipe) -> str:

@@ -171,7 +171,7 @@ def choose_checkpoint(path: Path, report: Callable[[str], None], *, wants_best: 
         if wants_best:
             raise CheckpointError(f"{path} is one checkpoint: name a run's output_dir to choose its best")
         if damage := find_damage(path):
-            raise CheckpointError(f"{path} cannot be exported: {damage}")
+            raise CheckpointError(f"{path} is no whole checkpoint: {damage}")
         return path
     if (newest := find_newest_valid(run_dir, report)) is None:
         raise CheckpointError(f"{path} has no valid checkpoint")

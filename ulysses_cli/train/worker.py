@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from ulysses_cli.plan.planner.estimate import explain_memory
 from ulysses_cli.plan.recipe.preference_section import UNPAIRED, WITHOUT_REFERENCE
 from ulysses_cli.plan.recipe.recipe import Recipe, Run, Train
 from ulysses_cli.plan.resolved import find_sharing_obstacle
+from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, find_damage
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.assembly.run import AssembledRun, assemble_run
 from ulysses_cli.train.attention.kernels.workload import measure_mix
+from ulysses_cli.train.checkpoint.format import load_start
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves, find_shortage
 from ulysses_cli.train.checkpoint.uploads import NoUploads, Uploads
 from ulysses_cli.train.completion import finish
@@ -193,6 +196,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         saves.resume(state, point)
     else:
         saves.begin()
+        start_from_run(launch, connected, run, record)
     record.start_files(state.step or -1, state.num_steps)  # a run that begins anew measures its base again, too
     if connected.groups.is_first:
         write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
@@ -228,6 +232,30 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         launch.interruption.end_with_others()
     finish(launch, inputs, run, saves, evaluation, samples, suite, record, reason)
     watchdog.stop()
+
+
+def start_from_run(launch: Launch, connected: Connected, run: AssembledRun, record: Record) -> None:
+    """Collective over all ranks. Takes the weights of run.start_from, and its optimizer's moments. Rank 0 chooses the
+    checkpoint; no rank loads it unless all see it."""
+    settings, context = connected.plan.recipe.run, run.context
+    if settings.start_from is None:
+        return
+    record.set_phase("loading the run to start from")
+    found: Path | str = ""
+    if connected.groups.is_first:
+        try:
+            found = choose_checkpoint(Path(os.path.expanduser(settings.start_from)), record.report)
+        except (CheckpointError, OSError) as error:
+            found = str(error)
+    found = context.gather(found)[0]
+    unseen = find_damage(found, is_quick=True) if isinstance(found, Path) else found
+    if problem := next(filter(None, context.gather(unseen)), ""):
+        raise StartError(f"run.start_from: {problem}")
+    assert isinstance(found, Path)
+    saved = load_start(context, found, with_moments=settings.start_moments)
+    run.state.optimizer_steps = int(saved["optimizer_steps"]) if settings.start_moments else 0
+    what = "weights and moments" if settings.start_moments else "weights"
+    record.report(f"step 1 starts from the {what} of {found}, after its step {saved['step']}")
 
 
 def measure_again(state: TrainState, settings: Run, evaluation: Evaluation, samples: Samples, suite: EvalSuite) -> None:

@@ -24,6 +24,11 @@ FREE = {
     "train.gradient_accumulation_steps",
     "train.per_device_train_batch_size",
 }
+# what may differ between two stages of a training: values that the weights do not depend on
+STAGES = {
+    *("model.attn_implementation", "model.trust_remote_code", "model.dtype", "model.fused_kernels"),
+    *("model.rope_scaling", "model.rope_theta", "lora.dropout", "lora.adapter_name_or_path"),
+}
 STARTS = {"run.resume_from_checkpoint"}
 MAX_DIFFERENCES = 12
 UNSET: tuple[Any, ...] = (None, {}, [])
@@ -36,6 +41,14 @@ def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     free = FREE | set(LENGTHS)
     changes = [change for name in DECIDING for change in _compare(old.get(name), new.get(name), name, 0, free)]
     return [*changes, *_compare(old["run"]["seed"], new["run"]["seed"], "run.seed", 0, free)]
+
+
+def list_start_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`key: was X, is Y` for each setting by which weights of one recipe are not those of the other."""
+    changes = [each for name in ("model", "lora") for each in _compare(old.get(name), new.get(name), name, 0, STAGES)]
+    key = "data.added_tokens"
+    before, now = (list(recipe["data"].get("added_tokens") or ()) for recipe in (old, new))
+    return [*changes, *_compare(before, now, key)]
 
 
 def list_length_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

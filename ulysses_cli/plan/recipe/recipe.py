@@ -324,6 +324,12 @@ class Run(Section):
     resume_from_checkpoint: str | None = text(
         None, "checkpoint folder, or `auto` for the newest valid one", unit="path"
     )
+    start_from: str | None = text(
+        None,
+        "run or checkpoint whose weights step 1 starts from, such as one of shorter rows; schedule and data begin anew",
+        unit="path",
+    )
+    start_moments: bool = setting(True, "start_from also gives the optimizer's moments; false: they begin at zero")
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
         (), "trackers in addition to metrics.jsonl", unit="names", max_length=4, spellings={"none": ()}
     )
@@ -408,6 +414,8 @@ def compute_recipe_hash(recipe: Recipe) -> str:
     deciding = recipe.model_dump(mode="json", include={"model", "data", "train", "lora"})
     deciding["data"] = {k: v for k, v in deciding["data"].items() if k not in ("store_dir", "num_workers")}
     deciding["seed"] = recipe.run.seed
+    if recipe.run.start_from is not None:
+        deciding["start"] = [recipe.run.start_from, recipe.run.start_moments]
     if recipe.preference is not None:  # earlier versions have no such section
         deciding["preference"] = recipe.preference.model_dump(mode="json")
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]

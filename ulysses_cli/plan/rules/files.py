@@ -17,6 +17,7 @@ from ulysses_cli.plan.models.chat_template import CLOCK, DATE, OUR_VARIABLES, re
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.changes import add_new_settings, list_differences, shorten_list
 from ulysses_cli.plan.recipe.data_section import COLUMNS, OPTIONAL, Dataset
+from ulysses_cli.plan.recipe.preference_section import WITHOUT_REFERENCE
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
@@ -152,6 +153,24 @@ def check_resume(recipe: Recipe) -> Problems:
         hint = f"name one of {path}/checkpoints" if is_run else "name a run's checkpoints/step-N"
         what = f"{path} is not a checkpoint: {CHECKPOINT_MANIFEST} is missing"
         yield Problem(key, what, f"{hint}, or use auto for the newest valid one in run.output_dir")
+
+
+def check_start(recipe: Recipe) -> Problems:
+    """What contradicts run.start_from. Whether it names a run with fitting weights, preflight checks: a stage may be
+    written before the one that it starts from has ended."""
+    path, key = recipe.run.start_from, "run.start_from"
+    if path is None:
+        if not recipe.run.start_moments:
+            yield Problem("run.start_moments", "is not used without run.start_from", "leave it out")
+        return
+    if Path(os.path.expanduser(path)).resolve() == Path(os.path.expanduser(recipe.run.output_dir)).resolve():
+        what = f"{path} is run.output_dir: a run does not start from itself"
+        yield Problem(key, what, "name another run.output_dir, or go on with --resume auto")
+    if recipe.lora is not None and recipe.lora.adapter_name_or_path is not None:
+        yield Problem("lora.adapter_name_or_path", f"{key} says already where adapters begin", "keep one of the two")
+    if recipe.preference is not None and recipe.preference.loss not in WITHOUT_REFERENCE:
+        what = f"preference.loss: {recipe.preference.loss} compares with the model that model.name_or_path names"
+        yield Problem(key, what, "export the run, and name the exported folder as model.name_or_path")
 
 
 def check_checkpoint_uri(recipe: Recipe) -> Problems:
@@ -350,6 +369,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_turns,
     check_output_dir,
     check_resume,
+    check_start,
     check_checkpoint_uri,
     check_folders,
     check_variables,

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,7 +38,7 @@ from ulysses_cli.run_folder.manifest import FORMAT, MANIFEST, STATE, load_state,
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.guard.disk_progress import MOVED
 from ulysses_cli.train.optimizer.shards import Shard, list_shards
-from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
+from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats, reset_moments, set_step_count, walk_chunks
 from ulysses_cli.train.optimizer.swap_files import is_on_disk, write_weight
 from ulysses_cli.train.telemetry.run_file import mask_facts
 from ulysses_cli.train.tensor_file import LazyTensor, get_tensor, write_tensors
@@ -228,27 +228,43 @@ def read_range(sources: list[TensorSource], key: str, start: int, numel: int) ->
 
 def load_checkpoint(context: CheckpointContext, path: Path) -> dict[str, Any]:
     """Collective over all ranks. Returns the saved state. A run of any layout, stage or offload may have written it."""
-    sources, shapes = index_sources(path)
-    shards = list_shards(context.module, context.optimizer, context.rank)
-    for shard in shards:
-        if shapes.get(shard.name) != shard.shape:
-            raise CheckpointError(f"{path} holds {shard.name} as {shapes.get(shard.name)}, the model has {shard.shape}")
-    for index, flat in enumerate(list_flats(context.optimizer)):
-        _fill(flat, [shard for shard in shards if shard.flat == index], sources)
-    state = load_state(path)
+    state = _load_tensors(context, path, KINDS)
     set_step_count(context.optimizer, int(state["optimizer_steps"]))
-    _refresh_weights(context, sources)
     if state["world_size"] == context.world_size:
         _set_rng(path / name_share(context.rank))
     context.wait()
     return state
 
 
-def _fill(flat: Flat, shards: list[Shard], sources: dict[str, list[TensorSource]]) -> None:
+def load_start(context: CheckpointContext, path: Path, *, with_moments: bool) -> dict[str, Any]:
+    """Collective over all ranks. Loads weights, and the optimizer's moments or zeros, and nothing of the run's course.
+    Returns the saved state."""
+    state = _load_tensors(context, path, KINDS if with_moments else KINDS[:1])
+    if with_moments:
+        set_step_count(context.optimizer, int(state["optimizer_steps"]))
+    else:
+        reset_moments(context.optimizer)
+    context.wait()
+    return state
+
+
+def _load_tensors(context: CheckpointContext, path: Path, kinds: Sequence[str]) -> dict[str, Any]:
+    sources, shapes = index_sources(path)
+    shards = list_shards(context.module, context.optimizer, context.rank)
+    for shard in shards:
+        if shapes.get(shard.name) != shard.shape:
+            raise CheckpointError(f"{path} holds {shard.name} as {shapes.get(shard.name)}, the model has {shard.shape}")
+    for index, flat in enumerate(list_flats(context.optimizer)):
+        _fill(flat, [shard for shard in shards if shard.flat == index], sources, kinds)
+    _refresh_weights(context, sources)
+    return load_state(path)
+
+
+def _fill(flat: Flat, shards: list[Shard], sources: dict[str, list[TensorSource]], kinds: Sequence[str]) -> None:
     """Writes in chunks: quantization needs whole blocks, a disk whole ranges, and memory has no room for all at
     once."""
     for start, numel in walk_chunks(flat):
-        for kind in KINDS:
+        for kind in kinds:
             values = torch.zeros(numel)
             for shard in shards:
                 low, high = max(start, shard.offset), min(start + numel, shard.offset + shard.numel)

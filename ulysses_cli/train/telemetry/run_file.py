@@ -111,6 +111,8 @@ def make_card(
     origin = {None: "A model from random weights", LOCAL_FOLDER: "A model from a local folder"}.get(base, base)
     summary = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
     lines += [f"{summary} with ulysses {get_own_version()}.", ""]
+    if recipe["run"].get("start_from"):
+        lines += ["Its training went on from the weights of an earlier run, not from the base model's.", ""]
     if holds_adapters and base:
         sizes = {"own": num_own_tokens, "grown": shape.vocab_size}
         has_grown = shape.vocab_size > num_own_tokens
