@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ulysses_cli.data.packer import RowSettings, make_rows
+from ulysses_cli.data.selection import Portion
 from ulysses_cli.data.store import Batch, StoreWriter, TokenStore, hash_document
 from ulysses_cli.data.transaction import make_folder
 
@@ -35,6 +36,7 @@ def make_prepared(
     evaluation: Sequence[Documents] = (),
     flags: Sequence[Documents] | None = None,
     weights: Sequence[float] | None = None,
+    portions: Sequence[Portion] | None = None,
     **settings: Any,
 ) -> Path:
     """Makes a folder for open_rows. `train` and `evaluation` are documents source by source; `settings` are those of
@@ -46,7 +48,7 @@ def make_prepared(
     ]
 
     def build(partial: Path) -> dict[str, Any]:
-        facts = make_rows(partial, stores, weights or [1.0] * len(train), chosen)
+        facts = make_rows(partial, stores, portions or [Portion(w) for w in weights or [1.0] * len(train)], chosen)
         return {
             **facts,
             "max_length": chosen.max_length,

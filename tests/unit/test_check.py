@@ -981,6 +981,27 @@ def test_check_start(tmp_path: Path) -> None:
     assert check(f"run.start_from={run}", "preference.loss=orpo", pairs) == []
 
 
+def test_check_mixture() -> None:
+    def mix(*datasets: str) -> str:
+        return f"data.datasets=[{', '.join(f'{{path: owner/d{n}, {text}}}' for n, text in enumerate(datasets))}]"
+
+    assert check(mix("share: 0.6, min_tokens: 4Ki", "share: 0.4, max_tokens: 64Ki")) == []
+    assert check(mix("share: 0.333", "share: 0.333", "share: 0.333")) == []
+    assert only(mix("share: 0.6", "share: 0.6")) == (
+        "command line: data.datasets.0.share: the shares add up to 1.2, not to 1\n\nhint: write 0.5, 0.5"
+    )
+    assert only(mix("share: 0.6", "weight: 1", "weight: 1")) == (
+        "command line: data.datasets.1.share: required, since other sources have a share\n\nhint: write share: 0.2"
+    )
+    assert "data.datasets.0.weight: is not used beside share" in only(mix("share: 0.5, weight: 2", "share: 0.5"))
+    assert only(mix("min_tokens: 8Ki, max_tokens: 4Ki")) == (
+        "command line: data.datasets.0.min_tokens: 8,192 is more than max_tokens 4,096\n\nhint: exchange the two"
+    )
+    assert "data.eval_datasets.0.share: is not used: evaluation reads each document once" in only(
+        "data.eval_datasets={path: owner/e, share: 1}"
+    )
+
+
 def test_check_checkpoint_uri() -> None:
     assert only("run.checkpoint_uri=ftp://host/runs") == (
         "command line: run.checkpoint_uri: ftp://host/runs is of a kind that is not supported\n\n"

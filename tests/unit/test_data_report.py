@@ -72,7 +72,8 @@ def test_every_token_is_accounted_for(tmp_path: Path) -> None:
 def test_text_and_page_say_the_same(tmp_path: Path) -> None:
     report = make_report(tmp_path)
     text, page = format_report(report), make_data_page(report)
-    for words in ("truncated, lost", "without a target, left out", "copies by weight", "1 bad row", "1 blank line"):
+    outcomes = ("truncated, lost", "without a target, left out", "copies by weight or share")
+    for words in (*outcomes, "1 bad row", "1 blank line"):
         assert words in text, words
         assert words in page, words
     assert f"{tmp_path}/a.jsonl:8: malformed JSON" in text
@@ -81,6 +82,27 @@ def test_text_and_page_say_the_same(tmp_path: Path) -> None:
     assert "predicted over" in text
     assert page.count("<svg") == 2
     assert not re.search(r"(src|href)=", page)
+
+
+def test_tokens_of_an_epoch_are_tabled_by_source_and_length(tmp_path: Path) -> None:
+    """By hand: 4 documents of 3,000 bytes, of which one is held to be too short, and one of 20,000."""
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (9, 2999, 2999, 2999)))
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "b" * 19_999}) + "\n")
+    text = RECIPE.replace("FOLDER/a.jsonl", "FOLDER/short.jsonl\n      min_tokens: 100\n      share: 0.3")
+    text = text.replace("FOLDER/c.jsonl\n      weight: 1.5", "FOLDER/long.jsonl\n      share: 0.7")
+    text = text.replace("max_length: 96", "max_length: 32Ki").replace("eval_split: 0.1", "eval_split: 0")
+    text = text.replace("  assistant_only_loss: true\n", "").replace("FOLDER", str(tmp_path))
+    report = prepare_data(parse_recipe(text).recipe, 32, lambda _: None).report
+    assert [entry["documents"] for entry in report["splits"]["train"]["sources"]] == [4, 1]
+    shown, page = format_report(report), make_data_page(report)
+    lines = [line.split() for line in shown.split("\n\n")[2].splitlines()]
+    assert lines[0] == ["an", "epoch", "tokens", "share", "copies", "to", "4Ki", "to", "64Ki"]
+    copies = [0.3 * 29_000 / 9_000, 0.7 * 29_000 / 20_000]
+    assert [line[3] for line in lines[-2:]] == [f"{each:.3g}" for each in copies]
+    assert [line[4:] for line in lines[-2:]] == [["9,000", "0"], ["0", "20,000"]]
+    assert "of other lengths, left out" in shown
+    assert "Tokens of an epoch by source and length" in page
+    assert f"{copies[1]:.3g} copies of its tokens stand in an epoch, as its share of 0.7 needs" in shown
 
 
 def test_lengths_are_counted_and_compared() -> None:

@@ -221,8 +221,8 @@ def test_missing_sections_list_their_settings() -> None:
     )
     assert complain("model: {name_or_path: x}\ndata: {max_length: 8}\n") == [
         "r.yaml:2:7: data.datasets: required and not written\n\n"
-        "hint: write datasets, a list, each element with path, name, split, type, columns, data_files, weight, "
-        "train_field, chat_template_kwargs, join_files, streaming"
+        "hint: write datasets, a list, each element with path, name, split, type, columns, data_files, weight, share, "
+        "min_tokens, max_tokens, train_field, chat_template_kwargs, join_files, streaming"
     ]
 
 

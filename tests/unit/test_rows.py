@@ -4,7 +4,10 @@ Every document comes exactly once over epochs, resumes and rank counts.
 """
 
 import tempfile
+from bisect import bisect
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from support.prepared import make_prepared
 from support.tiers import count_examples
 
 from ulysses_cli.data.rows import PackedRows, hash_content, open_rows
+from ulysses_cli.data.selection import Portion
+from ulysses_cli.data.transaction import read_manifest
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rows.packing import locate_row, share_rows
 from ulysses_cli.readers.problems import DataError
@@ -172,6 +177,77 @@ def test_weights_are_copies_per_epoch(tmp_path: Path) -> None:
     assert sorted(seen[n] for n in range(10)) == [2] * 5 + [3] * 5
     assert sum(seen[n] for n in range(10, 110)) == 30
     assert max(seen[n] for n in range(10, 110)) == 1
+
+
+def count_tokens(path: Path, bounds: Sequence[int]) -> list[int]:
+    """Tokens of each source in the rows of an epoch, read from the rows. `bounds`: the first document of each source,
+    and the number of all."""
+    rows, counts = open_rows(path, "train"), [0] * (len(bounds) - 1)
+    for row in range(len(rows)):
+        for document, start, stop in rows.pieces(row):
+            counts[bisect(bounds, document) - 1] += stop - start
+    return counts
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.05, 0.95), st.sampled_from(["split", "truncate", "drop"]))
+@settings(max_examples=count_examples(25))
+def test_shares_are_those_of_the_tokens_in_rows(seed: int, share: float, strategy: str) -> None:
+    """To half of a document's length, whatever the lengths are and whatever becomes of long documents."""
+    generator = np.random.default_rng(seed)
+    longest, sources = 30, [[[1]] * 0, [[1]] * 0]
+    for source in sources:
+        for length in generator.integers(2, 40, generator.integers(20, 60)):
+            size = length + (length == longest + 1)  # a piece of one token has no target, and is left out
+            source.append(generator.integers(0, 900, size).tolist())
+    numbers = [0, len(sources[0]), len(sources[0]) + len(sources[1])]
+    portions = [Portion(share=share), Portion(share=1 - share)]
+    lengths = [np.asarray([len(document) for document in source]) for source in sources]
+    kept = {"split": lambda n: n, "truncate": lambda n: np.minimum(n, longest), "drop": lambda n: n * (n <= longest)}
+    usable = [kept[strategy](each) for each in lengths]
+    total = int(sum(each.sum() for each in usable))
+    with tempfile.TemporaryDirectory() as folder:
+        make = partial(make_prepared, Path(folder), sources, portions=portions, max_length=longest, seed=seed)
+        copies = [part * total / own.sum() for part, own in zip((share, 1 - share), usable, strict=True)]
+        if max(copies) > 4:
+            with pytest.raises(RecipeError, match="more than 4 copies teach little"):
+                make(strategy=strategy)
+            return
+        path = make(strategy=strategy)
+        counts = count_tokens(path, numbers)
+        facts = read_manifest(path)
+    for own, wanted in zip(counts, (share * total, (1 - share) * total), strict=True):
+        assert abs(own - wanted) <= 40 / 2
+    assert facts["weights"] == pytest.approx(copies)
+    assert [sum(bands) for bands in facts["splits"]["train"]["bands"]["tokens"]] == counts
+
+
+def test_documents_of_other_lengths_are_left_out_and_counted(tmp_path: Path) -> None:
+    sources = [[[n] * length for n, length in enumerate((2, 3, 5, 8, 13))], [[7] * 4]]
+    portions = [Portion(min_tokens=3, max_tokens=8), Portion()]
+    path = make_prepared(tmp_path, sources, portions=portions, max_length=16)
+    assert count_tokens(path, [0, 5, 6]) == [3 + 5 + 8, 4]
+    counts = read_manifest(path)["splits"]["train"]["sources"][0]
+    assert (counts["documents"], counts["other_length_documents"], counts["other_length_tokens"]) == (5, 2, 15)
+    assert (counts["left_out_documents"], counts["kept_tokens"]) == (0, 16)
+
+
+def test_what_no_mixture_can_give_is_refused(tmp_path: Path) -> None:
+    sources = [[[n] * 10 for n in range(2)], [[n] * 10 for n in range(98)]]
+    with pytest.raises(RecipeError, match="min_tokens: documents have 10 to 10 tokens, none is between the bounds"):
+        make_prepared(tmp_path / "a", sources, portions=[Portion(min_tokens=11), Portion()], max_length=16)
+    with pytest.raises(RecipeError) as error:
+        make_prepared(tmp_path / "b", sources, portions=[Portion(share=0.1), Portion(share=0.9)], max_length=16)
+    assert str(error.value).strip() == (
+        "data.datasets.0.share: 0.1 of an epoch of 1,000 tokens is 5 copies of 20 tokens\n\nhint: write 0.08 or less, "
+        "since more than 4 copies teach little; or name more documents"
+    )
+
+
+def test_held_out_documents_are_of_the_lengths_that_are_trained_on(tmp_path: Path) -> None:
+    sources = [[[n] * (3 if n % 2 else 9) for n in range(40)]]
+    path = make_prepared(tmp_path, sources, portions=[Portion(max_tokens=5)], max_length=16, eval_share=0.25)
+    facts = read_manifest(path)["splits"]
+    assert (facts["train"]["num_tokens"], facts["eval"]["num_tokens"]) == (45, 15)
 
 
 def test_a_weight_that_leaves_no_document_is_refused(tmp_path: Path) -> None:

@@ -212,6 +212,10 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Notes on what is easily overlooked in a report: files left out, equal sources, cut chats, leaked documents."""
     notes: list[str] = []
     seen: dict[str, str] = {}
+    for source, dataset in zip(report["sources"], recipe.data.datasets, strict=False):
+        if dataset.share is not None and source["weight"] > 1:
+            copies = f"{source['weight']:.3g} copies of its tokens"
+            notes.append(f"{source['name']}: {copies} stand in an epoch, as its share of {dataset.share:g} needs")
     for source in report["sources"]:
         if source["num_whole"]:
             reason = "they have no place for an exact cut"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ulysses_cli.data.rows import Split, save_rows
-from ulysses_cli.data.selection import select_documents
+from ulysses_cli.data.selection import Portion, select_documents
 from ulysses_cli.data.store import TARGET, PairStore, TokenStore
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -33,6 +34,7 @@ from ulysses_cli.readers.problems import DataError, shorten
 
 # Attention's share of the work at a hidden size of 4096 (per pair 12 x layers x hidden FLOPs, per token
 # 72 x layers x hidden^2). Fixed for all models, so that rows depend on the seed and the data alone.
+BANDS = tuple(4**power * 1024 for power in range(1, 5))  # 4Ki to 256Ki tokens
 WORK = RowCost(per_token=1.0, per_pair=1 / (6 * 4096))
 
 
@@ -59,6 +61,8 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     copies: int = 0
+    other_length_documents: int = 0  # shorter or longer than the source allows
+    other_length_tokens: int = 0
     left_out_documents: int = 0
     left_out_tokens: int = 0
     split_documents: int = 0
@@ -87,13 +91,13 @@ class _SplitPieces:
 def make_rows(
     folder: Path,
     stores: Sequence[TokenStore],
-    weights: Sequence[float],
+    portions: Sequence[Portion],
     settings: RowSettings,
 ) -> dict[str, Any]:
-    """Writes both splits and returns the facts of their manifest. The first len(weights) stores are training sources,
+    """Writes both splits and returns the facts of their manifest. The first len(portions) stores are training sources,
     the others evaluation sources. Both answers of a pair stand in the same row, one after the other, with one copy of
     what both begin with where prompts are shared."""
-    num_train, documents = len(weights), stores
+    num_train, documents = len(portions), stores
     document_bases = np.cumsum([0, *(len(store) for store in stores)])
     is_paired = all(store.manifest.get("kind") in ("preference", "unpaired") for store in stores)
     pairs = [PairStore(store.folder, shares_prompts=settings.shares_prompts) for store in stores] if is_paired else []
@@ -102,7 +106,9 @@ def make_rows(
     has_joined = any(store.manifest.get("is_joined") for store in stores)
     chosen = select_documents(
         [store.hashes for store in stores[:num_train]],
-        weights,
+        [np.asarray(store.lengths) for store in stores[:num_train]],
+        [_count_usable(store, settings) for store in stores[:num_train]],
+        portions,
         settings.eval_share,
         settings.seed,
         has_joined=has_joined,
@@ -117,8 +123,10 @@ def make_rows(
         part = _SplitPieces()
         for index, store in enumerate(stores):
             at = slice(int(bases[index]), int(bases[index + 1]))
-            is_member = ~chosen.is_eval[at] if split == "train" and index < num_train else split_copies[at] > 0
-            _add_source(part, store, split_copies[at], is_member, int(bases[index]), settings)
+            is_own = split == "train" and index < num_train
+            is_member = ~chosen.is_eval[at] if is_own else split_copies[at] > 0
+            is_allowed = chosen.is_allowed[at] if is_own else is_member
+            _add_source(part, store, split_copies[at], (is_member, is_allowed), int(bases[index]), settings)
         if part.num_untrainable and not settings.skip_untrainable:
             raise DataError(_explain_untrainable(part))
         rows = _pack(part.pieces, settings)
@@ -143,34 +151,42 @@ def make_rows(
             "untrainable_row_tokens": skipped[1],
             "sources": [vars(counts) for counts in part.counts],
         }
-    return {"splits": facts, "leaked_documents": _count_leaked(stores, num_train, chosen.copies)}
+    places = pairwise(bases[: num_train + 1].tolist())
+    bands = [count_bands(store, chosen.copies[slice(*at)], settings) for store, at in zip(stores, places, strict=False)]
+    facts["train"]["bands"] = {"up_to": BANDS, "tokens": bands}
+    return {
+        "weights": list(chosen.weights),
+        "splits": facts,
+        "leaked_documents": _count_leaked(stores, num_train, chosen.copies),
+    }
 
 
 def _add_source(
     part: _SplitPieces,
     store: TokenStore,
     copies: NDArray[np.int64],
-    is_member: NDArray[np.bool_],
+    belongs: tuple[NDArray[np.bool_], NDArray[np.bool_]],
     base: int,
     settings: RowSettings,
 ) -> None:
-    """Cuts one source's documents into pieces that fit a row, and counts what is lost."""
+    """Cuts one source's documents into pieces that fit a row, and counts what is lost. `belongs`: which documents are
+    of this split, and which have a length that the source allows."""
     lengths, members = store.lengths, np.flatnonzero(copies)
-    left_out = is_member & (copies == 0)
+    is_member, is_allowed = belongs
+    left_out, has_other_length = is_member & is_allowed & (copies == 0), is_member & ~is_allowed
     counts = Counts(
         documents=int(is_member.sum()),
         tokens=int(lengths[is_member].sum()),
         copies=int(copies.sum()),
+        other_length_documents=int(has_other_length.sum()),
+        other_length_tokens=int(lengths[has_other_length].sum()),
         left_out_documents=int(left_out.sum()),
         left_out_tokens=int(lengths[left_out].sum()),
     )
     part.counts.append(counts)
-    strategy = settings.strategy
-    if strategy == "auto":
-        strategy = "raise" if store.manifest.get("has_turns") else "split"
-    capacity = settings.max_length
+    strategy, capacity = _choose_strategy(store, settings), settings.max_length
     if settings.packing == "stream":
-        capacity, strategy = max(1, int(lengths.max(initial=1))), "split"  # cuts nothing here: pack_stream cuts
+        capacity = max(1, int(lengths.max(initial=1)))  # cuts nothing here: pack_stream cuts
     if strategy == "raise":
         _refuse_long(store, members, settings)
     chosen = lengths[members].tolist()
@@ -209,6 +225,28 @@ def _add_source(
         counts.kept_pieces += repeats
         counts.kept_tokens += repeats * tokens
         part.pieces += [Piece(base + number, piece.start, piece.stop)] * repeats
+
+
+def _choose_strategy(store: TokenStore, settings: RowSettings) -> Literal["split", "truncate", "drop", "raise"]:
+    if settings.packing == "stream":
+        return "split"
+    if settings.strategy != "auto":
+        return settings.strategy
+    return "raise" if store.manifest.get("has_turns") else "split"
+
+
+def _count_usable(store: TokenStore, settings: RowSettings) -> NDArray[np.int64]:
+    """How many tokens of each document rows will hold."""
+    lengths, strategy = np.asarray(store.lengths, np.int64), _choose_strategy(store, settings)
+    if strategy == "truncate":
+        return np.minimum(lengths, settings.max_length)
+    return np.where(lengths > settings.max_length, 0, lengths) if strategy == "drop" else lengths
+
+
+def count_bands(store: TokenStore, copies: NDArray[np.int64], settings: RowSettings) -> list[int]:
+    """Tokens of an epoch by the length of their documents: up to each of BANDS, and above."""
+    tokens, bands = copies * _count_usable(store, settings), np.searchsorted(BANDS, store.lengths)
+    return [int(tokens[bands == band].sum()) for band in range(len(BANDS) + 1)]
 
 
 def _count_targets(store: TokenStore, document: int, piece: Piece, settings: RowSettings) -> int:
@@ -324,7 +362,8 @@ def _explain_nothing(part: _SplitPieces, skipped: tuple[int, int]) -> Problem:
     """The problem when no row is left to train on, with the reasons counted."""
     names = {
         "documents": "document",
-        "left_out_documents": "left out by weight",
+        "other_length_documents": "shorter or longer than min_tokens and max_tokens allow",
+        "left_out_documents": "left out by weight or share",
         "dropped_documents": "dropped, longer than data.max_length",
         "truncated_documents": "truncated to data.max_length",
         "untrainable_pieces": "piece without a supervised token",

@@ -19,6 +19,7 @@ from typing import Any
 from ulysses_cli.data import facts
 from ulysses_cli.data.packer import RowSettings, make_rows
 from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.selection import Portion
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.sources.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
@@ -112,6 +113,8 @@ def prepare_data(
     context.hashes.save()
     path = _make_rows(stores, context, shares_prompts=shares_prompts)
     manifest = read_manifest(path)
+    for each, weight in zip(described, manifest["weights"], strict=False):
+        each["weight"] = weight  # those of shares follow from the tokens
     report = {
         "path": str(path),
         "sources": described,
@@ -325,7 +328,10 @@ def _make_rows(stores: list[TokenStore], context: _Context, *, shares_prompts: b
         pad_id=context.tokenizer.pad_id,
         shares_prompts=shares_prompts,
     )
-    weights = [dataset.weight for dataset in data.datasets]
+    portions = [Portion(each.weight, each.share, each.min_tokens, each.max_tokens) for each in data.datasets]
+    weights: list[Any] = [portion.weight for portion in portions]
+    if any(portion != Portion(portion.weight) for portion in portions):  # other rows keep their names
+        weights = [weights, list(map(asdict, portions))]
     names = [store.folder.name for store in stores]
     deciding = {name: value for name, value in asdict(settings).items() if name != "shares_prompts" or value}
     folder = context.root / "rows" / hash_parts(FORMAT, names, weights, deciding)[:32]
@@ -333,12 +339,11 @@ def _make_rows(stores: list[TokenStore], context: _Context, *, shares_prompts: b
     def build(partial: Path) -> Mapping[str, Any]:
         context.emit({"event": "stage", "stage": "rows"})
         return {
-            **make_rows(partial, stores, weights, settings),
+            **make_rows(partial, stores, portions, settings),
             **asdict(settings),
-            "weights": weights,
             "stores": names,
             "facts": facts.compute_length_facts(
-                stores, len(weights), settings.max_length, packs=settings.packing != "off"
+                stores, len(portions), settings.max_length, packs=settings.packing != "off"
             ),
         }
 
@@ -353,7 +358,7 @@ def _make_rows(stores: list[TokenStore], context: _Context, *, shares_prompts: b
 
 def _needs_seed(recipe: Recipe) -> bool:
     data = recipe.data
-    return bool(data.packing == "stream" or data.eval_split or any(d.weight % 1 for d in data.datasets))
+    return bool(data.packing == "stream" or data.eval_split or any(d.weight % 1 or d.share for d in data.datasets))
 
 
 def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[str, Any]:

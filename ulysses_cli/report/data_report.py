@@ -11,7 +11,7 @@ from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.printing import clean_text, format_table
-from ulysses_cli.report.quantities import format_share
+from ulysses_cli.report.quantities import format_binary, format_share
 
 BAR_CELLS = 40
 LINE_CHARS = 100
@@ -36,6 +36,7 @@ def format_report(report: Report) -> str:
     parts = [
         _format_head(report),
         _format_sources(report),
+        _format_mixture(report),
         *(_format_split(report, split) for split in ("train", "eval") if report["splits"][split]["num_rows"]),
         _format_histogram(report),
         _format_lengths(report),
@@ -102,6 +103,30 @@ def _format_sources(report: Report) -> str:
     return format_table(*tabulate_sources(report))
 
 
+def tabulate_mixture(report: Report) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    """Tokens of an epoch by source and by the length of their documents: the table's header and its rows."""
+    found = report["splits"]["train"].get("bands", {"up_to": [0], "tokens": []})  # none in an earlier version's rows
+    bounds, bands = found["up_to"], found["tokens"]
+    names = [*(f"to {format_binary(bound)}" for bound in bounds), f"above {format_binary(bounds[-1])}"]
+    tokens, shown = [sum(counts) for counts in bands], [at for at in range(len(names)) if any(c[at] for c in bands)]
+    rows = [
+        (
+            source["key"].removeprefix("data."),
+            f"{own:,}",
+            format_share(own / max(1, sum(tokens))),
+            f"{source['weight']:.3g}",
+            *(f"{counts[at]:,}" for at in shown),
+        )
+        for source, counts, own in zip(report["sources"], bands, tokens, strict=False)
+    ]
+    return ("an epoch", "tokens", "share", "copies", *(names[at] for at in shown)), rows
+
+
+def _format_mixture(report: Report) -> str:
+    head, rows = tabulate_mixture(report)
+    return format_table(head, rows) if rows else ""
+
+
 def _format_left_out(source: Mapping[str, Any]) -> str:
     parts = [format_count(source["num_bad"], "bad row")] if source["num_bad"] else []
     parts += [format_count(source["num_blank"], "blank line")] if source["num_blank"] else []
@@ -113,8 +138,9 @@ def list_outcomes(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]
     """(outcome, documents or pieces, tokens) of one split. None: the tokens are not counted."""
     return [
         ("documents", counts["documents"], counts["tokens"]),
-        ("left out by weight", counts["left_out_documents"], counts["left_out_tokens"]),
-        ("copies by weight", counts["copies"] if counts["copies"] != counts["documents"] else 0, None),
+        ("of other lengths, left out", counts.get("other_length_documents", 0), counts.get("other_length_tokens", 0)),
+        ("left out by weight or share", counts["left_out_documents"], counts["left_out_tokens"]),
+        ("copies by weight or share", counts["copies"] if counts["copies"] != counts["documents"] else 0, None),
         ("split", counts["split_documents"], None),
         ("cuts inside a turn", counts["torn_turns"], None),
         ("truncated, lost", counts["truncated_documents"], counts["truncated_tokens"]),

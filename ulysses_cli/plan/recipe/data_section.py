@@ -81,6 +81,16 @@ class Dataset(Section):
         gt=0,
         le=1000,
     )
+    share: float | None = setting(
+        None,
+        "share of an epoch's tokens, instead of weight; an epoch has as many tokens as all sources together, and no "
+        "source is repeated more than 4 times",
+        unit="share of 1",
+        gt=0,
+        le=1,
+    )
+    min_tokens: int | None = setting(None, "shorter documents are left out", unit="tokens", ge=1, le=MAX_TOKENS)
+    max_tokens: int | None = setting(None, "longer documents are left out", unit="tokens", ge=1, le=MAX_TOKENS)
     train_field: Annotated[str, Field(min_length=1, max_length=256)] = setting(
         "auto",
         "the field of a message that says whether it is a target, true or false, 1 or 0; it beats train_on_turns; "

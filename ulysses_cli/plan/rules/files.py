@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ DATA_SUFFIXES = (
     *(".gz", ".zst"),
 )
 MAX_NEARBY = 5
+SHARE_TOLERANCE = 0.005  # of the sum of shares: three thirds may be written as 0.33
 CHECKPOINT_MANIFEST = "manifest.json"  # written last
 FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$", re.ASCII)
 VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)", re.ASCII)
@@ -261,6 +263,32 @@ def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Problems:
         yield Problem(f"{key}.name", "is not used for files on disk", "leave it out, or name a hub data set")
 
 
+def check_mixture(recipe: Recipe) -> Problems:
+    """Shares are those of all sources and add up to 1; bounds of lengths leave something between them."""
+    datasets, what = recipe.data.datasets, "is not used: evaluation reads each document once"
+    for index, dataset in enumerate(recipe.data.eval_datasets):
+        for name in ("share", "min_tokens", "max_tokens"):
+            if getattr(dataset, name) is not None:
+                yield Problem(f"data.eval_datasets.{index}.{name}", what, "leave it out")
+    for index, dataset in enumerate(datasets):
+        key, low, high = f"data.datasets.{index}", dataset.min_tokens, dataset.max_tokens
+        if low is not None and high is not None and low > high:
+            yield Problem(f"{key}.min_tokens", f"{low:,} is more than max_tokens {high:,}", "exchange the two")
+        if dataset.share is not None and dataset.weight != 1:
+            yield Problem(f"{key}.weight", "is not used beside share", "leave one of the two out")
+    shares = [dataset.share for dataset in datasets]
+    given = [share for share in shares if share is not None]
+    if given and len(given) < len(shares):
+        key = f"data.datasets.{shares.index(None)}.share"
+        rest = 1 - math.fsum(given)
+        hint = f"write share: {rest / (len(shares) - len(given)):.3g}" if rest > 0 else "lower the others' shares"
+        yield Problem(key, "required, since other sources have a share", hint)
+    elif given and abs(math.fsum(given) - 1) > SHARE_TOLERANCE:
+        total = math.fsum(given)
+        proposed = ", ".join(f"{share / total:.3g}" for share in given)
+        yield Problem("data.datasets.0.share", f"the shares add up to {total:g}, not to 1", f"write {proposed}")
+
+
 def _check_reading(dataset: Dataset, key: str) -> Problems:
     """Refuses settings of hub data sets on sources that are on disk."""
     base = Path(os.path.expanduser(dataset.path or "."))
@@ -370,6 +398,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_output_dir,
     check_resume,
     check_start,
+    check_mixture,
     check_checkpoint_uri,
     check_folders,
     check_variables,

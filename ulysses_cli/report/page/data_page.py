@@ -16,6 +16,7 @@ from ulysses_cli.report.data_report import (
     format_turns,
     list_parts,
     sum_histogram,
+    tabulate_mixture,
     tabulate_sources,
     tabulate_split,
 )
@@ -37,11 +38,13 @@ Report = Mapping[str, Any]
 
 
 def make_data_page(report: Report) -> str:
+    mixture = tabulate_mixture(report)
     sections = [
         PageSection("Training rows", _describe_rows(report)),
         PageSection("Document lengths", [_draw_lengths(report)]),
         PageSection("Other row lengths", [_draw_choices(report)]),
         PageSection("Sources", [Table(*tabulate_sources(report)), *_list_bad(report)]),
+        *([PageSection("Tokens of an epoch by source and length", [Table(*mixture)])] if mixture[1] else ()),
         *(
             PageSection(f"Documents kept, cut and left out: {split}", [Table((split, "count", "tokens"), rows)])
             for split in ("train", "eval")
