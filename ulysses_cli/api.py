@@ -47,6 +47,8 @@ class Step:
     host_peak_memory_bytes: int | None = None
     communication_share: float | None = None
     early_optimizer_share: float | None = None
+    expert_load: float | None = None
+    idle_experts: float | None = None
     step_parts: Mapping[str, float] | None = None
     applied: bool = True
 

@@ -12,6 +12,7 @@ import torch
 from ulysses_cli.plan.step_parts import COMMUNICATION
 from ulysses_cli.train.processes.consistency import compare_facts
 from ulysses_cli.train.telemetry.clock import Clock
+from ulysses_cli.train.telemetry.expert_load import ExpertLoad
 from ulysses_cli.train.train_state import StepResult, TrainState
 
 SAMPLED_FIRST, SAMPLED_EVERY = 3, 20
@@ -29,12 +30,14 @@ class Meter:
     ) -> None:
         self.count_flops, self.peak_tflops, self.emit = count_flops, peak_tflops, emit
         self.clock: Clock | None = None
+        self.load: ExpertLoad | None = None
         self.started = 0.0
 
     def start(self, state: TrainState) -> None:
         """A pre-step hook."""
         step = state.step + 1
-        self.clock = None
+        self.clock, self.load = None, self.load or ExpertLoad(state.engine.wrapped.module, state.engine.device)
+        self.load.reset()
         if step == SAMPLED_FIRST or step % SAMPLED_EVERY == 0:
             self.clock = Clock(state.engine.device)
             self.clock.start()
@@ -74,6 +77,8 @@ class Meter:
             line["early_optimizer_share"] = result.update.early_share
         if not result.update.was_applied:
             line["applied"] = False
+        if self.load is not None:
+            line |= self.load.read(state.engine.sum_over_ranks)
         if parts is not None:
             total = sum(parts.values())
             line["communication_share"] = sum(parts[name] for name in COMMUNICATION) / total if total else 0.0
