@@ -99,7 +99,7 @@ class ModelShape:
         """Whether layers carry something from one document of a row into the next."""
         return self.inexact in CROSSING
 
-    @property
+    @cached_property
     def traits(self) -> tuple[Trait, ...]:
         return list_traits(self.model_type)
 
