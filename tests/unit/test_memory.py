@@ -45,7 +45,8 @@ def test_figures_equal_a_trace_of_the_real_engine(sp_size: int, row_tokens: int,
     """Holds allocated GiB of Qwen3-4B under DeepSpeed 0.19.8 with bfloat16 reduction, every allocation counted without
     a GPU."""
     ledger = compute_ledger(Job(QWEN, Layout(1, 1, sp_size), row_tokens, levers))
-    assert ledger.gpu_allocated_bytes / GIB == pytest.approx(traced, abs=0.06)
+    seen = ledger.gpu_allocated_bytes - ledger.peak.lines["cublas_workspace"]
+    assert seen / GIB == pytest.approx(traced, abs=0.06)
     assert (ledger.peak.phase, ledger.peak.name) == ("backward", "loss")
 
 

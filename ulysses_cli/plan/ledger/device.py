@@ -11,8 +11,11 @@ from ulysses_cli.plan.ledger.mlp import compute_mlp_forward
 from ulysses_cli.plan.ledger.zero.states import compute_reduce_flush
 
 MIB = 1 << 20
-CONTEXT_BYTES = GIB  # ALST, arXiv 2506.13996: "CUDA context about 1 GiB"; kernels are loaded as they are first used
+# One H200, CUDA 13 (benchmarks/results/gpu-nvidia-h200.json): what the GPU has in use and torch has not reserved. ALST,
+# arXiv 2506.13996: "CUDA context about 1 GiB". Kernels are loaded as they are first used.
+CONTEXT_BYTES = 1343 * MIB
 CUBLAS_BYTES = 32 * MIB  # torch: CUBLAS_WORKSPACE_CONFIG default on Hopper and newer, 8 MiB before
+CUBLAS_THREADS = 2  # a workspace for the thread of forwards, and one for that of backwards
 NCCL_CHANNEL_BYTES = 10 * MIB  # a connection's buffers: NCCL_BUFFSIZE 4 MiB, LL128 about 5 MiB, LL 1 MiB
 NCCL_CHANNELS, NCCL_CONNECTIONS = 16, 4  # a ring and a tree have two neighbours each
 SHARE_UNSURE, DEVICE_SHARE_UNSURE = 0.03, 0.5  # of torch's bytes; of all others
@@ -34,7 +37,7 @@ def compute_nccl(job: Job) -> int:
 
 
 def compute_cublas(job: Job) -> int:
-    return CUBLAS_BYTES
+    return CUBLAS_THREADS * CUBLAS_BYTES
 
 
 def compute_allocator(job: Job, allocated: int, *, expandable: bool) -> int:
