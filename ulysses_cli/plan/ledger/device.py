@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import compute_mlp_forward
 from ulysses_cli.plan.ledger.zero.states import compute_reduce_flush
