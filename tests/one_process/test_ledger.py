@@ -24,3 +24,16 @@ def mark_cases() -> list[Any]:
 def test_the_ledger_predicts_what_a_step_allocates(model: str, levers: str, sp_size: int) -> None:
     counted, predicted = compare_step(model, levers, sp_size)
     assert predicted == pytest.approx(counted, rel=0.03)
+
+
+BRANCHES = [
+    ("all keys", "long row, tiles", 1), ("all keys", "long row, tiles, full", 2), ("grouped keys", "no recompute", 2),
+    ("all keys", "long row, tiles, chunks", 2), ("grouped keys", "long row, large tiles", 4),
+    ("experts with sinks", "tiles", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark_by(case == BRANCHES[0], True)) for case in BRANCHES])
+def test_the_ledger_predicts_a_step_of_answers_that_share_their_prompt(case: tuple[str, str, int]) -> None:
+    counted, predicted = compare_step(*case, has_branch=True)
+    assert predicted == pytest.approx(counted, rel=0.03)

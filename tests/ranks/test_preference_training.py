@@ -28,7 +28,7 @@ from support.small_run import CONFIG, make_settings
 from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe, measure_difference
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -46,6 +46,7 @@ from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.loop import train as run_loop
 from ulysses_cli.train.loss import HeadRule, PlainLoss
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
+from ulysses_cli.train.objective import NextToken, Objective
 from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings, UnpairedObjective
 from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.reference import ComputedReferences, ReferencedRows, ReferenceFile
@@ -58,6 +59,7 @@ ROWS = [
     [(25, 22), (33, 22)],
 ]
 SHARED = [[0, 15], [0, 3, 0, 0], [0, 21]]  # tokens of a rejected answer that are the chosen one's; one pair shares none
+SEVERAL = [[0, 15], [0, 3, 7, 0], [0, 0]]
 BETA = 0.3
 
 
@@ -118,6 +120,17 @@ def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict
     return means, {key: parameter.grad for key, parameter in model.named_parameters()}
 
 
+def compute_targets_plainly(rows: MemoryRows) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The mean cross-entropy of all targets, each document by a forward of its own."""
+    model, losses = make_model("sdpa"), []
+    for tokens, labels in (document for documents in rows.documents for document in documents):
+        logits, targets = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0], torch.from_numpy(labels)
+        losses.append(cross_entropy(logits[targets >= 0], targets[targets >= 0], reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return {"loss": loss.item()}, {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
 def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The mean over all answers. `micro_steps`: the rows of each, over all ranks, which share what is held against."""
     model, losses, wanted_rewards, held = make_model("sdpa"), [], [], []
@@ -160,8 +173,10 @@ def compute_on_rank(
         head = model.get_output_embeddings()
         loss: Any = PlainLoss(head, HeadRule()) if tile is None else make_tiled_loss(head, HeadRule(), tile)
         settings = PreferenceSettings(loss=name, beta=BETA, desirable_weight=1.2, undesirable_weight=0.7)
-        objective: PreferenceObjective
-        if name == "kto":
+        objective: Objective
+        if name == "next token":
+            objective = NextToken()
+        elif name == "kto":
             objective = UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD)
         else:
             objective = PreferenceObjective(settings, groups.sp_axis)
@@ -236,6 +251,18 @@ def test_pairs_on_ranks_have_the_losses_and_gradients_of_plain_torch(case: str, 
         for key, value in means.items():
             assert ours[key] == pytest.approx(value, rel=1e-12), (rank, key)
         assert measure_difference(our_grads, grads) < 1e-12, rank
+
+
+@pytest.mark.parametrize("sp_size", [2, pytest.param(4, marks=pytest.mark.check)])
+def test_several_answers_to_one_prompt_have_the_gradients_of_rows_of_their_own(sp_size: int) -> None:
+    """Of one prompt two answers, of another three that branch off at two places; two documents share nothing."""
+    recipe = make_recipe(f"parallel.sp_size={sp_size}", "train.gradient_accumulation_steps=3")
+    found = run_on_ranks(sp_size, compute_on_rank, recipe, "next token", 4, SEVERAL)
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        means, grads = compute_targets_plainly(MemoryRows(ROWS, shared=SEVERAL))
+    for ours, our_grads, _ in found:
+        assert ours["loss"] == pytest.approx(means["loss"], rel=1e-12)
+        assert measure_difference(our_grads, grads) < 1e-12
 
 
 @pytest.mark.check

@@ -25,7 +25,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.snapshots import walk_snapshots
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
@@ -77,12 +77,15 @@ TOKENS, LONG_TOKENS, NUM_LAYERS = 8192, 65_536, 3
 SP_SIZES = (1, 2, 4)
 
 
-def compare_step(model: str, levers: str, sp_size: int) -> tuple[int, int]:
-    """Returns the most bytes alive besides the weights, counted and predicted."""
+def compare_step(model: str, levers: str, sp_size: int, *, has_branch: bool = False) -> tuple[int, int]:
+    """Returns the most bytes alive besides the weights, counted and predicted. `has_branch`: the row's last tokens are
+    a second answer to a prompt that is nearly as long as the row."""
     config, num_tokens = MODELS[model], LONG_TOKENS if levers.startswith("long row") else TOKENS
+    lengths = (num_tokens * sp_size - 16, 16) if has_branch else (num_tokens * sp_size,)
+    shared = (0, lengths[0] - 16) if has_branch else ()
     with _fake_ranks(sp_size):
-        counted = _count(config, LEVERS[levers], sp_size, num_tokens)
-    return counted, _predict(config, LEVERS[levers], sp_size, num_tokens)
+        counted = _count(config, LEVERS[levers], sp_size, num_tokens, make_documents(lengths, shared=shared))
+    return counted, _predict(config, LEVERS[levers], sp_size, num_tokens, has_branch=has_branch)
 
 
 def list_cases() -> list[tuple[str, str, int]]:
@@ -122,7 +125,7 @@ def _apply_levers(model: Any, levers: Levers, num_tokens: int) -> Any:
     return make_tiled_loss(model.lm_head, HeadRule(), tile)
 
 
-def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int) -> int:
+def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int, documents: Documents) -> int:
     """Counts a step whose gradients are freed as soon as they are made."""
     attention = register_attention(make_sequence_axis(dist.group.WORLD), "sdpa", levers.head_chunks)
     values = {**config, "num_hidden_layers": NUM_LAYERS, "attn_implementation": attention}
@@ -137,7 +140,7 @@ def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int
         tiled_loss = _apply_levers(model, levers, num_tokens)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        ids, documents = torch.empty((1, num_tokens), dtype=torch.long), make_documents((num_tokens * sp_size,))
+        ids = torch.empty((1, num_tokens), dtype=torch.long)
         counter = ByteCounter()
         for parameter in model.parameters():
             counter.track(parameter)
@@ -157,10 +160,10 @@ def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int
     return counter.peak - weights_bytes
 
 
-def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int) -> int:
+def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int, *, has_branch: bool) -> int:
     """Returns the ledger's peak of the step, without what the engine and the kernel hold."""
     shape = read_model_shape({"max_position_embeddings": 4096, **config, "num_hidden_layers": NUM_LAYERS}, "model")
-    job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers)
+    job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers, shares_prompts=has_branch)
     return max(
         sum(size for name, size in snapshot.lines.items() if name not in ENGINE_LINES)
         for snapshot in walk_snapshots(job)

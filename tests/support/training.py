@@ -25,7 +25,7 @@ class Part:
 
 class MemoryRows:
     """Rows of synthetic documents, held in memory. A document is (length, first token that is a target). `shared`: how
-    many tokens each begins with that are those of the document before it, and stand in the row as these alone."""
+    many tokens each begins with that are those of the last document that shares none, and stand in no second place."""
 
     def __init__(
         self, rows: list[list[tuple[int, int]]], vocabulary: int = 64, shared: list[list[int]] | None = None
@@ -40,8 +40,10 @@ class MemoryRows:
                 labels = np.append(tokens[1:], -100)
                 labels[: max(0, first - 1)] = -100
                 made.append((tokens, labels))
+            stem = 0
             for at, num_shared in enumerate(self.shared[len(self.documents)]):
-                made[at][0][:num_shared] = made[at - 1][0][:num_shared]
+                stem = stem if num_shared else at
+                made[at][0][:num_shared] = made[stem][0][:num_shared]
             self.documents.append(made)
 
     def __len__(self) -> int:

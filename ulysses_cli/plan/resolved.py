@@ -185,7 +185,7 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
         rope_factor=compute_rope_factor(recipe, shape),
         rope_theta=compute_rope_theta(recipe, shape),
         is_rotary=bool(shape.rope_type),
-        shares_prompts=_shares_prompts(recipe, shape),
+        shares_prompts=shares_prompts(recipe, shape),
         defaults=tuple(_list_defaults(recipe, written)),
     )
 
@@ -202,7 +202,7 @@ def find_sharing_obstacle(recipe: Recipe, shape: ModelShape) -> str:
     return ""
 
 
-def _shares_prompts(recipe: Recipe, shape: ModelShape) -> bool:
+def shares_prompts(recipe: Recipe, shape: ModelShape) -> bool:
     preference = recipe.preference
     wants = preference is not None and preference.share_prompts is not False
     return wants and not find_sharing_obstacle(recipe, shape)

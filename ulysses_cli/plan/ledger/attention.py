@@ -22,6 +22,10 @@ from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.plan.rows.ring_share import RoundShare
 
 
+# Keys as kernels take them, over those of the row, where answers share a prompt: at most the row and the prompt.
+SHARED_COPIES = 2
+
+
 def compute_attention_result(job: Job) -> int:
     """The attention kernel's output for this rank's heads and whole rows, b q S, and its log-sum-exp, 4 heads S."""
     return (job.dtype_bytes * job.query_width + 4 * job.shape.num_heads) * job.local_tokens
@@ -137,11 +141,16 @@ def compute_attention_forward(job: Job) -> int:
 def list_ring_forward(job: Job, q: int, kv: int) -> list[int]:
     """On a ring, with the exchanged rows, (q + kv) / n, where `kv` is the width of keys and values together (of one
     rank alone they are views): while keys are fetched, send and receive buffers, then receive buffer and keys; while
-    the kernel runs, keys, the whole result and a part's."""
+    the kernel runs, keys, the whole result and a part's. Where answers share a prompt, on one rank too, keys are copied
+    into the order that the kernel takes."""
     n, share = job.levers.head_chunks, job.ring_share
+    rows = (q // n + kv) * (job.layout.ulysses_size > 1) + q * (n > 1)
+    if job.shares_prompts:
+        fetched, copied = (share.fetched > 0) * share.keys, SHARED_COPIES * share.keys
+        sending = max(share.sent + share.fetched, share.fetched + share.keys) if fetched else 0.0
+        return [rows + round(max(sending, fetched + copied) * kv), rows + round(copied * kv) + q // n]
     if not share.fetched:
         return []
-    rows = (q // n + kv) * (job.layout.ulysses_size > 1) + q * (n > 1)
     if share.rounds:
         return [rows + _count_rounds_forward(job, q // n, kv)]
     fetching = max(share.sent + share.fetched, share.fetched + share.keys)
@@ -224,6 +233,10 @@ def list_ring_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     keys, fetched again, with the gradients of all of them and of a part's, or while gradients return, send and receive
     buffers and their float32 sum. `kv`: the width of keys and values together."""
     b, n = job.dtype_bytes, job.ring_share
+    if job.shares_prompts:
+        copied, fetched = SHARED_COPIES * n.keys * b, (n.fetched > 0) * n.keys * b
+        adding = copied + n.keys * (4 + (b if b < 4 else 0)) + (n.fetched + n.sent) * b
+        return [(round(q * b + max(fetched + copied, 2 * copied, adding) * kv), 1.0)]
     if not n.fetched:
         return []
     if n.rounds:
