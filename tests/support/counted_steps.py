@@ -88,6 +88,12 @@ def compare_step(model: str, levers: str, sp_size: int, *, has_branch: bool = Fa
     return counted, _predict(config, LEVERS[levers], sp_size, num_tokens, has_branch=has_branch)
 
 
+def count_activations(config: dict[str, Any], levers: Levers, documents: Documents) -> int:
+    """The most bytes alive in a step on one rank whose weights are frozen: none of them is a gradient of a weight."""
+    with _fake_ranks(1):
+        return _count(config, levers, 1, documents.num_tokens, documents, is_frozen=True)
+
+
 def list_cases() -> list[tuple[str, str, int]]:
     """Yields every model, levers and sp_size for which a rank's heads can be cut in as many chunks."""
     return [
@@ -125,7 +131,15 @@ def _apply_levers(model: Any, levers: Levers, num_tokens: int) -> Any:
     return make_tiled_loss(model.lm_head, HeadRule(), tile)
 
 
-def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int, documents: Documents) -> int:
+def _count(
+    config: dict[str, Any],
+    levers: Levers,
+    sp_size: int,
+    num_tokens: int,
+    documents: Documents,
+    *,
+    is_frozen: bool = False,
+) -> int:
     """Counts a step whose gradients are freed as soon as they are made."""
     attention = register_attention(make_sequence_axis(dist.group.WORLD), "sdpa", levers.head_chunks)
     values = {**config, "num_hidden_layers": NUM_LAYERS, "attn_implementation": attention}
@@ -138,7 +152,10 @@ def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int
             torch.set_default_dtype(usual)
         model.train()
         tiled_loss = _apply_levers(model, levers, num_tokens)
-        for parameter in model.parameters():
+        if is_frozen:
+            model.requires_grad_(False)
+            model.enable_input_require_grads()
+        for parameter in () if is_frozen else model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         ids = torch.empty((1, num_tokens), dtype=torch.long)
         counter = ByteCounter()

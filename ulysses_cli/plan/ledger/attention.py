@@ -21,7 +21,6 @@ from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.plan.rows.ring_share import RoundShare
 
-
 # Keys as kernels take them, over those of the row, where answers share a prompt: at most the row and the prompt.
 SHARED_COPIES = 2
 
@@ -231,12 +230,14 @@ def list_kernel_runs(job: Job) -> Iterator[tuple[int, int]]:
 def list_ring_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     """On a ring, (bytes per token in place of the gradients of q, k and v, the share of queries in one kernel): the
     keys, fetched again, with the gradients of all of them and of a part's, or while gradients return, send and receive
-    buffers and their float32 sum. `kv`: the width of keys and values together."""
+    buffers and their float32 sum. Where answers share a prompt, on one rank too, the same of the keys' copies. `kv`:
+    the width of keys and values together."""
     b, n = job.dtype_bytes, job.ring_share
     if job.shares_prompts:
         copied, fetched = SHARED_COPIES * n.keys * b, (n.fetched > 0) * n.keys * b
         adding = copied + n.keys * (4 + (b if b < 4 else 0)) + (n.fetched + n.sent) * b
-        return [(round(q * b + max(fetched + copied, 2 * copied, adding) * kv), 1.0)]
+        running = max(fetched + copied, 2 * copied)
+        return [(round(q * b + running * kv), 1.0), (round(q * b + adding * kv), 0.0)]
     if not n.fetched:
         return []
     if n.rounds:

@@ -185,8 +185,11 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     engine, wrapped = built.engine, built.engine.wrapped
     numbers = np.zeros((batch, local), np.int64)
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
-    order = deal_rows((tokens,) * batch, batch, Ring(layout.ring_size, shape.window_counts))
-    rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)), order)
+    lengths, shared = (tokens,) * batch, (0,) * batch
+    if plan.resolved.shares_prompts:  # the longest prompt, whose keys are copied for a second answer
+        lengths, shared = (tokens - tokens // 64, tokens // 64) * batch, (0, tokens - tokens // 32) * batch
+    order = deal_rows(lengths, batch, Ring(layout.ring_size, shape.window_counts), shared)
+    rows = MicroBatch(numbers, numbers, positions, lengths, tuple(range(batch)), order, shared=shared)
     for name, phases in (("backward", ("backward",)), ("step", (HELD, "optimizer_step"))):
         setattr(wrapped, name, _in_phases(storages, phases, getattr(wrapped, name), BETWEEN))
     storages.phase = BETWEEN
