@@ -259,13 +259,13 @@ def test_each_width_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note_and_run))
-    operators._compile.cache_clear()
+    operators.compile_once.cache_clear()
     for width in range(8, 20):
         for tokens in (6, 7, 9):
             hidden, weight = draw(tokens, width), draw(width)
             ours = operators.normalize(hidden, weight, 1e-5, "rounded", "compiled")
             torch.testing.assert_close(ours, operators.normalize(hidden, weight, 1e-5, "rounded", "blocks"))
-    operators._compile.cache_clear()
+    operators.compile_once.cache_clear()
     assert num_variables == [0, 1] * 12, "of each width one graph for a number of tokens, and one for all others"
 
 
@@ -283,12 +283,12 @@ def list_rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 def test_a_width_is_compiled_for_many_kinds_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch ends with an error where it may not compile once more."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    operators._compile.cache_clear()
+    operators.compile_once.cache_clear()
     for rows, *angles in list_rows():
         with torch.set_grad_enabled(rows.requires_grad):
             out = Rotate.apply(rows, *angles, "compiled")
         torch.testing.assert_close(out, formulas.rotate(rows, *angles))
-    operators._compile.cache_clear()
+    operators.compile_once.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_another_thread_compiles_as_many_kinds(operator: str, monkeypatch: pytes
     """A GPU's backward and its recomputations run in a thread of their own, for which torch keeps its own settings."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     formula, arity = getattr(formulas, operator), 2 + ("rotate" in operator or "backward" in operator)
-    compiled = operators._compile.__wrapped__(formula, 16)  # in this thread, as a forward does
+    compiled = operators.compile_once.__wrapped__(formula, 16)  # in this thread, as a forward does
     for rows, cos, sin in list_rows():
         args = (rows, cos, sin) if "rotate" in operator else (rows,) * arity
         torch.testing.assert_close(run_in_thread(compiled, *args), formula(*args))
@@ -309,7 +309,7 @@ def test_another_thread_compiles_as_many_kinds(operator: str, monkeypatch: pytes
 def test_compiled_parts_are_recomputed_in_another_thread(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models of many lengths, one with levers and compiled parts whose backwards run in another thread."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    operators._compile.cache_clear()
+    operators.compile_once.cache_clear()
     plain, served = make_pair("llama")
     serve_elementwise(served, {**NO_WAYS, **dict.fromkeys(("rounded", "precise", "rotary", "gate"), "compiled")})
     checkpoint_layers(served, mode)
@@ -331,7 +331,7 @@ def test_compiled_parts_are_recomputed_in_another_thread(mode: Any, monkeypatch:
     for (name, ours), right in zip(served.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, right.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert len(set(runs)) > 1, "rotations run again in the backward's thread"
-    operators._compile.cache_clear()
+    operators.compile_once.cache_clear()
 
 
 def test_float32_angles_turn_bfloat16_rows(monkeypatch: pytest.MonkeyPatch) -> None:

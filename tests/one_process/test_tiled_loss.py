@@ -4,6 +4,7 @@ bfloat16."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_counter import ByteCounter
 from support.levers import find_places
+from support.other_thread import run_in_thread
 from support.tiers import count_examples
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.loss import HeadRule, Loss, Places, PlainLoss
-from ulysses_cli.train.memory.tiled_loss import compute_losses, make_tiled_loss
+from ulysses_cli.train.elementwise import losses as tile_losses
+from ulysses_cli.train.elementwise.losses import compute_losses
+from ulysses_cli.train.elementwise.operators import compile_once
+from ulysses_cli.train.loss import HeadRule, Loss, Places, PlainLoss, compute_token_losses
+from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 
 HIDDEN, VOCABULARY = 6, 11
 
@@ -242,6 +247,118 @@ def test_the_largest_tensor_is_a_tile() -> None:
     with ByteCounter() as counter:
         make_tiled_loss(case["head"], HeadRule(), 4)(case["hidden"].requires_grad_(), case["labels"]).backward()
     assert counter.largest == 1000 * HIDDEN * 8
+
+
+def compare_with_plain(
+    compute: Callable[..., Any], rule: HeadRule, tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    """Losses and gradients against float64, and that the gradient is in the logits' memory."""
+    generator = torch.Generator().manual_seed(tokens)
+    logits = (3 * torch.randn(tokens, width, generator=generator)).to(dtype)
+    labels = torch.randint(0, width, (tokens,), generator=generator)
+    labels[tokens // 3] = IGNORE_INDEX
+    weights = torch.rand(tokens, generator=generator)
+    exact = logits.double().requires_grad_()
+    expected = compute_token_losses(exact, labels, rule)
+    bound = {"rtol": 1e-6, "atol": 2e-6}
+    for shares in (None, weights):
+        total = expected.sum() if shares is None else (expected * shares.double()).sum()
+        (grad,) = torch.autograd.grad(total, exact, retain_graph=True)
+        given = logits.clone()
+        losses, ours = compute(given, labels, rule, with_grad=True, weights=shares, overwrites=True)
+        assert losses.dtype == torch.float32
+        assert ours.data_ptr() == given.data_ptr()
+        torch.testing.assert_close(losses.double(), expected, **bound)
+        rounding = {} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 2**-24}
+        torch.testing.assert_close(ours.double(), grad, **(rounding or bound))
+    losses = compute(logits.clone(), labels, rule, overwrites=True)[0]
+    torch.testing.assert_close(losses.double(), expected, **bound)
+    kept = logits.clone()
+    losses, ours = compute(kept, labels, rule, with_grad=True)
+    torch.testing.assert_close(losses.double(), expected, **bound)
+    assert torch.equal(kept, logits), "they are another's"
+    assert ours.data_ptr() != kept.data_ptr()
+
+
+FEW_RULES = [
+    HeadRule(), HeadRule(divisor=2.5, softcap=1.5), HeadRule(z_loss_weight=0.1), HeadRule(token_loss=torch.sqrt),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rule", FEW_RULES, ids=["plain", "capped", "z-loss", "token loss"])
+def test_blocks_of_a_tile_have_the_values_of_the_whole(
+    rule: HeadRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_losses, "BLOCK_ELEMENTS", 100)
+    for tokens, width in ((1, 7), (23, 7), (6, 333)):
+        compare_with_plain(compute_losses, rule, tokens, width, dtype)
+
+
+@pytest.mark.parametrize("rule", FEW_RULES, ids=["plain", "capped", "z-loss", "token loss"])
+def test_a_tile_at_once(rule: HeadRule) -> None:
+    """As on a GPU where nothing is compiled."""
+    logits = torch.randn(23, 33, dtype=torch.float64, requires_grad=True)
+    labels, weights = torch.arange(23) % 33, torch.rand(23, dtype=torch.float64)
+    labels[7] = IGNORE_INDEX
+    expected = compute_token_losses(logits, labels, rule)
+    (grad,) = torch.autograd.grad((expected * weights).sum(), logits)
+    losses, ours = tile_losses._compute_at_once(logits.detach(), labels, rule, weights, with_grad=True)
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_compiled_tile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, also where a backward runs it in a thread of its own. Tiles of all sizes are of one kind."""
+    graphs: list[Any] = []
+    if backend == "eager":
+        monkeypatch.setattr(
+            torch, "compile", partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        )
+    compile_once.cache_clear()
+    compute = partial(compute_losses, way="compiled")
+    for rule in (HeadRule(), HeadRule(divisor=2.5, softcap=1.5, z_loss_weight=0.1), HeadRule(token_loss=torch.sqrt)):
+        for tokens in (1, 9, 23):
+            compare_with_plain(compute, rule, tokens, 33, torch.bfloat16)
+        run_in_thread(compare_with_plain, compute, rule, 24, 33, torch.bfloat16)
+    compile_once.cache_clear()
+    if backend == "eager":
+        assert len(graphs) <= 2 * 3, "of each rule one with weights, one without and one without a gradient"
+
+
+def test_preferences_learn_from_a_compiled_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses that get their weights later are made again in the backward."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compile_once.cache_clear()
+    results = []
+    for way in ("blocks", "compiled"):
+        case = make_case(23, 1)
+        loss = make_tiled_loss(case["head"], HeadRule(), 4, way=way)
+        losses = loss.per_token(case["hidden"].requires_grad_(), case["labels"])
+        torch.tanh(losses.sum() / 9).backward()
+        results.append((losses.detach(), case["hidden"].grad, case["head"].weight.grad))
+    compile_once.cache_clear()
+    for ours, right in zip(*results, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-13)
+
+
+def test_a_tile_takes_no_float32_copy_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = torch.zeros(64, 4096, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    monkeypatch.setattr(tile_losses, "BLOCK_ELEMENTS", 8192)
+    with ByteCounter() as counter:
+        compute_losses(logits, labels, HeadRule(), with_grad=True, overwrites=True)
+    assert counter.largest == logits.nbytes, "half of a float32 copy"
+
+
+def test_a_head_that_keeps_its_result_is_not_overwritten() -> None:
+    """A module may need in its backward what it has returned."""
+    case = make_case(9, 3)
+    plain = nn.Sequential(case["head"], nn.Tanh())
+    hidden, labels = case["hidden"].requires_grad_(), case["labels"]
+    expected = torch.autograd.grad(compute_reference(hidden, labels, plain, HeadRule()).sum(), hidden)[0]
+    make_tiled_loss(plain, HeadRule(), 4)(hidden, labels).backward()
+    torch.testing.assert_close(hidden.grad, expected, rtol=1e-11, atol=1e-13)
 
 
 def test_losses_alone() -> None:

@@ -30,6 +30,7 @@ DEFAULT_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the 
 # Rotation and gated activations are traced as transformers computes them, which takes at least as much memory.
 TRACED_WAYS: Ways = {
     "rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers",
+    "loss": "blocks",
 }  # fmt: skip
 _current = DEFAULT_STREAM
 _move = torch.nn.Module.to

@@ -34,5 +34,5 @@ def _keep_few(split: Callable[..., list[slice]]) -> Callable[..., list[slice]]:
 def _compute_losses(loss: Any, tokens: Tensor, labels: Tensor, places: Any, rule: Any) -> Tensor:
     """One loss per target, though only a few tiles are computed."""
     found = map(places.find, loss.walk_tiles(len(places)))
-    losses = [tiled_loss.compute_losses(loss.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
+    losses = [loss.compute(loss.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
     return losses[0].new_empty(len(places))

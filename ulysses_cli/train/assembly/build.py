@@ -108,7 +108,7 @@ def build(
         if cost:
             report(cost)
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
-    loss = apply_levers(model, plan, head_rule, device, swap_folder)
+    loss = apply_levers(model, plan, head_rule, device, swap_folder, choice.ways["loss"])
     module = LossModel(model, loss, objective)
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

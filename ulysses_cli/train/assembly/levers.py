@@ -14,6 +14,7 @@ from ulysses_cli.plan.levers import swaps_activations
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.train.assembly.loading import BuildError
+from ulysses_cli.train.elementwise.operators import Way
 from ulysses_cli.train.loss import HeadRule, Loss, PlainLoss
 from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers
 from ulysses_cli.train.memory.disk import DiskFile
@@ -35,10 +36,15 @@ def open_disk(device: torch.device, folder: Path | None) -> DiskFile:
 
 
 def apply_levers(
-    model: Any, plan: RunPlan, rule: HeadRule, device: torch.device, swap_folder: Path | None = None
+    model: Any,
+    plan: RunPlan,
+    rule: HeadRule,
+    device: torch.device,
+    swap_folder: Path | None = None,
+    loss_way: Way = "blocks",
 ) -> Loss:
     """Changes the model in place and returns the loss, which is tiled where the plan says so. `swap_folder`: on a
-    disk, for what layers save."""
+    disk, for what layers save. `loss_way`: how a tile's losses are computed."""
     from deepspeed.runtime.zero import linear
     from deepspeed.utils import set_z3_leaf_module
 
@@ -73,5 +79,5 @@ def apply_levers(
     if levers.tiled_loss:
         vocabulary, hidden = plan.shape.vocab_size, plan.shape.hidden_size
         tile = compute_loss_tile_tokens(tokens, vocabulary, hidden, is_large=levers.large_tiles)
-        loss = make_tiled_loss(head, rule, tile, gather_whole)
+        loss = make_tiled_loss(head, rule, tile, gather_whole, loss_way)
     return loss

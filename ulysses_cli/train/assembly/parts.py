@@ -106,7 +106,8 @@ def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device, norm
     if not recipe.model.fused_kernels:
         return ElementwiseChoice(NO_WAYS, "as the recipe says")
     inner = shape.intermediate_size or shape.hidden_size
-    widths = Widths(shape.hidden_size, shape.num_heads, shape.head_dim, inner, norms)
+    vocabulary = shape.vocab_size if plan.levers.tiled_loss else 0
+    widths = Widths(shape.hidden_size, shape.num_heads, shape.head_dim, inner, norms, vocabulary)
     dtype, num_tokens = getattr(torch, recipe.model.dtype), plan.resolved.local_tokens
     return choose_on_first(groups, lambda: choose_ways(device, dtype, widths, num_tokens, uses_cache=True))
 

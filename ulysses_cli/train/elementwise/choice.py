@@ -26,21 +26,23 @@ from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
 from ulysses_cli.train.elementwise.interface import Part, Ways
+from ulysses_cli.train.elementwise.losses import compute_losses
 from ulysses_cli.train.elementwise.operators import Way
+from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.processes.choice_cache import ChoiceCache, get_folder
 
 NORM_KINDS: tuple[NormKind, ...] = get_args(NormKind)
 # torch's RMSNorm scales by the weight alone and knows no offset.
 CANDIDATES: dict[Part, tuple[Way, ...]] = {
     "rounded": ("torch", "compiled"), "precise": ("torch", "compiled"), "offset": ("compiled",),
-    "rotary": ("compiled",), "gate": ("compiled",),
+    "rotary": ("compiled",), "gate": ("compiled",), "loss": ("compiled",),
 }  # fmt: skip
 # By torch's sources: its RMSNorm has a kernel each way on a GPU; a compiled elementwise formula is one kernel.
 GPU_WAYS: Ways = {part: candidates[0] for part, candidates in CANDIDATES.items()}
 # Measured on a CPU: a norm's backward in blocks takes 0.6 of autograd's time. A rotation in blocks saves 2 % of a step
 # in float32 and nothing in bfloat16, a gate nothing.
 CPU_WAYS: Ways = {part: "transformers" if part == "gate" else "blocks" for part in CANDIDATES}
-NO_WAYS: Ways = dict.fromkeys(CANDIDATES, "transformers")
+NO_WAYS: Ways = {part: "blocks" if part == "loss" else "transformers" for part in CANDIDATES}
 NUM_COMPARED, NUM_TIMED = 4096, 10  # rows; repetitions
 TIMED_BYTES = 1 << 27  # of a tensor: more than a cache holds, so that memory decides and not the starts of kernels
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # of the largest value; bfloat16 keeps 8 bits
@@ -66,11 +68,14 @@ class Widths:
     head_dim: int
     inner: int
     norms: Mapping[NormKind, Collection[int]]
+    vocabulary: int = 0  # 0: the loss is not of tiles
 
     def list_rows(self, part: Part) -> list[tuple[int, tuple[int, ...]]]:
         """How many rows a token has in the part's tensors, and their shape."""
         if part in NORM_KINDS:
             return [(max(1, self.hidden // width), (width,)) for width in sorted(self.norms.get(part, ()))]
+        if part == "loss":
+            return [(1, (self.vocabulary,))] if self.vocabulary else []
         return [(1, (self.num_heads, self.head_dim) if part == "rotary" else (self.inner,))]
 
 
@@ -131,14 +136,14 @@ def _try_parts(
             _Trial(part, device, dtype, shape, per_token * num_tokens) for per_token, shape in widths.list_rows(part)
         ]
         if trials:
-            ways[part], reason = _choose_part(candidates, trials)
+            ways[part], reason = _choose_part(candidates, trials, NO_WAYS[part])
             reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {ways[part]} ({reason})")
     torch.cuda.empty_cache()
     return ElementwiseChoice(ways, ", ".join(reasons)), not any(" failed: " in reason for reason in reasons)
 
 
-def _choose_part(candidates: Sequence[Way], trials: Sequence[_Trial]) -> tuple[Way, str]:
-    ways: tuple[Way, ...] = ("transformers", *candidates)
+def _choose_part(candidates: Sequence[Way], trials: Sequence[_Trial], plain: Way = "transformers") -> tuple[Way, str]:
+    ways: tuple[Way, ...] = (plain, *candidates)
     seconds: dict[Way, float] = {}
     notes = []
     for way in ways:
@@ -183,8 +188,10 @@ class _Trial:
             inputs = [rows, draw(1, num_rows, *self.row)]
         return inputs, draw(*inputs[0].shape)
 
-    def run(self, way: str, inputs: Inputs, dout: Tensor) -> list[Tensor]:
+    def run(self, way: Way, inputs: Inputs, dout: Tensor) -> list[Tensor]:
         """Forward and backward."""
+        if self.part == "loss":
+            return _run_loss(way, *inputs)
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         out = RUNS[self.part](way, *leaves)
         wanted = leaves[:1] if self.part == "rotary" else leaves
@@ -193,8 +200,10 @@ class _Trial:
     def compare(self, way: Way) -> float:
         """The largest difference from transformers' formula in float32, as a share of the largest value."""
         inputs, dout = self.draw(self.num_compared)
-        expected = self.run("transformers", [tensor.float() for tensor in inputs], dout.float())
-        results = self.run(way, inputs, dout)
+        expected = self.run(
+            NO_WAYS[self.part], [tensor.to(torch.float32, copy=True) for tensor in inputs], dout.float()
+        )
+        results = self.run(way, [tensor.clone() for tensor in inputs], dout)
         return max(
             ((ours.float() - right).abs().max() / right.abs().max()).item()
             for ours, right in zip(results, expected, strict=True)
@@ -233,6 +242,13 @@ def _run_rotary(way: str, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _run_gate(way: str, gates: Tensor, values: Tensor) -> Tensor:
     return functional.silu(gates) * values if way == "transformers" else Gate.apply(gates, values, way)
+
+
+def _run_loss(way: Way, rows: Tensor, _: Tensor) -> list[Tensor]:
+    """Losses and gradients, which a tile has at once. The logits are lost, their values do not matter to time."""
+    logits = rows.flatten(0, -2)
+    labels = torch.arange(len(logits), device=logits.device) % logits.size(-1)
+    return list(compute_losses(logits, labels, HeadRule(), with_grad=True, overwrites=True, way=way))
 
 
 RUNS: Mapping[Part, Run] = {

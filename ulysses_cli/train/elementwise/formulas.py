@@ -40,8 +40,8 @@ def _scale(weight: Tensor, kind: str) -> Tensor:
     return weight.float() + 1 if kind == "offset" else weight.float()
 
 
-def walk_blocks(num_rows: int, width: int) -> Iterator[slice]:
-    rows = max(1, BLOCK_ELEMENTS // width)
+def walk_blocks(num_rows: int, width: int, elements: int = BLOCK_ELEMENTS) -> Iterator[slice]:
+    rows = max(1, elements // width)
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 

@@ -20,7 +20,7 @@ from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
 from ulysses_cli.train.elementwise.operators import Way
 
-Part = Literal[NormKind, "rotary", "gate"]  # norms by their formula
+Part = Literal[NormKind, "rotary", "gate", "loss"]  # norms by their formula
 Ways = Mapping[Part, Way]
 DTYPES = (torch.bfloat16, torch.float32)
 ROTARY = "apply_rotary_pos_emb"

@@ -41,7 +41,7 @@ def _normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) 
         assert kind != "offset", "torch's kernel scales by the weight alone"
         return torch.ops.aten._fused_rms_norm(hidden, weight.shape, weight, eps)
     if way == "compiled":
-        return _compile(formulas.normalize, hidden.size(-1), kind)(hidden, weight, eps, kind)
+        return compile_once(formulas.normalize, hidden.size(-1), kind)(hidden, weight, eps, kind)
     return formulas.normalize_in_blocks(hidden, weight, eps, kind)
 
 
@@ -79,7 +79,7 @@ def _normalize_backward(
         )
     compute = formulas.normalize_backward_in_blocks
     if way == "compiled":
-        compute = _compile(formulas.normalize_backward, hidden.size(-1), kind)
+        compute = compile_once(formulas.normalize_backward, hidden.size(-1), kind)
     return compute(dout, hidden, weight, rstd, kind)
 
 
@@ -129,11 +129,11 @@ def _(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Te
 
 
 def _pick(way: str, formula: Callable[..., Any], on_cpu: Callable[..., Any], *tensors: Tensor) -> Callable[..., Any]:
-    return _compile(formula, *(tensor.size(-1) for tensor in tensors)) if way == "compiled" else on_cpu
+    return compile_once(formula, *(tensor.size(-1) for tensor in tensors)) if way == "compiled" else on_cpu
 
 
 @cache
-def _compile(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
     """One compiled function for each width, so that only the number of tokens is a variable of the kernel. torch keeps
     what it has compiled by code and name: two widths of one function would make the width a variable, and many kinds of
     inputs would be refused. A width alone has many: with gradients or without, one head or several, one token or many,

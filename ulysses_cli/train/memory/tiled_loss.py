@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.loss import HeadRule, Places, TokenLoss, apply_token_loss, take_all
+from ulysses_cli.train.elementwise.losses import compute_losses
+from ulysses_cli.train.elementwise.operators import Way
+from ulysses_cli.train.loss import HeadRule, Places, take_all
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole
 
 
@@ -28,10 +28,12 @@ class TiledLoss:
     Replaces the head's forward: `head(hidden, labels)` is the loss, `head(hidden)` the logits as before.
     """
 
-    def __init__(self, head: nn.Module, rule: HeadRule, tile_tokens: int) -> None:
+    def __init__(self, head: nn.Module, rule: HeadRule, tile_tokens: int, way: Way = "blocks") -> None:
         if tile_tokens < 1:
             raise ValueError(f"a tile of {tile_tokens} tokens")
-        self.head, self.rule, self.tile_tokens = head, rule, tile_tokens
+        self.head, self.rule, self.tile_tokens, self.way = head, rule, tile_tokens, way
+        # what other modules return, their own backward may need
+        self.overwrites = type(head) is nn.Linear
         self.compute_logits: Callable[[Tensor], Tensor] = head.forward
         head.forward = self._run_head
 
@@ -65,10 +67,14 @@ class TiledLoss:
         losses = self.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), places, rule)
         return losses if per_token else losses.sum()
 
+    def compute(self, logits: Tensor, labels: Tensor, rule: HeadRule, **options: Any) -> tuple[Tensor, Tensor]:
+        """Of a tile whose logits nothing else needs."""
+        return compute_losses(logits, labels, rule, overwrites=self.overwrites, way=self.way, **options)
+
     @torch.no_grad()
     def compute_losses_in_tiles(self, tokens: Tensor, labels: Tensor, places: Places, rule: HeadRule) -> Tensor:
         found = map(places.find, self.walk_tiles(len(places)))
-        losses = [compute_losses(self.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
+        losses = [self.compute(self.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
         return torch.cat(losses) if losses else _make_sum(tokens)[None][:0]
 
 
@@ -118,7 +124,7 @@ class _Loss(torch.autograd.Function):
         losses: list[Tensor] = []
 
         def compute_grad(part: slice, found: slice | Tensor, logits: Tensor) -> Tensor:
-            tile_losses, dlogits = compute_losses(logits, labels[found], loss.rule, with_grad=True)
+            tile_losses, dlogits = loss.compute(logits, labels[found], loss.rule, with_grad=True)
             losses.append(tile_losses.sum())
             return dlogits
 
@@ -166,7 +172,7 @@ class _TargetLosses(torch.autograd.Function):
 
         def compute_grad(part: slice, found: slice | Tensor, logits: Tensor) -> Tensor:
             rule = loss.rule.measure()
-            return compute_losses(logits, labels[found], rule, with_grad=True, weights=dlosses[part])[1]
+            return loss.compute(logits, labels[found], rule, with_grad=True, weights=dlosses[part])[1]
 
         dtokens = _backward_tiles(loss, hidden.detach().flatten(0, 1), ctx.places, weights, compute_grad)
         dweights: list[Tensor] = []
@@ -177,64 +183,14 @@ class _TargetLosses(torch.autograd.Function):
         return dhidden, None, None, None, None, *dweights
 
 
-def compute_losses(
-    logits: Tensor, labels: Tensor, rule: HeadRule, *, with_grad: bool = False, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Takes logits [N, vocabulary] and labels [N]. Returns losses [N] in float32 or better and, when asked, the
-    gradient of their sum by each logit, each loss times its weight [N].
-
-    At most two float32 copies of a tile exist at once, three with a softcap.
-    """
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    tanh = None
-    if rule.softcap is not None:
-        tanh = logits.to(precision).mul(1 / (rule.divisor * rule.softcap)).tanh_()
-        log_probs = functional.log_softmax(tanh * rule.softcap, -1)
-    elif rule.divisor != 1.0:
-        log_probs = functional.log_softmax(logits.to(precision) / rule.divisor, -1)
-    else:
-        log_probs = functional.log_softmax(logits, -1, dtype=precision)
-    is_target = labels != IGNORE_INDEX
-    targets = torch.where(is_target, labels, 0)[:, None]
-    target_log_probs = log_probs.gather(-1, targets)[:, 0]
-    losses = torch.where(is_target, -target_log_probs, 0.0)
-    slopes = is_target.to(precision)
-    if rule.token_loss is not None:
-        losses, slopes = differentiate(rule.token_loss, losses, is_target)
-    factor = slopes
-    if rule.z_loss_weight:
-        target_logits = logits.gather(-1, targets)[:, 0].to(precision) / rule.divisor
-        if rule.softcap is not None:
-            target_logits = torch.tanh(target_logits / rule.softcap) * rule.softcap
-        log_z = target_logits - target_log_probs
-        losses = losses + torch.where(is_target, rule.z_loss_weight * log_z.square(), 0.0)
-        factor = factor + is_target * (2 * rule.z_loss_weight * log_z)
-    if not with_grad:
-        return losses, losses
-    if weights is not None:
-        slopes, factor = slopes * weights, factor * weights
-    dlogits = log_probs.exp_().mul_(factor[:, None])
-    dlogits.scatter_add_(-1, targets, -slopes[:, None])
-    if tanh is not None:
-        dlogits.mul_(tanh.square_().neg_().add_(1))
-    if rule.divisor != 1.0:
-        dlogits.div_(rule.divisor)
-    return losses, dlogits.to(logits.dtype)
-
-
-def differentiate(function: TokenLoss, losses: Tensor, is_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the function's losses [N] and their slopes [N], both 0 where there is no target."""
-    with torch.enable_grad():
-        given = losses.detach().requires_grad_()
-        results = apply_token_loss(function, given, is_target)
-        (slopes,) = torch.autograd.grad(results.sum(), given)
-    return results.detach(), slopes
-
-
 def make_tiled_loss(
-    head: nn.Module, rule: HeadRule, tile_tokens: int, gather_whole: Callable[[nn.Module], None] | None = None
+    head: nn.Module,
+    rule: HeadRule,
+    tile_tokens: int,
+    gather_whole: Callable[[nn.Module], None] | None = None,
+    way: Way = "blocks",
 ) -> TiledLoss:
     """`gather_whole` is called with a head that has submodules (adapters), which must be gathered together."""
     if gather_whole is not None and next(head.children(), None) is not None:
         gather_whole(head)
-    return TiledLoss(head, rule, tile_tokens)
+    return TiledLoss(head, rule, tile_tokens, way)
