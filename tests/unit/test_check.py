@@ -962,7 +962,7 @@ def test_check_start(tmp_path: Path) -> None:
     assert check(f"run.start_from={run}", "run.start_moments=false") == [], "it may be made later"
     assert only(f"run.start_from={run}", f"run.output_dir={run}/") == (
         f"command line: run.start_from: {run} is run.output_dir: a run does not start from itself\n\n"
-        "hint: name another run.output_dir, or go on with --resume auto"
+        "hint: name another run.output_dir, or go on with `ulysses train --resume auto`"
     )
     assert only("run.start_moments=false") == (
         "command line: run.start_moments: is not used without run.start_from\n\nhint: leave it out"

@@ -18,7 +18,7 @@ NAMED = re.compile(r"ulysses ([a-z-]+)")
 # what other programs are told, and processes of our own
 OTHERS = re.compile(
     r"^pip |docker|container|torchrun|trackio|benchmarks/gpu|--query|vllm|--max-model-len|--hf-overrides|hf download"
-    r"|--repo-type|srun|mpirun|flux run|^--(?:help|version|set|recipe|pretend|place|events)\b"
+    r"|--repo-type|srun|mpirun|flux run|^--(?:help|version|set|recipe|pretend|place|events|weights|share-prompts)\b"
 )
 OTHER_ROOMS = ("report/page/", "train/export/__main__", "launch/launcher", "launch/jobs/", "train/agent/", "__main__")
 # a room's messages are shown by these commands alone
@@ -29,6 +29,7 @@ SHOWN_BY = {
     "prove/doctor/": ("doctor",),
     "prove/quality/": ("evaluate",),
     "evaluate/": ("evaluate",),
+    "plan/rules/merged_models.py": ("merge",),
     "train/export/job": ("export",),
     "train/export/sampling": ("sample",),
 }

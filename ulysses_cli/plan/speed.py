@@ -53,10 +53,9 @@ BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-
 # Per element of the shard, in DeepSpeed's step: the gradient's norm in float64 18, gradients joined and made float32
 # 10, scaled 8, Adam 28, weights rounded and put back 10.
 STEP_TRAFFIC_BYTES = 74
-LOSS_TRAFFIC_BYTES = 42  # per logit: a float32 copy, log_softmax and its backward, each a pass of its own
-# In tiles by one compiled function (train/elementwise/losses.py): logits are read for the largest, for the sum, and for
-# the gradient, which is written over them.
-LOSS_TILE_PASSES = 4
+# Per logit: a float32 copy, log_softmax and its backward, each a pass of its own. One compiled function for a tile
+# (train/elementwise/losses.py) would make 4 passes over the logits alone: no GPU has confirmed it.
+LOSS_TRAFFIC_BYTES = 42
 NARROW_HEAD = 64
 CPU_ADAM_TRAFFIC_BYTES = 34
 EARLY_COPY_BYTES = 24  # per element that is stepped early: weight and moments read and written (early_steps.py)
@@ -164,9 +163,7 @@ def compute_head_flops(job: Job) -> float:
 
 def _compute_loss_bytes(job: Job) -> float:
     """Memory traffic of the loss in a micro-step, beside the head's products."""
-    is_compiled = job.levers.tiled_loss and job.fused_norms and not job.is_on_cpu
-    num_bytes = LOSS_TILE_PASSES * job.dtype_bytes if is_compiled else LOSS_TRAFFIC_BYTES
-    return num_bytes * job.shape.vocab_size * job.local_tokens
+    return LOSS_TRAFFIC_BYTES * job.shape.vocab_size * job.local_tokens
 
 
 def _get_attention(job: Job, gpu: Gpu) -> tuple[float, float]:

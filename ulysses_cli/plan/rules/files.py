@@ -167,7 +167,7 @@ def check_start(recipe: Recipe) -> Problems:
         return
     if Path(os.path.expanduser(path)).resolve() == Path(os.path.expanduser(recipe.run.output_dir)).resolve():
         what = f"{path} is run.output_dir: a run does not start from itself"
-        yield Problem(key, what, "name another run.output_dir, or go on with --resume auto")
+        yield Problem(key, what, "name another run.output_dir, or go on with `ulysses train --resume auto`")
     if recipe.lora is not None and recipe.lora.adapter_name_or_path is not None:
         yield Problem("lora.adapter_name_or_path", f"{key} says already where adapters begin", "keep one of the two")
     if recipe.preference is not None and recipe.preference.loss not in WITHOUT_REFERENCE:

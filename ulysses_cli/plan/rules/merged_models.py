@@ -86,7 +86,9 @@ def _find_odd(folder: Path) -> Problem | None:
         hint = "name a model's folder, or owner/name"
         return None if is_name else Problem(KEY, f"{folder} does not exist", hint)
     if (folder / "checkpoints").is_dir() or (folder / CHECKPOINT_MANIFEST).exists():
-        hint = f"run `ulysses export {folder} --to MODEL` first; a run's last checkpoints are merged by --last 3"
+        hint = (
+            f"run `ulysses export {folder} --to MODEL` first; `ulysses merge --last 3` takes a run's last checkpoints"
+        )
         return Problem(KEY, f"{folder} is a run or a checkpoint, not a model", hint)
     if (folder / "adapter_config.json").exists():
         hint = "run `ulysses export CHECKPOINT --to MODEL --merge-lora`; sums of adapters are not sums of what they add"

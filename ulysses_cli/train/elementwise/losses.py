@@ -36,7 +36,7 @@ def compute_losses(
     the gradient, and is lost in any case."""
     if way == "compiled" and overwrites and rule.token_loss is None and logits.size(0) > 1:
         return _run_compiled(logits, labels, rule, weights, with_grad=with_grad)
-    if logits.device.type != "cpu":
+    if way == "torch" or logits.device.type != "cpu":
         return _compute_at_once(logits, labels, rule, weights, with_grad=with_grad)
     grad = logits if overwrites else torch.empty_like(logits)
     losses = logits.new_empty(len(labels), dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -46,7 +46,7 @@ class ExportJob:
         earlier: Sequence[Path] = (),
     ) -> None:
         self.checkpoint, self.dumped, self.is_merged = checkpoint, state["recipe"], is_merged
-        self.checkpoints = (checkpoint, *earlier)
+        self.earlier = tuple(earlier)
         self.step, self.turn_ends = int(state["step"]), state.get("turn_ends", ())
         needs_code = self.dumped["model"].get("trust_remote_code", False)
         dumped = {**self.dumped, "model": {**self.dumped["model"], "trust_remote_code": trusts_code}}
@@ -75,11 +75,16 @@ class ExportJob:
         if earlier and self.recipe.lora is not None:
             what = "the mean of A and the mean of B are not the mean of what they add"
             fix = "export each with --merge-lora and merge the folders"
-            raise ExportError(f"--last: this run trained adapters, and {what}\n\nhint: {fix}")
+            raise ExportError(f"`ulysses merge --last`: this run trained adapters, and {what}\n\nhint: {fix}")
         if is_merged and self.recipe.lora is None:
             raise ExportError("--merge-lora: this run had no adapters; leave it out")
         if is_merged and self.recipe.model.name_or_path is None:
             raise ExportError("--merge-lora: the base model was random and is not on disk; export the adapters alone")
+
+    @property
+    def checkpoints(self) -> tuple[Path, ...]:
+        """Whose mean is exported."""
+        return (self.checkpoint, *self.earlier)
 
     def run(self, to: Path, report: Callable[[str], None]) -> dict[str, str]:
         """Returns the folder and what was checked."""
