@@ -401,7 +401,7 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
     assert [json.loads(line) for line in read["eval"].read_text().splitlines()] == evaluations
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_the_command_learns_from_answers_with_labels(tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{n} or {n % 7}? ", "completion": "yes" if n % 2 else "no", "label": bool(n % 2)} for n in range(40)

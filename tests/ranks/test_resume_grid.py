@@ -175,7 +175,8 @@ def train_part(recipe: Recipe, folder: str, end: int) -> tuple[History, dict[str
     return get_history(harness), harness.read_weights()
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(num, marks=mark_by(False, num == 2)) for num in (2, 4)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.full
 def test_a_run_that_changes_its_ring_twice_is_the_uninterrupted_one(tmp_path: Path, num_ranks: int) -> None:
     """In one folder: heads alone, then a ring of 2, which on 4 ranks shares heads as well, then heads alone."""
     alone = fit(f"parallel.sp_size={num_ranks}", "parallel.ring_size=1")

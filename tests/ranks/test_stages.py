@@ -88,7 +88,7 @@ def test_a_second_stage_goes_on_from_the_first(tmp_path: Path, with_moments: boo
     assert measure_difference(last, expected.weights) < 1e-5
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_recipe_of_two_stages_in_miniature_resumes_into_its_second(tmp_path: Path) -> None:
     """By the command, on two ranks. The second stage, stopped and resumed, is the one that was never stopped."""
     runs = Runs(tmp_path)

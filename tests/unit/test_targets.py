@@ -755,6 +755,7 @@ def test_the_lines_that_rules_name_help() -> None:
         assert not find(*(each for each in wrong if not each.startswith(key)), f"{key}={value}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("template", [LAST_ROUND, UNTIL_FINAL], ids=["last round", "until final"])
 def test_the_cost_of_split_is_that_of_its_tokens(template: str) -> None:
     @settings(max_examples=count_examples(25))
