@@ -211,7 +211,7 @@ class Job:
 
 def is_known(shape: ModelShape) -> bool:
     """Whether there is a formula for its layers that was compared with a trace of the family."""
-    if shape.num_parameters is None or shape.model_type not in FAMILIES:
+    if shape.num_parameters is None or shape.family is None:
         return False
     return all(_is_plain(layer, shape) for layer in shape.layer_kinds) and not _has_more(shape)
 
@@ -247,7 +247,7 @@ def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
 def _explain_unknown(shape: ModelShape) -> str:
     if shape.inexact:
         return "" if "not on the list" in shape.inexact else shape.inexact
-    has_more = shape.model_type in FAMILIES and shape.num_parameters is not None and _has_more(shape)
+    has_more = shape.family is not None and shape.num_parameters is not None and _has_more(shape)
     return "it has weights beside those of usual layers, such as embeddings of single layers" if has_more else ""
 
 

@@ -100,13 +100,18 @@ class ModelShape:
         return self.inexact in CROSSING
 
     @cached_property
+    def family(self) -> Family | None:
+        """None of one that is not listed."""
+        return FAMILIES.get(self.model_type)
+
+    @cached_property
     def traits(self) -> tuple[Trait, ...]:
-        return list_traits(self.model_type)
+        return self.family.traits if self.family else ()
 
     @property
     def refused_by_peft(self) -> str:
         """The linear layer on which, and on all-linear, peft refuses an adapter, or ''."""
-        return FAMILIES[self.model_type].refused_by_peft if self.model_type in FAMILIES else ""
+        return self.family.refused_by_peft if self.family else ""
 
     @property
     def adapts_experts(self) -> bool:
