@@ -2,6 +2,7 @@
 used."""
 
 import json
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +28,8 @@ def test_the_shipped_table(entry: dict[str, object]) -> None:
     assert shape.num_parameters == entry["num_parameters"]
     assert str(entry["source"]).startswith("https://")
     assert entry["gated"] in (True, False, None)
+    assert shape.traits is not None
+    assert pickle.loads(pickle.dumps(shape)) == shape  # noqa: S301 - ranks are sent it, after it was asked
 
 
 # As their makers say: billions of parameters, or GiB of bfloat16 weights. Towers for images and sound, and heads that

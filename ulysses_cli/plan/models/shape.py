@@ -99,9 +99,9 @@ class ModelShape:
         """Whether layers carry something from one document of a row into the next."""
         return self.inexact in CROSSING
 
-    @cached_property
+    @property
     def family(self) -> Family | None:
-        """None of one that is not listed."""
+        """None of one that is not listed. Never kept: rows hold functions, and a shape is sent to other processes."""
         return FAMILIES.get(self.model_type)
 
     @cached_property
