@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo real-model test test-check test-full coverage lint types docs pictures bench gpu check clean
+.PHONY: help install demo real-model test test-check test-full coverage lint types docs pictures bench yardstick gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/train_cpu.py && python benchmarks/elementwise.py && python benchmarks/hybrid.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
 	python benchmarks/evaluate.py
+
+yardstick: install  ## trace the recipes that estimates are held to anew: a new release of torch, transformers, deepspeed
+	python benchmarks/yardstick.py --trace
 
 # Adam on the host uses all cores there, as in a run that `ulysses train` starts.
 gpu: install  ## a GPU: does it run, then SUITE=measure, each figure beside its prediction; WORDS=--rehearse needs none

@@ -5,14 +5,8 @@ says why.
 
     python benchmarks/estimate.py [--counted] [--ranks [--remember FILE]] [--json FILE]
     python benchmarks/estimate.py --commands [--json FILE]
-    python benchmarks/estimate.py --random N --seed S [--first NUMBER] [--narrow] [--workers W]
-                                  [--remember FILE] [--json FILE]
-    python benchmarks/estimate.py --again FILE [--random N] [--first NUMBER] [--workers W] [--json FILE]
 
-`--random` draws random recipes of every family, with rings and all kinds of adapters, compares the formula with a
-trace of each, and does nothing else; `--narrow` draws as the first saved seeds were drawn, from 13 families.
-`--again` traces the recipes of such a file again, all of them or N from a NUMBER on: what a run allocates may have
-changed since. `--commands` times `estimate-memory` and `plan`. `--counted` adds every case of
+`--commands` times `estimate-memory` and `plan`. `--counted` adds every case of
 tests/one_process/test_ledger.py: real models stepped without data, each allocation counted. `--ranks` adds real steps
 on 1, 2 and 4 CPU ranks, against the formula and against a trace. `--remember` saves what was measured, so that an
 interrupted run continues where it was.
@@ -20,18 +14,12 @@ interrupted run continues where it was.
 
 import argparse
 import json
-import math
-import os
-import platform
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from paths import ROOT
 from published import (
@@ -44,10 +32,6 @@ from published import (
     list_memory,
     list_speed,
 )
-
-if TYPE_CHECKING:
-    from support.random_recipes import ComparedPhases
-
 
 BARS = {"estimate-memory": 0.5, "plan": 3.0, "plan, eight kinds": 3.0}  # seconds of a command
 
@@ -134,70 +118,6 @@ def walk_stages(tiles: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, ob
     yield "two replicas, two micro-steps", 4, {}, (*replicas, twice)
 
 
-def compare_random(options: argparse.Namespace) -> int:
-    """Traces recipes in processes of their own. Remembered traces are not made again; formulas always are."""
-    from support import random_recipes
-
-    memory: Path | None = options.remember
-    known = json.loads(memory.read_text()) if memory is not None and memory.is_file() else {}
-    drawn = list(random_recipes.draw_recipes(options.seed, options.random, options.first, is_wide=not options.narrow))
-
-    def compare(each: random_recipes.DrawnRecipe) -> random_recipes.ComparedPhases:
-        formula = random_recipes.predict_phases(random_recipes.make_drawn_job(each))
-        name = " ".join((each.digest, *each.later))
-        if name not in known:
-            known[name] = random_recipes.trace_phases(each)
-            print(f"  {each.number:>4} {each.family}", file=sys.stderr)
-            if memory is not None:
-                memory.write_text(json.dumps(known))
-        return random_recipes.ComparedPhases(each, formula, known[name])
-
-    with ThreadPoolExecutor(options.workers) as pool:
-        results = list(pool.map(compare, drawn))
-    return report_random(results, options.seed, options.first, options.json)
-
-
-def compare_again(options: argparse.Namespace) -> int:
-    """Rows that are not traced again keep their traces, and all get the formula of today."""
-    from support import random_recipes
-
-    record = json.loads(options.again.read_text())
-    last = options.first + options.random if options.random is not None else math.inf
-
-    def compare(row: dict[str, Any]) -> random_recipes.ComparedPhases:
-        drawn, traced = random_recipes.draw_again(record, row), row["traced"]
-        if options.first <= drawn.number < last:
-            traced = random_recipes.trace_phases(drawn)
-            before, now = max(row["traced"].values()), max(traced.values())
-            print(f"  {drawn.number:>4} {drawn.family:<12} peak {now / before - 1:+.1%} since", file=sys.stderr)
-        formula = random_recipes.predict_phases(random_recipes.make_drawn_job(drawn))
-        return random_recipes.ComparedPhases(drawn, formula, traced)
-
-    with ThreadPoolExecutor(options.workers) as pool:
-        results = list(pool.map(compare, record["rows"]))
-    return report_random(results, record["seed"], record["first"], options.json)
-
-
-def report_random(results: "list[ComparedPhases]", seed: int, first: int, file: Path | None) -> int:
-    from support import random_recipes
-
-    summary = random_recipes.summarize(results)
-    for row in summary["worst"]:
-        phases = ", ".join(f"{name} {error:+.1%}" for name, error in row["phase_errors"].items())
-        print(f"  {row['number']:>4} {row['family']:<12} peak {row['peak_error']:+.1%}; {phases}")
-    print(
-        f"\n{len(results)} recipes of seed {seed}: {summary['within_3_percent']} peaks within 3 %, "
-        f"{summary['within_5_percent']} within 5 %; "
-        f"of {summary['phases_within_10_percent']} every other phase within 10 %"
-    )
-    if file is not None:
-        machine = {"cores": os.cpu_count(), "system": platform.platform()}
-        versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft")}
-        result = {"seed": seed, "first": first, "machine": machine, "versions": versions, **summary}
-        file.write_text(json.dumps(result, indent=1) + "\n")
-    return int(not summary["is_good"])
-
-
 def time_commands() -> dict[str, float]:
     """Returns the least CPU seconds of three starts, which other programs on the machine change little. `plan` is the
     command as a user types it, without --gpus: every kind of GPU; and with eight kinds, as earlier records had it."""
@@ -251,21 +171,11 @@ def main() -> int:
     parser.add_argument("--counted", action="store_true")
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--commands", action="store_true", help="time the commands alone; --json keeps the other rows")
-    parser.add_argument("--narrow", action="store_true", help="draw from 13 families, without rings")
     parser.add_argument("--remember", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--random", type=int, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the first recipe of the seed")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--again", type=Path, metavar="FILE", help="trace the recipes that are saved there again")
     options = parser.parse_args()
     if options.commands:
         return time_alone(options.json)
-    if options.again is not None:
-        return compare_again(options)
-    if options.random is not None:
-        return compare_random(options)
     seconds = time_commands()  # before the ranks start, which then stay
     groups = {
         "memory: published, predicted": list(list_memory()),

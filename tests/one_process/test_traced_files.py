@@ -19,7 +19,7 @@ STATES, WEIGHTS = "memory.offload_optimizer=nvme", "memory.offload_param=nvme"
 
 def trace_and_make_job(*words: str) -> tuple[dict[str, Any], dict[str, int], Job]:
     recipe = make_recipe(*COMMON, *words, config={"model_type": "llama", "num_hidden_layers": 3, **SIZES})
-    drawn = DrawnRecipe(0, 0, {"model": {"config": dict(recipe.model.config or {})}}, recipe)
+    drawn = DrawnRecipe({"model": {"config": dict(recipe.model.config or {})}}, recipe)
     job = make_drawn_job(drawn)
     return start_trace(drawn), predict_phases(job), job
 
@@ -54,6 +54,6 @@ def test_a_frozen_weight_that_is_soon_used_twice_is_read_once() -> None:
     sizes = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048}
     narrow = (f"{ZERO}.max_reuse_distance=700000", f"{ZERO}.max_live_parameters=1500000", "data.max_length=256")
     recipe = make_case(sizes, "parallel.sp_size=2", *narrow, WEIGHTS, "memory.nvme_path=.", "lora.r=16")
-    traced = start_trace(DrawnRecipe(0, 0, {"model": {"config": dict(recipe.model.config or {})}}, recipe))
+    traced = start_trace(DrawnRecipe({"model": {"config": dict(recipe.model.config or {})}}, recipe))
     assert traced["disk"]["weights"] > 0
     assert traced["disk"]["states"] == traced["disk"]["activations"] == 0  # they have no files

@@ -1,18 +1,16 @@
-"""Draws random recipes from a seed and compares the ledger's formula with a trace of each.
+"""Draws random recipes from a seed, and predicts and traces the bytes of each phase.
 
 Families, sizes, levers, layouts, stages, adapters and engine settings are drawn. A recipe is used when it passes every
-rule of the checks. A wide draw takes every family, rings, and all kinds of adapters; a narrow one takes the families
-and settings that the first saved seeds were drawn from, and gives their recipes again.
+rule of the checks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +23,8 @@ import yaml
 from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.sized.moments import measure_step
+from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
 from ulysses_cli.plan.ledger.snapshots import walk_snapshots
 from ulysses_cli.plan.models.families import FAMILIES, list_traits
 from ulysses_cli.plan.models.family import Trait
@@ -41,11 +41,9 @@ DRAWN = (
     *("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3"),
     *("qwen3_moe", "smollm3"),
 )
-SAVED_CONFIGS = ROOT / "benchmarks" / "results" / "estimate-families.json"  # the other families' sizes
+YARDSTICK = ROOT / "benchmarks" / "results" / "yardstick.json"  # the other families' sizes are of its recipes
 WINDOWED = set(DRAWN) - {"llama", "granite", "olmo2"}
 
-PEAK_BAR, WORST_PEAK_BAR, PHASE_BAR = 0.03, 0.05, 0.10
-SHARE_WITHIN = 0.97  # of recipes whose peaks are within the first bar
 UNSEEN = {"cublas_workspace"}  # by a trace, and what stands beside moments
 TRACE_SECONDS = 900
 MAX_DRAWS = 1000
@@ -53,14 +51,11 @@ MAX_DRAWS = 1000
 
 @dataclass(frozen=True)
 class DrawnRecipe:
-    """A recipe and its origin: the same seed, number and `later` give it again."""
+    """A recipe and its origin: the same seed and number give it again."""
 
-    seed: int
-    number: int
     settings: dict[str, Any]
     recipe: Recipe
-    later: tuple[str, ...] = ()
-    is_wide: bool = False
+    command: str = ""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -71,93 +66,44 @@ class DrawnRecipe:
     def family(self) -> str:
         return str(self.settings["model"]["config"]["model_type"])
 
-    @property
-    def digest(self) -> str:
-        """Returns a hash of what was drawn, except for later settings."""
-        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
-
-    @property
-    def command(self) -> str:
-        narrow = "" if self.is_wide else " --narrow"
-        return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}{narrow}"
-
     def describe(self) -> str:
-        text = yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
-        return text + " ".join(self.later)
+        return yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
 
 
-@dataclass(frozen=True)
-class ComparedPhases:
-    """Holds bytes of a rank's GPU by phase, by the formula and by the trace."""
-
-    drawn: DrawnRecipe
-    formula: dict[str, int]
-    traced: dict[str, int]
-
-    @property
-    def peak_error(self) -> float:
-        return max(self.formula.values()) / max(self.traced.values()) - 1
-
-    @property
-    def phase_errors(self) -> dict[str, float]:
-        """Returns the errors of every phase except the trace's fullest."""
-        fullest = max(self.traced, key=lambda phase: self.traced[phase])
-        return {name: self.formula[name] / size - 1 for name, size in self.traced.items() if name != fullest}
-
-    @property
-    def worst_phase(self) -> tuple[str, float]:
-        return max(self.phase_errors.items(), key=lambda each: abs(each[1]))
+def read_recipe(settings: dict[str, Any]) -> DrawnRecipe:
+    return DrawnRecipe(settings, parse_recipe(json.dumps(settings), "a saved recipe", []).recipe)
 
 
-def draw_recipes(seed: int, num: int, start: int = 0, *, is_wide: bool = False) -> Iterator[DrawnRecipe]:
+def draw_recipes(seed: int, num: int, start: int = 0) -> Iterator[DrawnRecipe]:
     for number in range(start, start + num):
-        yield draw_recipe(seed, number, is_wide=is_wide)
+        yield draw_recipe(seed, number)
 
 
-def draw_recipe(
-    seed: int, number: int, *, later: Sequence[str] | None = None, digest: str = "", is_wide: bool = False
-) -> DrawnRecipe:
-    """Draws a recipe. As many consecutive recipes as there are families cover all families. `later`: settings that did
-    not exist when the first traces were saved, as words of a command line; None draws them too, by dice of their own,
-    which leave the other draws alone. `digest`: that of the recipe that was taken when rules of the checks were others.
-    """
-    order = sorted({*DRAWN, *read_saved_configs()} if is_wide else DRAWN)
+def draw_recipe(seed: int, number: int) -> DrawnRecipe:
+    """Draws a recipe. As many consecutive recipes as there are families cover all families."""
+    order = sorted({*DRAWN, *read_saved_configs()})
     random.Random(f"families {seed} {number // len(order)}").shuffle(order)
     dice = random.Random(f"recipe {seed} {number}")
     for _ in range(MAX_DRAWS):
-        settings = _draw_settings(dice, order[number % len(order)], is_wide=is_wide)
-        words = tuple(_draw_later(seed, number, settings) if later is None else later)
-        if is_wide:
-            words += tuple(_draw_disk(seed, number, settings)) if later is None else ()
-            words = _write_into(settings, words)
-        loaded = parse_recipe(json.dumps(settings), f"recipe {number} of seed {seed}", words)
-        shape = read_model_shape(settings["model"]["config"], "the drawn model")
-        drawn = DrawnRecipe(seed, number, settings, loaded.recipe, words, is_wide)
-        if drawn.digest == digest if digest else not check_recipe(loaded, shape):
-            return drawn
+        settings = _draw_settings(dice, order[number % len(order)])
+        _write_into(settings, _draw_flags(seed, number, settings))
+        _write_into(settings, _draw_disk(seed, number, settings))
+        loaded = parse_recipe(json.dumps(settings), f"recipe {number} of seed {seed}", [])
+        if not check_recipe(loaded, read_model_shape(settings["model"]["config"], "the drawn model")):
+            command = f"python benchmarks/yardstick.py --draw 1 --seed {seed} --first {number}"
+            return DrawnRecipe(settings, loaded.recipe, command)
     raise AssertionError(f"no recipe {number} of seed {seed} in {MAX_DRAWS} draws")
 
 
-def draw_again(record: Mapping[str, Any], row: Mapping[str, Any]) -> DrawnRecipe:
-    """Returns the recipe of a saved row. One without `later` was traced before there were large tiles and early steps,
-    and one without `fuses` before there were fused kernels."""
-    if settings := row.get("recipe"):
-        loaded = parse_recipe(json.dumps(settings), "a saved recipe", [])
-        return DrawnRecipe(record["seed"], row["number"], settings, loaded.recipe, is_wide=True)
-    later = row.get("later", [f"model.fused_kernels={str(row.get('fuses', False)).lower()}"])
-    return draw_recipe(record["seed"], row["number"], later=later, digest=row["digest"])
-
-
-def _write_into(settings: dict[str, Any], words: Sequence[str]) -> tuple[str, ...]:
+def _write_into(settings: dict[str, Any], words: Iterable[str]) -> None:
     for word in words:
         key, _, value = word.partition("=")
         section, _, name = key.partition(".")
         settings[section][name] = yaml.safe_load(value)
-    return ()
 
 
-def _draw_later(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Draws later settings, each where it has an effect."""
+def _draw_flags(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Draws settings by dice of their own, each where it has an effect."""
     memory, parallel = settings["memory"], settings["parallel"]
     yield f"model.fused_kernels={_draw_flag('kernels', seed, number)}"
     if memory["tiled_mlp"] or memory["tiled_loss"]:
@@ -190,7 +136,7 @@ def _draw_flag(name: str, seed: int, number: int) -> str:
 def read_saved_configs() -> dict[str, list[dict[str, Any]]]:
     """Returns the contents of config.json of saved recipes, by family."""
     configs: dict[str, list[dict[str, Any]]] = {}
-    for row in json.loads(SAVED_CONFIGS.read_text())["rows"]:
+    for row in json.loads(YARDSTICK.read_text())["rows"]:
         config = row["recipe"]["model"]["config"]
         configs.setdefault(config["model_type"], []).append(config)
     return configs
@@ -202,7 +148,7 @@ def _take_config(dice: random.Random, family: str) -> dict[str, Any]:
     return {**config, "vocab_size": round(_draw_size(dice, 1_000, 100_000)), "pad_token_id": 0}
 
 
-def _draw_settings(dice: random.Random, family: str, *, is_wide: bool = False) -> dict[str, Any]:
+def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
     sp_size = dice.choice((1, 1, 2, 2, 4, 8))
     config = _draw_config(dice, family) if family in DRAWN else _take_config(dice, family)
     heads, stage = config["num_attention_heads"], dice.choice((1, 2, 3, 3, 3))
@@ -239,15 +185,8 @@ def _draw_settings(dice: random.Random, family: str, *, is_wide: bool = False) -
         "run": {"output_dir": "nowhere"},
         "deepspeed": {"zero_optimization": _draw_engine(dice, config, stage)},
     }
-    if dice.random() < (0.5 if is_wide else 0.25):
+    if dice.random() < 0.5:
         settings["lora"] = _draw_adapters(dice, family)
-    if is_wide:
-        _widen(dice, settings)
-    return settings
-
-
-def _widen(dice: random.Random, settings: dict[str, Any]) -> None:
-    """Draws what a narrow draw does not have."""
     if dice.random() < 0.3:
         settings["parallel"]["ring_size"] = dice.choice(list_divisors(settings["parallel"]["sp_size"]))
     if dice.random() < 0.15:
@@ -258,6 +197,7 @@ def _widen(dice: random.Random, settings: dict[str, Any]) -> None:
                 ((False, None), (True, None), (False, "nf4"), (False, "int8"))
             )
         lora["modules_to_save"] = dice.choice(([], [], ["norm"], ["embed_tokens"], ["lm_head", "norm"]))
+    return settings
 
 
 def _draw_size(dice: random.Random, low: float, high: float) -> float:
@@ -358,12 +298,25 @@ def make_drawn_job(drawn: DrawnRecipe) -> Job:
 
 
 def predict_phases(job: Job) -> dict[str, int]:
-    """Returns the formula's bytes of what a trace sees, in each phase at its fullest."""
+    """Returns the formulas' bytes of what a trace sees, in each phase at its fullest."""
     phases: dict[str, int] = {}
     for snapshot in walk_snapshots(job):
         seen = sum(size for line, size in snapshot.lines.items() if line not in UNSEEN)
         phases[snapshot.phase] = max(seen, phases.get(snapshot.phase, 0))
     return phases
+
+
+def run_phases(drawn: DrawnRecipe) -> dict[str, int]:
+    """Returns the bytes of a run on sizes, in each phase at its fullest. It has no load of weights."""
+    job = make_drawn_job(drawn)
+    steps = [measure_step(drawn.recipe, job.shape, job.levers, rank) for rank in find_fullest_ranks(job)]
+    return {phase: max(step.get(phase, 0) for step in steps) for phase in steps[0] if phase != "load"}
+
+
+def measure_errors(predicted: Mapping[str, int], traced: Mapping[str, int]) -> dict[str, float]:
+    """Returns how far a prediction is from a trace, at the peak and in each phase that is predicted."""
+    phases = {phase: predicted[phase] / traced[phase] - 1 for phase in traced if phase in predicted}
+    return {"peak": max(predicted.values()) / max(traced.values()) - 1, **phases}
 
 
 def trace_phases(drawn: DrawnRecipe) -> dict[str, int]:
@@ -404,49 +357,3 @@ def _send_trace(request: dict[str, Any], pipe: Connection) -> None:
         pipe.send(trace(request))
     except BaseException:  # noqa: BLE001 - the caller gets it
         pipe.send(traceback.format_exc())
-
-
-def compare(drawn: DrawnRecipe) -> ComparedPhases:
-    return ComparedPhases(drawn, predict_phases(make_drawn_job(drawn)), trace_phases(drawn))
-
-
-def summarize(comparisons: Sequence[ComparedPhases]) -> dict[str, Any]:
-    """Compares counts with the bars, lists the rows that miss one or come closest, and all rows in short."""
-    peaks = [abs(each.peak_error) for each in comparisons]
-    near = sum(error <= PEAK_BAR for error in peaks)
-    close = sum(error <= WORST_PEAK_BAR for error in peaks)
-    phases = sum(abs(each.worst_phase[1]) <= PHASE_BAR for each in comparisons)
-    ranked = sorted(
-        comparisons, key=lambda each: -max(abs(each.peak_error) / PEAK_BAR, abs(each.worst_phase[1]) / PHASE_BAR)
-    )
-    return {
-        "bars": {
-            "peak": PEAK_BAR, "share_of_peaks": SHARE_WITHIN, "worst_peak": WORST_PEAK_BAR, "other_phases": PHASE_BAR
-        },
-        "num_recipes": len(comparisons),
-        "within_3_percent": near,
-        "within_5_percent": close,
-        "phases_within_10_percent": phases,
-        "is_good": near >= SHARE_WITHIN * len(comparisons) and close == phases == len(comparisons),
-        "worst": [_list_row(each) for each in ranked[:20]],
-        "rows": [_list_bytes(each) for each in comparisons],
-    }  # fmt: skip
-
-
-def _list_bytes(each: ComparedPhases) -> dict[str, Any]:
-    """Lists bytes and where they come from. Sizes of a wide draw come from a file that grows, so its recipe is kept."""
-    drawn, traced = each.drawn, {"traced": each.traced, "formula": each.formula}
-    if drawn.is_wide:
-        return {"number": drawn.number, "family": drawn.family, **traced, "recipe": drawn.settings}
-    return {"number": drawn.number, "digest": drawn.digest, "later": drawn.later, **traced}
-
-
-def _list_row(each: ComparedPhases) -> dict[str, Any]:
-    return {
-        "number": each.drawn.number,
-        "family": each.drawn.family,
-        "peak_error": round(each.peak_error, 4),
-        "phase_errors": {name: round(error, 4) for name, error in each.phase_errors.items()},
-        "recipe": each.drawn.settings,
-        "later": each.drawn.later,
-    }

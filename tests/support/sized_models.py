@@ -65,7 +65,7 @@ def run_on_sizes(config: Mapping[str, Any], tokens: int, dtype: str) -> Events:
 
 def start_meter() -> ByteMeter:
     Running.meter, Running.device, Running.dtype = ByteMeter([]), DEVICE, None
-    Running.hooks, Running.grad, Running.acts_as_gpu = [], True, False
+    Running.hooks, Running.grad = [], True
     return Running.meter
 
 

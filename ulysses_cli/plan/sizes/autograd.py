@@ -308,12 +308,9 @@ def backward(
 
 
 def _add(buffer: list[Any], at: int, out: Tensor) -> Tensor:
-    """The sum of two gradients: a GPU adds to the first where nobody else holds it."""
+    """The sum of two gradients."""
     first = buffer[at]
     buffer[at] = None
-    if Running.acts_as_gpu and getrefcount(first) <= 2 and getrefcount(first.storage) <= 2:
-        found: Tensor = first
-        return found
     return make(out.shape, first.dtype, keep_order([first, out], out.shape), on_host=out.storage.on_host)
 
 

@@ -99,8 +99,7 @@ def _cumsum_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
 
 def softmax(t: Tensor, dim: int = -1, _: Any = None, *, dtype: DType | None = None, **__: Any) -> Tensor:
     t = _make_float(t)
-    is_fused = Running.acts_as_gpu and dtype is dtypes.FLOAT32 and t.dtype.itemsize == 2  # one kernel casts
-    if dtype is not None and not is_fused:
+    if dtype is not None:
         t = to(t, dtype)
     node = begin(_softmax_backward, t)
     out = make(t.shape, dtype or t.dtype, on_host=t.storage.on_host) if is_contiguous(t) else make_like(t, dtype)

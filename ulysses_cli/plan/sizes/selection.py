@@ -53,7 +53,7 @@ def _select_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
     """zeros, into which a gradient is written"""
     node.take()
     zeros = make(node.data, grads[0].dtype)
-    return (zeros if Running.acts_as_gpu else make_like(zeros),)
+    return (make_like(zeros),)
 
 
 def largest(t: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
@@ -88,7 +88,7 @@ def _take_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
     """zeros, to which a gradient is added at the indices"""
     node.take()
     zeros = make(node.data, grads[0].dtype)
-    return (zeros if Running.acts_as_gpu else make_like(zeros),)
+    return (make_like(zeros),)
 
 
 def index(t: Tensor, key: Any) -> Tensor:

@@ -18,8 +18,7 @@ class UnknownOperator(Exception):
 
 
 class Running:
-    """Of the run in progress. `acts_as_gpu`: sums are made in place and products add, where tensors without data make
-    new ones. `sees_kernels`: what a GPU's kernels take and give back inside is counted."""
+    """Of the run in progress. `sees_kernels`: what a GPU's kernels take and give back inside is counted."""
 
     meter: ClassVar[ByteMeter] = ByteMeter()
     grad: ClassVar[bool] = True
@@ -27,7 +26,6 @@ class Running:
     hooks: ClassVar[list[Any]] = []
     device: ClassVar[TensorDevice] = HOST  # of what is made without a device
     dtype: ClassVar[DType | None] = None  # of what is made without a type
-    acts_as_gpu: ClassVar[bool] = False
     sees_kernels: ClassVar[bool] = False
 
 
@@ -76,7 +74,7 @@ class Tensor:
 
     @property
     def is_cuda(self) -> bool:
-        return Running.acts_as_gpu and not self.storage.on_host
+        return False  # kernels for GPUs alone are not run
 
     @property
     def ndim(self) -> int:

@@ -42,7 +42,7 @@ def alone() -> Iterator[None]:
     """Bytes are freed by references alone, and what the last run left is gone."""
     gc.disable()
     Running.meter, Running.device, Running.dtype = ByteMeter([]), DEVICE, FLOAT32
-    Running.hooks, Running.grad, Running.sequence, Running.acts_as_gpu = [], True, 0, False
+    Running.hooks, Running.grad, Running.sequence = [], True, 0
     Running.sees_kernels = False
     Unknown.running = True
     try:
