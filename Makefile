@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo real-model test test-check test-full coverage lint types docs pictures bench yardstick gpu check clean
+.PHONY: help install demo real-model test test-check test-full coverage lint types map docs pictures bench yardstick gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,7 +63,10 @@ lint: install  ## ruff check and format check
 types: install  ## mypy, strict
 	mypy
 
-docs: install  ## the generated parts of the docs: code map, settings, models, attention
+map: install  ## print every file with what it does, and which room may import which
+	@PYTHONPATH=tests:. python -m support.generated_docs --map
+
+docs: install  ## the generated parts of the docs: settings, models, attention
 	PYTHONPATH=tests:. python -m support.generated_docs
 
 pictures: install  ## the pictures of the docs; that of a report page needs Chromium

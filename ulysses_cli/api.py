@@ -1,5 +1,5 @@
-"""What a Python program calls: `from ulysses_cli import train, estimate, plan, validate`. Each function is the command
-of the same name without its printing: it returns values and raises exceptions. Imports nothing heavy.
+"""What a Python program calls: `from ulysses_cli.api import train, estimate, plan, validate`. Each function is the
+command of the same name without its printing: it returns values and raises exceptions. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ulysses_cli.plan.problem import Problem, RecipeError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ulysses_cli.plan.planner.candidates import SearchResult
     from ulysses_cli.plan.planner.estimate import Estimate
     from ulysses_cli.validate import Validated
+
+__all__ = [
+    "EvalResult", "Problem", "RecipeError", "RunError", "Step", "TrainResult", "estimate", "plan", "train", "validate",
+]  # fmt: skip
 
 RecipeLike = str | os.PathLike[str] | Mapping[str, Any]  # a file, or its content
 Overrides = Mapping[str, Any] | Sequence[str]  # {"train.max_steps": 10} or ["train.max_steps=10"]
@@ -109,7 +115,6 @@ def estimate(
     from ulysses_cli.commands.estimate_memory import DEFAULT_GPU, find_own_gpu
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.planner.estimate import compute_estimate
-    from ulysses_cli.plan.problem import RecipeError
 
     valid = validate(recipe, overrides, online=online)
     if valid.problems or valid.loaded is None or valid.shape is None:

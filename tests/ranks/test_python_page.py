@@ -18,8 +18,8 @@ from support.rank_pool import run_on_ranks
 from support.served import write_python
 from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments
 
-from ulysses_cli import SequenceParallel
 from ulysses_cli.run_folder.seal import KEY
+from ulysses_cli.train.sequence_parallel import SequenceParallel
 
 PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
 PROGRAMS = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))

@@ -1,4 +1,5 @@
-"""Makes the parts of docs/ that are generated from the code; `make docs` writes them.
+"""Makes the parts of docs/ that are generated from the code, which `make docs` writes, and the map of the code, which
+`make map` prints.
 
 A page keeps what is written by hand. A generated part stands between two comment lines that name it. Pictures and their
 texts come from docs/pictures/README.md.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -151,7 +153,6 @@ def make_back_ends() -> str:
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "recipes.md": {"settings": make_settings},
-    "code-map.md": {"imports": make_imports, "modules": make_code_map},
     "models.md": {"families": make_families, "models": make_models, "refused": make_refused_families},
     "attention.md": {"back ends": make_back_ends},
 }
@@ -197,5 +198,7 @@ def _rank_file(file: Path) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
+    if "--map" in sys.argv:
+        print(make_imports(), make_code_map(), sep="\n\n")
+    for page in [] if "--map" in sys.argv else PAGES:
         page.write_text(fill(page, page.read_text()))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import ulysses_cli
-from ulysses_cli import RecipeError, api, estimate, plan, train, validate
+from ulysses_cli import api
+from ulysses_cli.api import RecipeError, estimate, plan, train, validate
 from ulysses_cli.launch.listening import StepListener, open_listener
 from ulysses_cli.run_folder.early_stop import name_asker
 
@@ -19,8 +19,7 @@ TINY = ROOT / "recipes/tiny-cpu.yaml"
 MEASURE = """
 import sys, time
 started = time.process_time()
-import ulysses_cli
-from ulysses_cli import estimate, plan, train, validate
+from ulysses_cli.api import estimate, plan, train, validate
 print(time.process_time() - started, *sys.modules)
 """
 
@@ -34,17 +33,6 @@ def test_an_import_takes_under_a_tenth_of_a_second_and_no_torch() -> None:
         assert not {"torch", "transformers", "numpy", "pydantic", "typer"} & set(words[1:])
         times.append(float(words[0]))
     assert min(times) < 0.1
-
-
-def test_functions_keep_their_names_when_rooms_of_the_same_name_are_imported() -> None:
-    import ulysses_cli.plan.layout
-    import ulysses_cli.validate as _
-
-    assert sys.modules["ulysses_cli.plan"] is not ulysses_cli.plan
-    assert (ulysses_cli.plan, ulysses_cli.train, ulysses_cli.validate) == (plan, train, validate)
-    assert set(ulysses_cli.__all__) <= set(dir(ulysses_cli))
-    with pytest.raises(AttributeError, match="no attribute 'tain'"):
-        _ = ulysses_cli.tain
 
 
 def test_a_recipe_is_a_file_or_a_mapping() -> None:
@@ -151,4 +139,4 @@ def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over() -> None:
 
 def test_the_page_names_what_the_package_offers() -> None:
     page = (ROOT / "docs/python.md").read_text()
-    assert [name for name in ulysses_cli.__all__ if name not in page] == ["EvalResult", "Problem", "__version__"]
+    assert [name for name in api.__all__ if name not in page] == ["EvalResult", "Problem"]
