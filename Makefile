@@ -2,7 +2,8 @@ VENV ?= .venv
 PYTHON ?= python3
 RECIPE ?= recipes/tiny-cpu.yaml
 SUITE ?= proof
-SPREAD ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Twice as many workers as cores of a small machine: half of a test of ranks is waiting.
+SPREAD ?= --numprocesses 4 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 # Each rank and command imports the package, and pytest rewrites each test file: compiled files save a quarter of the CPU

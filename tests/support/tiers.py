@@ -13,11 +13,13 @@ import pytest
 QUICK, CHECK, FULL = 0, 1, 2
 # Whole runs, the longest file first. A worker that takes one of them last works alone while the others are idle.
 LONGEST_FIRST = (
-    "test_real_model.py", "test_slurm.py", "test_resume_walk.py", "test_gpu_benchmark.py", "test_quickstart.py",
-    "test_train_command.py", "test_trace.py", "test_python_page.py", "test_uploads.py", "test_evaluate_command.py",
-    "test_preference_training.py", "test_swapped_activations.py", "test_exact_training.py", "test_estimate_command.py",
-    "test_traced_files.py", "test_kernels.py", "test_levers_on_ranks.py", "test_targets.py", "test_ring.py",
-    "test_engines.py", "test_levers.py", "test_wrong_inputs.py",
+    "test_preference_training.py", "test_real_model.py", "test_slurm.py", "test_resume_walk.py",
+    "test_gpu_benchmark.py", "test_leaks.py", "test_quickstart.py", "test_kernels.py", "test_targets.py",
+    "test_evaluate_command.py", "test_levers_on_ranks.py", "test_prepare.py", "test_estimate_command.py",
+    "test_recipes.py", "test_levers.py", "test_lever_choice.py", "test_recurrent_models.py", "test_models.py",
+    "test_exact_training.py", "test_ledger.py", "test_early_steps.py", "test_engines.py", "test_train_command.py",
+    "test_verify.py", "test_merging.py", "test_generation.py", "test_pictures.py", "test_family_training.py",
+    "test_traced_files.py", "test_sizes.py",
 )  # fmt: skip
 FOLDERS = ("ranks", "one_process", "unit", "gpu")
 TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYSSES_CHECK") else QUICK
