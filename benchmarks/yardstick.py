@@ -39,7 +39,7 @@ Phases = dict[str, int]
 
 
 def list_versions() -> dict[str, str]:
-    return {name: version(name) for name in TRACED_WITH}
+    return {name: version(name).partition("+")[0] for name in TRACED_WITH}
 
 
 def trace_each(recipes: Sequence[Settings], file: Path) -> Iterator[Phases]:
