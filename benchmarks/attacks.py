@@ -34,8 +34,8 @@ from support.networks import open_networks
 from support.run_directory import write_run
 from support.small_run import make_settings
 
-from ulysses_cli.host.operator_builds import get_builds_folder
-from ulysses_cli.run_folder.archive import find_newest_valid
+from ulysses_cli.run.checkpoints import find_newest_valid
+from ulysses_cli.run.host import get_builds_folder
 
 SECONDS, MAX_RSS_BYTES = 300, 2 << 30
 SECRET = "correct-horse-battery-staple"
@@ -262,7 +262,7 @@ def block_config(folder: Path) -> str:
 
 @attack("models", "a safetensors header without sense, and an index that leads outside")
 def forge_header(folder: Path) -> str:
-    from ulysses_cli.plan.files.weight_files import find_weight_problem
+    from ulysses_cli.plan.models.model_files import find_weight_problem
 
     for header in (b"[" * 500_000, b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}', b"\xff" * 99):
         (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -749,7 +749,7 @@ def kill_prepare(folder: Path) -> str:
 
 MASKED = """
 import os, signal, sys
-from ulysses_cli.train.guard.masked_log import open_masked
+from ulysses_cli.train.processes.masked_log import open_masked
 log = open_masked(os.open("log", os.O_WRONLY | os.O_CREAT, 0o600), {sys.argv[1]})
 masking = int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0])
 os.kill(masking, signal.SIGKILL)

@@ -134,7 +134,7 @@ def main() -> None:
         step(start())
 
     def resume() -> None:
-        from ulysses_cli.run_folder.resume import find_resume_point
+        from ulysses_cli.run.resume import find_resume_point
 
         beginning = find_resume_point(folder, "auto", 0, print)
         assert beginning.path == newest

@@ -168,7 +168,7 @@ def measure_preparing(folder: Path, made: Any, num_bytes: int, workers: int) -> 
 
 
 def read_all(path: Path) -> int:
-    from ulysses_cli.data.rows import open_rows
+    from ulysses_cli.data.store import open_rows
 
     rows = open_rows(path, "train")
     for row in range(len(rows)):
@@ -197,7 +197,7 @@ def measure_against_training(folder: Path) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ulysses_cli.data.prepare import prepare_data
-    from ulysses_cli.data.rows import open_rows
+    from ulysses_cli.data.store import open_rows
     from ulysses_cli.plan.recipe.loader import load_recipe
 
     torch.set_num_threads(1)

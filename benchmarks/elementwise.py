@@ -26,9 +26,9 @@ def make_sides() -> dict[str, Any]:
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
 
-    from ulysses_cli.train.assembly import levers
+    from ulysses_cli.train.model import loss_model
 
-    parts: dict[str, Any] = vars(levers)
+    parts: dict[str, Any] = vars(loss_model)
     stop_early = parts["save_before_last_products"]
     connect()
     config = {**CONFIG, "num_hidden_layers": 4}

@@ -27,7 +27,7 @@ from support.byte_counter import ByteCounter
 from support.prompters import make_prompter
 from torch import Tensor
 
-from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
+from ulysses_cli.commands.children.evaluating import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -35,10 +35,10 @@ from ulysses_cli.plan.planner.generation import predict
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import make_layout, settle
-from ulysses_cli.prove.ranks.ranks import run_on_ranks
-from ulysses_cli.train.assembly.build import build_for_answers
+from ulysses_cli.prove.ranks import run_on_ranks
 from ulysses_cli.train.engine import Engine
-from ulysses_cli.train.generation.on_engine import generating
+from ulysses_cli.train.generation.decoding import generating
+from ulysses_cli.train.model.build import build_for_answers
 from ulysses_cli.train.processes.groups import make_groups
 
 CONFIG: dict[str, Any] = {
@@ -213,7 +213,7 @@ def train_tokenizer(text: str) -> Any:
 
 def write_questions(folder: Path) -> Sources:
     """Files of the form of SQuAD and HotpotQA, with as many words as theirs: made of sentences."""
-    from ulysses_cli.evaluate.words import draw_sentence
+    from ulysses_cli.evaluate.sample import draw_sentence
 
     random = Random(0)
     paragraphs = [" ".join(draw_sentence(random) for _ in range(8)) for _ in range(3000)]

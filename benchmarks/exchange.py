@@ -71,9 +71,9 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 def make_ours(num_chunks: int) -> Callable[[int, int], Layer]:
     def make(tokens: int, num_kv_heads: int) -> Layer:
         from ulysses_cli.train.attention.documents import make_documents
-        from ulysses_cli.train.attention.kernels.rule import Rule
+        from ulysses_cli.train.attention.kernels.native import Rule
         from ulysses_cli.train.attention.ulysses import ulysses_attention
-        from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+        from ulysses_cli.train.processes.groups import make_sequence_axis
 
         axis, documents, rule = make_sequence_axis(dist.group.WORLD), make_documents((tokens,)), Rule(HEAD_DIM**-0.5)
 

@@ -46,7 +46,7 @@ from support import forked, kill_points, networks
 from support.faults import damage_newest, list_processes, wait_until
 from support.forked import Command, is_alive
 
-from ulysses_cli.prove.ranks import rank_server
+from ulysses_cli.prove import ranks
 
 NUM_KILLS, CHAIN = 30, 5
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
@@ -343,7 +343,7 @@ def main() -> None:
     file = RESULTS / ("faults-cpu.json" if options.hosts == 1 else f"faults-{options.hosts}-hosts-cpu.json")
     limit = time.monotonic() + 60 * options.minutes
     done = {} if options.anew or options.only else read_done(file, pieces)
-    rank_server.PRELOADED.extend(forked.PRELOADED)
+    ranks.PRELOADED.extend(forked.PRELOADED)
     with open_runs(options.hosts) as runs:
         for name, piece in pieces.items():
             is_wanted = not options.only or any(word in name for word in options.only)

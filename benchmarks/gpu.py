@@ -310,7 +310,7 @@ def describe_machine(*, imports_all: bool = False) -> dict[str, Any]:
     each would fail by itself, on rented time. `imports_all`: every module of the tool, too."""
     code = f"import json, {', '.join(PACKAGES)}\n{IMPORT_ALL if imports_all else ''}"
     code += "from ulysses_cli.prove.results import describe_machine\n"
-    code += "from ulysses_cli.train.processes.core_speed import measure_core_milliseconds\n"
+    code += "from ulysses_cli.train.inputs import measure_core_milliseconds\n"
     code += "print(json.dumps({**describe_machine(), 'core_milliseconds': measure_core_milliseconds()}))"
     command = [PYTHON, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=make_environ(""), capture_output=True, text=True, timeout=300)

@@ -21,7 +21,7 @@ from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.train.attention.kernels.operators import KERNELS
 from ulysses_cli.train.attention.kernels.trial import TrialRequest
 from ulysses_cli.train.attention.kernels.trial_process import try_in_process
-from ulysses_cli.train.processes.host_memory import count_host_bytes
+from ulysses_cli.train.processes.host import count_host_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LIMIT_SECONDS = 120.0

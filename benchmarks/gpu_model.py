@@ -31,7 +31,7 @@ from gpu_device import Gpu, Rehearsal
 from torch.profiler import profile
 
 if TYPE_CHECKING:
-    from ulysses_cli.train.train_state import StepResult, TrainState
+    from ulysses_cli.train.loop import StepResult, TrainState
 
 NUM_WARMUP = 3
 NUM_KERNELS, NAME_CHARS = 24, 100  # of a profile, the longest first
@@ -87,9 +87,9 @@ def measure(
     from ulysses_cli.plan.flops import compute_model_flops
     from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.plan.planner.estimate import compute_estimate
-    from ulysses_cli.train.hooks.metrics import Meter
     from ulysses_cli.train.loop import train
-    from ulysses_cli.train.processes.host_memory import count_host_bytes
+    from ulysses_cli.train.metrics import Meter
+    from ulysses_cli.train.processes.host import count_host_bytes
 
     facts, kind = device.read_facts(), device.torch_device.type
     words = f"data.max_length={length}", "model.dtype=bfloat16", f"run.device={kind}"

@@ -16,19 +16,18 @@ from gpu_device import Gpu, Rehearsal
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
+from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.elementwise.choice import CPU_WAYS, GPU_WAYS
-from ulysses_cli.train.elementwise.interface import Ways, serve_elementwise
+from ulysses_cli.train.elementwise.choice import CPU_IMPLEMENTATIONS, GPU_IMPLEMENTATIONS
+from ulysses_cli.train.elementwise.interface import Implementations, serve_elementwise
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import MAX_LEAVING, Offloader
-from ulysses_cli.train.memory.pieces import run_in_pieces
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
-from ulysses_cli.train.memory.tiled_mlp import tile_mlps
-from ulysses_cli.train.memory.tiled_norm import tile_norms
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.memory.tiled_mlp import run_in_pieces, tile_mlps
+from ulysses_cli.train.memory.tiling import tile_norms
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -45,7 +44,7 @@ class Scale:
     num_layers: int
     window: int
     window_kernel: str
-    ways: Ways
+    implementations: Implementations
     dtype: torch.dtype
     short_row: int
     step_tokens: int
@@ -61,12 +60,12 @@ class Scale:
         return compute_loss_tile_tokens(1 << 30, self.shape["vocab_size"], self.shape["hidden_size"], is_large=True)
 
 
-FULL = Scale(Gpu(), SHAPE, 8, 1024, "torch_varlen", GPU_WAYS, torch.bfloat16, 2**16, 2**14, 80.0)
+FULL = Scale(Gpu(), SHAPE, 8, 1024, "torch_varlen", GPU_IMPLEMENTATIONS, torch.bfloat16, 2**16, 2**14, 80.0)
 SMALL_SHAPE = {
     **SHAPE, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 512,
 }  # fmt: skip
-MINIATURE = Scale(Rehearsal(), SMALL_SHAPE, 4, 32, "sdpa", CPU_WAYS, torch.float32, 128, 64, 0.5)
+MINIATURE = Scale(Rehearsal(), SMALL_SHAPE, 4, 32, "sdpa", CPU_IMPLEMENTATIONS, torch.float32, 128, 64, 0.5)
 
 
 class Run:
@@ -98,7 +97,7 @@ class Run:
         self.loss = self.use_ours() if is_ours else self.use_deepspeed(offloads)
 
     def use_ours(self) -> Any:
-        serve_elementwise(self.model, self.scale.ways)
+        serve_elementwise(self.model, self.scale.implementations)
         hidden = self.scale.shape["hidden_size"]
         for tile in (tile_mlps, tile_norms):
             tile(self.model, lambda tokens: compute_num_mlp_tiles(tokens, hidden_size=hidden))  # type: ignore[operator]

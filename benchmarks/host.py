@@ -177,9 +177,9 @@ def build_engine(case: Case, stage: int, world_size: int, num_layers: int) -> tu
     from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.plan.planner.lever_choice import choose_levers
     from ulysses_cli.plan.resolved import choose_layout, settle
-    from ulysses_cli.plan.rows.order import Ring, deal_rows
-    from ulysses_cli.train.assembly.build import build
-    from ulysses_cli.train.assembly.model_config import load_model_config
+    from ulysses_cli.plan.rows.ring import Ring, deal_rows
+    from ulysses_cli.train.model.build import build
+    from ulysses_cli.train.model.loading import load_model_config
     from ulysses_cli.train.processes.groups import make_groups
 
     recipe, row = make_recipe(case, stage, world_size, num_layers), TOKENS * case.sp_size
@@ -195,17 +195,17 @@ def build_engine(case: Case, stage: int, world_size: int, num_layers: int) -> tu
 
 def make_parts() -> Any:
     """Kernels are named instead of timed; norms, rotations and gates run as on a GPU."""
-    from ulysses_cli.train.assembly.parts import Parts
     from ulysses_cli.train.attention.kernels.choice import KernelChoice
     from ulysses_cli.train.elementwise.choice import CANDIDATES, ElementwiseChoice
+    from ulysses_cli.train.model.parts import Parts
 
     def choose_kernel(*_: Any) -> Any:
         return KernelChoice("sdpa", "measured")
 
-    def choose_ways(*_: Any) -> Any:
+    def choose_implementations(*_: Any) -> Any:
         return ElementwiseChoice(dict.fromkeys(CANDIDATES, WAY), "measured")
 
-    return Parts(choose_kernel=choose_kernel, choose_ways=choose_ways)
+    return Parts(choose_kernel=choose_kernel, choose_implementations=choose_implementations)
 
 
 class Side:
@@ -214,7 +214,7 @@ class Side:
     least of each piece is taken."""
 
     def __init__(self, engine: Any, rows: Any) -> None:
-        from ulysses_cli.train.processes.core_speed import Yardstick
+        from ulysses_cli.train.inputs import Yardstick
 
         self.engine, self.rows = engine, rows
         self.steps: list[list[float]] = []
@@ -298,9 +298,9 @@ def make_side(case: Case, stage: int, world_size: int, depth: int) -> Side:
 @contextmanager
 def tiles_of(case: Case) -> Iterator[None]:
     """The numbers of tiles that the case says, for rows of a few tokens."""
-    from ulysses_cli.train.assembly import levers
+    from ulysses_cli.train.model import loss_model
 
-    rules: Any = levers
+    rules: Any = loss_model
     before = rules.compute_num_mlp_tiles, rules.compute_loss_tile_tokens
     rules.compute_num_mlp_tiles = lambda *_, **__: case.mlp_tiles
     rules.compute_loss_tile_tokens = lambda *_, **__: -(-TOKENS // case.loss_tiles)
@@ -421,10 +421,10 @@ def derive_costs(result: dict[str, Any]) -> dict[str, float]:
 
 def predict_layer(case: Case, stage: int, world_size: int, costs: Any) -> float:
     """Milliseconds by the formula of plans, for a row that has the case's numbers of tiles."""
-    from ulysses_cli.plan.host_time import compute_host_seconds
     from ulysses_cli.plan.ledger.job import make_job
     from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.plan.planner.lever_choice import read_levers
+    from ulysses_cli.plan.speed import compute_host_seconds
 
     seconds = []
     for depth in DEPTHS:

@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--only", choices=MODELS, action="append", help="one kind of layer; may be given several times")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from ulysses_cli.prove.ranks.ranks import run_on_ranks
+    from ulysses_cli.prove.ranks import run_on_ranks
 
     results, is_good = {}, True
     for model in options.only or MODELS:

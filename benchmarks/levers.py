@@ -62,7 +62,7 @@ THEIRS, OURS = "(b) DeepSpeed, all of its", "all, 4 head chunks"
 def build(variant: Variant, num_layers: int, local: int, meter: Meter) -> tuple[Any, Any]:
     """Returns a decoder, the same random model each time, and its loss as a function of hidden states and labels."""
     from ulysses_cli.train.attention.interface import register_attention
-    from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+    from ulysses_cli.train.processes.groups import make_sequence_axis
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -85,7 +85,7 @@ def use_ours(model: Any, variant: Variant, meter: Meter) -> Any:
     from ulysses_cli.train.memory.offload import Offloader
     from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
     from ulysses_cli.train.memory.tiled_mlp import tile_mlps
-    from ulysses_cli.train.memory.tiled_norm import tile_norms
+    from ulysses_cli.train.memory.tiling import tile_norms
 
     if variant.tiles_mlp:
         for tile in (tile_mlps, tile_norms):

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from paths import RESULTS
 
-from ulysses_cli.train.elementwise.losses import compute_losses
+from ulysses_cli.train.elementwise.operators import compute_losses
 from ulysses_cli.train.loss import HeadRule
 
 FILE, COMMIT = "ulysses_cli/train/memory/tiled_loss.py", "702dfed8"

@@ -9,6 +9,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder  # noqa: E402 - needs the path
+from ulysses_cli.run.host import FOLDER, get_builds_folder  # noqa: E402 - needs the path
 
 os.environ[FOLDER] = str(get_builds_folder(os.environ))

@@ -12,7 +12,7 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import load_table
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger import device
+from ulysses_cli.plan.ledger import machine
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import compute_layer_input, is_tiled
 from ulysses_cli.plan.ledger.ledger import compute_ledger
@@ -128,7 +128,7 @@ def list_fpdt_lines() -> dict[str, int]:
     read as GiB, as DeepSpeed's and Megatron's logs count."""
     job = make_fpdt_job()
     lines = compute_ledger(job).phases["backward"].lines
-    lines = {name: size for name, size in lines.items() if name not in device.DEVICE_LINES}
+    lines = {name: size for name, size in lines.items() if name not in machine.DEVICE_LINES}
     return {**lines, "logits": 14 * job.shape.vocab_size * job.local_tokens}
 
 
@@ -187,7 +187,7 @@ def count_upipe_bytes(tokens: int, is_chunked: bool) -> int:
     states = 16 * total // 8 + 6 * embedding + 10 * (total - 2 * embedding) // layers
     rotary = 8 * LLAMA.head_dim // 2 * tokens
     job = Job(LLAMA, Layout(1, 1, 8), tokens, TILED)
-    beside = device.compute_context(job) + device.compute_nccl(job)
+    beside = machine.compute_context(job) + machine.compute_nccl(job)
     return int((chunked if is_chunked else ulysses) * unit) + states + rotary + beside
 
 

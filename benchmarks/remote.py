@@ -19,9 +19,9 @@ from paths import RESULTS
 from support.bucket_server import BUCKET, IS_INSTALLED, REASON, serve_bucket
 from support.checkpoints import make_state, write_contents
 
-from ulysses_cli.run_folder.bucket import Bucket
-from ulysses_cli.run_folder.manifest import STATE, name_share
-from ulysses_cli.run_folder.remote_archive import Sending, fetch_checkpoint
+from ulysses_cli.run.bucket import Bucket
+from ulysses_cli.run.checkpoints import STATE, name_share
+from ulysses_cli.run.remote_checkpoints import Sending, fetch_checkpoint
 
 NUM_ROUNDS, NUM_RANKS, SHARE_BYTES, BAR = 7, 4, 16 << 20, 1.3
 

@@ -29,10 +29,10 @@ from support import networks
 
 from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, deal_row, plan_keys
-from ulysses_cli.prove.ranks.ranks import run_on_ranks
+from ulysses_cli.plan.rows.ring import Order, Ring, TokenRun, deal_row, plan_keys
+from ulysses_cli.prove.ranks import run_on_ranks
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.processes.groups import make_groups
 

@@ -14,9 +14,9 @@ from support.byte_counter import ByteCounter
 from torch import Tensor
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.rows.order import Ring, deal_row
+from ulysses_cli.plan.rows.ring import Ring, deal_row
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.processes.groups import make_groups
 

@@ -26,7 +26,7 @@ def make_sides(share: float, is_tiled: bool) -> dict[str, Any]:
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
 
-    from ulysses_cli.train.objective import NextToken
+    from ulysses_cli.train.loss import NextToken
 
     class OnAllTokens(NextToken):
         def compute(self, loss: Any, hidden: Any, labels: Any, places: Any, answers: Any) -> Any:

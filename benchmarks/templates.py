@@ -33,8 +33,7 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.store import TARGET
 from ulysses_cli.data.tokenizing.chat import InexactTemplate, find_spans, make_render, read_marked_spans
-from ulysses_cli.data.tokenizing.lost_parts import THOUGHT_KEYS
-from ulysses_cli.data.tokenizing.marks import MarkedChat
+from ulysses_cli.data.tokenizing.lost_parts import THOUGHT_KEYS, MarkedChat
 from ulysses_cli.data.tokenizing.targets import RenderedChat, TargetChoice, render_chat
 
 WHEEL, SHA256 = "trl==1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"

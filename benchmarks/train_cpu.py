@@ -50,8 +50,8 @@ def make_ours() -> Callable[[], None]:
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
 
-    from ulysses_cli.train.hooks.metrics import Meter
     from ulysses_cli.train.loop import train
+    from ulysses_cli.train.metrics import Meter
 
     recipe = make_recipe(f"data.max_length={ROW_TOKENS}", "train.lr_scheduler_type=constant", config=CONFIG)
     harness = RunHarness(recipe, MemoryRows([[(ROW_TOKENS, 0)]] * 4, 4096), 10**6)

@@ -16,9 +16,9 @@ from support.paths import ROOT
 from support.shortcuts import take_shortcuts
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples, get_turn
 
-from ulysses_cli.host.operator_builds import FOLDER, choose_path, get_builds_folder
-from ulysses_cli.launch.environments import SCHEDULERS
-from ulysses_cli.prove.ranks import rank_server
+from ulysses_cli.prove import ranks
+from ulysses_cli.run.environments import SCHEDULERS
+from ulysses_cli.run.host import FOLDER, choose_path, get_builds_folder
 
 settings.register_profile(
     "ulysses",
@@ -43,7 +43,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job
     os.environ.pop(scheduler, None)
 # one server for ranks and for commands
-rank_server.PRELOADED[:] = ["support.uncollected", *rank_server.PRELOADED, *PRELOADED]
+ranks.PRELOADED[:] = ["support.uncollected", *ranks.PRELOADED, *PRELOADED]
 gc.disable()  # until all tests are imported
 take_shortcuts()
 
@@ -55,7 +55,7 @@ def pytest_configure_node(node: Any) -> None:
     with open(os.devnull, "w") as nowhere:
         for number in (1, 2):
             os.dup2(nowhere.fileno(), number)
-    rank_server.warm_up()
+    ranks.warm_up()
     for number, file in enumerate(kept, 1):
         os.dup2(file, number)
         os.close(file)

@@ -181,9 +181,9 @@ def train(
     which ranks import; see train.token_loss. Raises RecipeError before ranks start, and RunError.
     """
     from ulysses_cli.commands.children.training import Machine, PreparationError, TrainOptions, run_recipe
-    from ulysses_cli.host.children import refuse_core_files
-    from ulysses_cli.launch.listening import open_listener
-    from ulysses_cli.plan.exit_codes import DONE, get_signal_code
+    from ulysses_cli.plan.problem import DONE, get_signal_code
+    from ulysses_cli.run.host import refuse_core_files
+    from ulysses_cli.run.launcher import open_listener
 
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("train() handles signals, and must run in the main thread")

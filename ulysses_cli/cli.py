@@ -18,21 +18,22 @@ from ulysses_cli.commands import (
     estimate_memory,
     evaluate,
     export,
+    init,
     launch,
     merge,
     models,
     plan,
     prepare,
+    push,
     recipes,
+    report,
     sample,
     train,
     validate_config,
     verify,
 )
-from ulysses_cli.commands.asking import init
 from ulysses_cli.commands.options import EXIT_CODES, Command
-from ulysses_cli.commands.results import push, report
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
+from ulysses_cli.plan.problem import DONE, FAILED, USAGE, get_signal_code
 
 app = typer.Typer(
     name="ulysses",
@@ -111,11 +112,11 @@ for cluster, (command, short_help) in CLUSTERS.items():
 
 def run() -> None:
     """Entry point of the `ulysses` command."""
-    from ulysses_cli.host import children
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
+    from ulysses_cli.run import host
 
-    children.refuse_core_files(os.environ)
+    host.refuse_core_files(os.environ)
     printing.open_closed_streams()
     try:
         app()

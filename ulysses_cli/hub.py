@@ -1,8 +1,6 @@
 """Where a model's config.json comes from: a local folder, the Hugging Face cache, the shipped table, or the hub.
-
 The only network access outside of training, and only if asked for. A config that cannot be read is a Problem, never
-a guess.
-"""
+a guess. Whether the installed transformers knows a model type is read from the text of its table."""
 
 from __future__ import annotations
 
@@ -12,26 +10,35 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.files.addresses import find_address
-from ulysses_cli.plan.files.model_types import is_known_type
-from ulysses_cli.plan.files.regular_files import find_special, read_regular
-from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
-from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
-from ulysses_cli.plan.models.summary import ModelSummary, summarize
-from ulysses_cli.plan.models.vocabulary import (
+from ulysses_cli.plan.files import find_address, find_special, read_regular
+from ulysses_cli.plan.models.families import FAMILIES, REFUSED_FAMILIES
+from ulysses_cli.plan.models.model_files import (
     TokenizerFacts,
     describe_bytes,
     grow_config,
     predict_vocab_size,
     read_tokenizer,
 )
+from ulysses_cli.plan.models.shape import ModelShape, ModelSummary, read_model_shape, summarize
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import list_auto_rings
+
+TABLES = "models/auto/*.py"
+
+
+def is_known_type(model_type: str) -> bool:
+    """True as well where transformers is not installed: then nobody knows."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return True
+    tables = list(Path(spec.origin).parent.glob(TABLES))
+    return not tables or any(f'"{model_type}"' in table.read_text(encoding="utf-8") for table in tables)
+
 
 KEY = "model.name_or_path"
 SHIPPED_TABLE = Path(__file__).parent / "plan" / "models"

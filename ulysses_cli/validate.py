@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from ulysses_cli import hub
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.complaints import is_key
 from ulysses_cli.plan.recipe.loader import Loaded, load_recipe, parse_recipe
+from ulysses_cli.plan.recipe.schema import is_key
 from ulysses_cli.plan.resolved import Resolved, resolve
 from ulysses_cli.plan.rules.check import check_recipe
 

@@ -25,7 +25,7 @@ from canvas import (
 )
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.report.page.axes import make_axis
+from ulysses_cli.report.page.drawing import make_axis
 from ulysses_cli.report.quantities import format_quantity
 
 RECIPE = "llama-3.1-8b-128k-8gpu"

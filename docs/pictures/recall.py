@@ -11,8 +11,7 @@ from typing import Any
 
 from canvas import MARGIN, WIDTH, Theme, draw_heading, place_chart, read_description, wrap_svg, write
 
-from ulysses_cli.report.page.charts import Series, draw_lines
-from ulysses_cli.report.page.heat_map import draw_heat_map
+from ulysses_cli.report.page.charts import Series, draw_heat_map, draw_lines
 from ulysses_cli.report.quantities import format_binary
 
 RESULT = Path(__file__).with_name("recall.json")

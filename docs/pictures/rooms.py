@@ -9,10 +9,10 @@ from __future__ import annotations
 from canvas import MARGIN, MONO_ADVANCE, WIDTH, Theme, draw_box, draw_heading, wrap_svg, wrap_words, write
 from support.house import HEAVY, LIGHT, MAY_IMPORT, PACKAGE
 
-FILES = ("validate", "hub", "hardware_table", "shipped", "publishing")
+FILES = ("validate", "hub", "hardware_table", "shipped")
 ENTRY = ("cli", "api", "__main__", "")
 ROWS = {
-    **{"commands": 0, "report": 1, "launch": 1, "run_folder": 2, "host": 2, "evaluate": 2, "readers": 3},
+    **{"commands": 0, "report": 1, "run": 2, "evaluate": 2, "readers": 3},
     **{"prove": 0, "train": 1, "data": 2},
 }
 BASE = "plan"
@@ -20,9 +20,7 @@ PURPOSES = {
     "plan": "what can be known without a GPU: pure functions, values in and values out",
     "commands": "one file per command: parse, call, report, exit code",
     "report": "text, JSON and HTML; the only room that prints",
-    "launch": "starts the processes of a run, on one machine or many",
-    "run_folder": "checkpoints, manifests and logs of a run",
-    "host": "network, operator builds, child processes",
+    "run": "a run outside its ranks: its folder, starting processes and machines, this host",
     "evaluate": "tasks from a seed, scorers, statistics",
     "readers": "files of unknown origin as rows, in bounded time and memory",
     "data": "documents to rows of tokens, with transformers and datasets, without torch",

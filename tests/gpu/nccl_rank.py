@@ -13,10 +13,10 @@ from support.attention import Problem, compute_reference, make_tensors
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need
 from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.kernels.operators import KERNELS
-from ulysses_cli.train.attention.kernels.rule import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 PROBLEM = Problem(8, 2, 64, (300, 1, 130, 81), dtype=torch.bfloat16, scale=0.125)
 TOLERANCE = 0.03

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from ulysses_cli.train.elementwise.choice import CANDIDATES, NORM_KINDS, TOLERANCE, Widths, _Trial, choose_ways
+from ulysses_cli.train.elementwise.choice import (
+    CANDIDATES,
+    NORM_KINDS,
+    TOLERANCE,
+    Widths,
+    _Trial,
+    choose_implementations,
+)
 
 pytestmark = pytest.mark.gpu
 ROWS = {"rotary": (32, 128), "gate": (14336,)}
@@ -24,6 +31,6 @@ def test_a_way_is_exact(part: Any, way: Any, dtype: torch.dtype) -> None:
 
 def test_the_choice_is_measured() -> None:
     widths = Widths(4096, 32, 128, 14336, dict.fromkeys(NORM_KINDS, (4096, 128)))
-    choice = choose_ways(torch.device("cuda"), torch.bfloat16, widths, 32768)
-    assert choice.ways.keys() == CANDIDATES.keys()
+    choice = choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 32768)
+    assert choice.implementations.keys() == CANDIDATES.keys()
     assert choice.reason.count("transformers ") >= len(CANDIDATES), "each part is measured against it"

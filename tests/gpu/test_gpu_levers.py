@@ -12,7 +12,7 @@ from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import Offloader
 from ulysses_cli.train.memory.tiling import WeightSums, adds_in_product
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.served import ServedPopen
 
-from ulysses_cli.plan.exit_codes import FAILED
+from ulysses_cli.plan.problem import FAILED
 from ulysses_cli.train import agent
 from ulysses_cli.train.agent import LostMachine, RankSignals
 

@@ -19,7 +19,7 @@ from support.training import make_recipe
 from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.plan.exit_codes import FAILED, USAGE
+from ulysses_cli.plan.problem import FAILED, USAGE
 from ulysses_cli.train.export import __main__ as export_process
 from ulysses_cli.train.export import weights
 

@@ -29,12 +29,10 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.speed import compute_speed
-from ulysses_cli.prove.bench import bench as subject
-from ulysses_cli.prove.bench.calibration import calibrate
-from ulysses_cli.prove.bench.speed import Timed
-from ulysses_cli.prove.ranks.interleaving import Interleaving, compare_pairs
-from ulysses_cli.prove.ranks.ranks import RankFailureError, run_interleaved
+from ulysses_cli.prove import bench as subject
+from ulysses_cli.prove.ranks import Interleaving, RankFailureError, compare_pairs, run_interleaved
 from ulysses_cli.prove.results import find_version
+from ulysses_cli.prove.speed import Timed, calibrate
 from ulysses_cli.report.proofs import make_findings_page
 
 BIG = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "num_hidden_layers": 16}

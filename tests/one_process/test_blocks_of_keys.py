@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.train.attention.documents import Documents, make_documents
-from ulysses_cli.train.attention.kernels import flex, operators, trial
-from ulysses_cli.train.attention.kernels.blockwise import backward_blocks, forward_blocks
-from ulysses_cli.train.attention.kernels.merging import merge
-from ulysses_cli.train.attention.kernels.rule import Rule
-from ulysses_cli.train.generation.attention import attend_to_own, attend_to_prefix, join_parts
+from ulysses_cli.train.attention.kernels import native, operators, trial
+from ulysses_cli.train.attention.kernels.native import Rule, backward_blocks, forward_blocks, merge
+from ulysses_cli.train.generation.cache import attend_to_own, attend_to_prefix, join_parts
 
 
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -96,7 +94,7 @@ def test_flex_attention_takes_the_result_of_all_keys(softcap: float | None, monk
         logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
         return torch.einsum("hqk,khd->qhd", logits.softmax(-1), v), logits.logsumexp(-1)
 
-    monkeypatch.setattr(flex, "_call_flex", call)
+    monkeypatch.setattr(native, "_call_flex", call)
     q, k, v, dout = torch.randn(4, 20, 2, 8, dtype=torch.float64)
     rule = Rule(0.3, None, softcap, is_causal=False)
     out, lse = forward_blocks(q, k, v, rule)
@@ -104,7 +102,7 @@ def test_flex_attention_takes_the_result_of_all_keys(softcap: float | None, monk
         documents = make_documents((20,), key_lengths=(keys.stop - keys.start,))
         tensors = dout, q, k[keys], v[keys], out, lse
         for result, expected in zip(
-            flex.backward_flex(*tensors, documents, rule), backward_blocks(*tensors, rule), strict=True
+            native.backward_flex(*tensors, documents, rule), backward_blocks(*tensors, rule), strict=True
         ):
             torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
@@ -114,7 +112,7 @@ def test_flex_attention_lets_queries_see_all_keys_of_their_document(lengths: tup
     key_lengths = tuple(1 + 2 * length for length in lengths)
     documents, rule = make_documents(lengths, key_lengths=key_lengths), Rule(0.3, is_causal=False)
     q, k = torch.randn(sum(lengths), 2, 16), torch.randn(sum(key_lengths), 2, 16)
-    out, lse = flex.forward_flex(q, k, k, documents, rule)
+    out, lse = native.forward_flex(q, k, k, documents, rule)
     for queries, keys in documents.walk():
         expected, expected_lse = attend_plainly(q[queries], k[keys], k[keys], 0.3)
         torch.testing.assert_close(out[queries], expected, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from support.families import make_config
 from support.training import make_recipe
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.train.export.base_files import find_base_files
+from ulysses_cli.train.export.base_model import find_base_files
 from ulysses_cli.train.export.job import ExportJob
 
 IGNORED = {

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from ulysses_cli.train.optimizer import adamw_8bit as codes
 from ulysses_cli.train.optimizer import adamw_8bit as eight_bits
-from ulysses_cli.train.optimizer import quantization as codes
-from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit, make_table
-from ulysses_cli.train.optimizer.quantization import BLOCK, count_blocks, decode, encode
-from ulysses_cli.train.processes.requirements import find_missing_package
+from ulysses_cli.train.optimizer.adamw_8bit import BLOCK, AdamW8bit, count_blocks, decode, encode, make_table
+from ulysses_cli.train.processes.host import find_missing_package
 
 DEVICE = torch.device("cpu")
 NUMBERS = {

@@ -21,13 +21,12 @@ from support.small_run import CONFIG
 from support.training import make_recipe
 
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.host.operator_builds import get_builds_folder
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.prove.doctor import device_checks, doctor, machine, software
-from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding, run_checks
-from ulysses_cli.prove.results import Findings
-from ulysses_cli.train.processes import requirements
-from ulysses_cli.train.telemetry import run_file
+from ulysses_cli.prove import device_checks, doctor
+from ulysses_cli.prove.results import CheckTarget, Finding, Findings, run_checks
+from ulysses_cli.run.host import get_builds_folder
+from ulysses_cli.train import record
+from ulysses_cli.train.processes import host
 
 # Two NVLink islands of two GPUs, as nvidia-smi draws them: the header is underlined, the legend follows.
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -62,11 +61,11 @@ def make_target(*overrides: str) -> CheckTarget:
 
 
 def test_sp_groups_that_leave_their_island_are_named() -> None:
-    links = machine.read_topology(TOPOLOGY)
+    links = doctor.read_topology(TOPOLOGY)
     assert [len(row) for row in links] == [4] * 4
-    assert machine.find_slow_pairs(links, 2) == []
-    assert [(a, b) for a, b, _ in machine.find_slow_pairs(links, 4)] == [(0, 2), (0, 3), (1, 2), (1, 3)]
-    assert machine.read_topology("nvidia-smi: command not found") == []
+    assert doctor.find_slow_pairs(links, 2) == []
+    assert [(a, b) for a, b, _ in doctor.find_slow_pairs(links, 4)] == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert doctor.read_topology("nvidia-smi: command not found") == []
 
 
 @pytest.mark.parametrize(
@@ -76,30 +75,30 @@ def test_sp_groups_that_leave_their_island_are_named() -> None:
 def test_machines_of_eight(link: str, other: str, sp_size: int, num_slow: int) -> None:
     """Pairs of neighbours are joined by one kind of link, all else by another."""
     kinds = [["X" if a == b else link if a // 2 == b // 2 else other for b in range(8)] for a in range(8)]
-    links = machine.read_topology(draw_topology(kinds))
+    links = doctor.read_topology(draw_topology(kinds))
     assert links == kinds
-    assert len(machine.find_slow_pairs(links, sp_size)) == num_slow
+    assert len(doctor.find_slow_pairs(links, sp_size)) == num_slow
 
 
 def test_why_torch_sees_no_gpu() -> None:
-    assert "nvidia-smi does not answer" in machine.explain_no_gpus("", "2.13.0+cu128")[0]
-    text, fix = machine.explain_no_gpus(SMI, "2.13.0+cpu")
+    assert "nvidia-smi does not answer" in doctor.explain_no_gpus("", "2.13.0+cu128")[0]
+    text, fix = doctor.explain_no_gpus(SMI, "2.13.0+cpu")
     assert text == "torch 2.13.0+cpu is built for CPUs only, but there is driver 535.183.01 (up to CUDA 12.2)"
     assert "a torch for CUDA 12.2 or older" in fix
-    assert "newer driver" in machine.explain_no_gpus(SMI, "2.13.0+cu128")[1]
+    assert "newer driver" in doctor.explain_no_gpus(SMI, "2.13.0+cu128")[1]
 
 
 def test_errors_and_limits_that_a_gpu_reports() -> None:
-    alarms = machine.read_alarms("0, Not Active, 0\n1, Active, [N/A]\n2, Not Active, 3\n")
+    alarms = doctor.read_alarms("0, Not Active, 0\n1, Active, [N/A]\n2, Not Active, 3\n")
     assert alarms == {
         "0": "",
         "1": "slowed down by its own hardware (heat or power)",
         "2": "uncorrected memory errors",
     }
-    facts = dict.fromkeys(machine.QUERY, "0") | {"index": "1", "name": "H100", "driver_version": "570.1"}
-    assert machine._judge_gpu(facts, "").verdict == "PASS"
-    assert machine._judge_gpu(facts, alarms["1"]).verdict == "WARN"
-    hot = machine._judge_gpu(facts | {"temperature.gpu": "91"}, "")
+    facts = dict.fromkeys(doctor.QUERY, "0") | {"index": "1", "name": "H100", "driver_version": "570.1"}
+    assert doctor._judge_gpu(facts, "").verdict == "PASS"
+    assert doctor._judge_gpu(facts, alarms["1"]).verdict == "WARN"
+    hot = doctor._judge_gpu(facts | {"temperature.gpu": "91"}, "")
     assert (hot.verdict, "91 degrees" in hot.text) == ("WARN", True)
 
 
@@ -119,15 +118,15 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
         def is_compatible(self, verbose: bool) -> bool:
             return self.is_able
 
-    monkeypatch.setattr(software, "OPERATORS", {"AsyncIOBuilder": "offload to nvme"})
+    monkeypatch.setattr(doctor, "OPERATORS", {"AsyncIOBuilder": "offload to nvme"})
     monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder", Builder)
 
     def look(*overrides: str) -> Finding:
-        return next(iter(software.check_operators(make_target(*overrides))))
+        return next(iter(doctor.check_operators(make_target(*overrides))))
 
     assert look().verdict == "SKIP"
     needed = look("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
-    assert (needed.verdict, needed.fix) == ("FAIL", software.INGREDIENTS["async_io"])
+    assert (needed.verdict, needed.fix) == ("FAIL", doctor.INGREDIENTS["async_io"])
     assert "libaio.h is not there" in needed.text
     monkeypatch.setattr(Builder, "is_able", True)
     assert "AsyncIOBuilder as it; it().load()" in look().text
@@ -138,10 +137,10 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
 
 
 def test_checks_that_only_a_recipe_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     target = make_target("run.report_to=[wandb]")
-    assert [(each.name, each.verdict) for each in software._check_recipe_needs(target)] == [("wandb", "FAIL")]
-    assert list(software._check_recipe_needs(make_target())) == []
+    assert [(each.name, each.verdict) for each in doctor._check_recipe_needs(target)] == [("wandb", "FAIL")]
+    assert list(doctor._check_recipe_needs(make_target())) == []
 
 
 def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
@@ -150,39 +149,39 @@ def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
     small, huge = (
         CheckTarget(recipe, replace(shape, num_parameters=size), load_hardware(), 0) for size in (1_000, 10**15)
     )
-    assert {each.verdict for each in machine.check_disks(small)} == {"PASS"}
-    values = {each.name: each for each in machine.check_disks(huge)}
+    assert {each.verdict for each in doctor.check_disks(small)} == {"PASS"}
+    values = {each.name: each for each in doctor.check_disks(huge)}
     assert values[f"{tmp_path}/run"].verdict == "FAIL"
     assert "run.save_total_limit" in values[f"{tmp_path}/run"].fix
-    assert next(machine.check_memory(huge)).verdict == "FAIL"
+    assert next(doctor.check_memory(huge)).verdict == "FAIL"
 
 
 @pytest.mark.parametrize(
     ("world", "gpus", "verdict"), [(8, 8, "PASS"), (16, 8, "PASS"), (8, 4, "PASS"), (6, 4, "FAIL"), (2, 4, "WARN")]
 )
 def test_processes_against_gpus(world: int, gpus: int, verdict: str) -> None:
-    assert [result.verdict for result in machine._judge_count(world, gpus)] == [verdict]
+    assert [result.verdict for result in doctor._judge_count(world, gpus)] == [verdict]
 
 
 def test_all_ranks_of_a_recipe_are_counted() -> None:
     ranks = {("parallel.sp_size=2", "parallel.dp_shard_size=4"): 8, ("parallel.sp_size=2",): 2}
     for sizes, count in ranks.items():
-        assert machine.count_ranks_here(make_target(*sizes)) == count
+        assert doctor.count_ranks_here(make_target(*sizes)) == count
     eight = ("parallel.sp_size=2", "parallel.dp_shard_size=4", "run.device=auto")
-    assert machine.count_ranks_here(replace(make_target(*eight), num_gpus=4)) == 4
-    assert machine.count_ranks_here(replace(make_target(), recipe=None, num_gpus=0)) == 1
-    (cores,) = [each for each in machine.check_limits(make_target("parallel.sp_size=2")) if each.name == "cores"]
+    assert doctor.count_ranks_here(replace(make_target(*eight), num_gpus=4)) == 4
+    assert doctor.count_ranks_here(replace(make_target(), recipe=None, num_gpus=0)) == 1
+    (cores,) = [each for each in doctor.check_limits(make_target("parallel.sp_size=2")) if each.name == "cores"]
     assert " for the 2 ranks of this machine" in cores.text
 
 
 def test_pairs_of_versions_that_clash() -> None:
-    entries = yaml.safe_load(software.BAD_VERSIONS.read_text())
-    assert not [entry for entry in entries if software.clashes(entry, {"torch": "2.13.0+cpu", "numpy": "2.4"}.get)]
-    bad = [entry for entry in entries if software.clashes(entry, {"torch": "2.2.1+cu121", "numpy": "2.0.1"}.get)]
+    entries = yaml.safe_load(doctor.BAD_VERSIONS.read_text())
+    assert not [entry for entry in entries if doctor.clashes(entry, {"torch": "2.13.0+cpu", "numpy": "2.4"}.get)]
+    bad = [entry for entry in entries if doctor.clashes(entry, {"torch": "2.2.1+cu121", "numpy": "2.0.1"}.get)]
     assert [entry["with"] for entry in bad] == ["numpy"]
     peft = next(entry for entry in entries if entry["package"] == "peft")
-    assert software.clashes(peft, {"peft": "0.17.1", "transformers": "5.0.0"}.get)
-    assert not software.clashes(peft, {"peft": "0.17.1"}.get)
+    assert doctor.clashes(peft, {"peft": "0.17.1", "transformers": "5.0.0"}.get)
+    assert not doctor.clashes(peft, {"peft": "0.17.1"}.get)
     assert all(set(entry) >= {"package", "versions", "because", "fix"} for entry in entries)
     assert all(entry["source"].startswith("https://github.com/") for entry in entries)
 
@@ -191,9 +190,9 @@ def test_no_tested_version_is_a_bad_one() -> None:
     tested = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line.count("==") == 1
     )
-    entries = yaml.safe_load(software.BAD_VERSIONS.read_text())
+    entries = yaml.safe_load(doctor.BAD_VERSIONS.read_text())
     assert {"torch", "deepspeed", "transformers"} <= tested.keys()
-    assert not [entry for entry in entries if software.clashes(entry, tested.get)]
+    assert not [entry for entry in entries if doctor.clashes(entry, tested.get)]
 
 
 def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +203,11 @@ def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lock = folder / name / "lock"
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
-    results = list(software.check_locks(make_target()))
+    results = list(doctor.check_locks(make_target()))
     adam = folder / "old" / "cpu_adam"
     adam.mkdir()
     (folder / "old" / "lock").rename(adam / "lock")
-    (waiting,) = software.check_cpu_adam(make_target("memory.offload_optimizer=cpu"))
+    (waiting,) = doctor.check_cpu_adam(make_target("memory.offload_optimizer=cpu"))
     assert (waiting.verdict, waiting.fix) == ("FAIL", f"rm {adam / 'lock'}")
     assert [(each.verdict, each.fix) for each in results] == [("WARN", f"rm {folder / 'old' / 'lock'}")]
 
@@ -246,7 +245,7 @@ def test_checks_that_are_loaded_late_exist() -> None:
 
 
 def test_a_recipe_for_gpus_fails_without_them() -> None:
-    results = list(machine.check_gpus(make_target("run.device=auto")))
+    results = list(doctor.check_gpus(make_target("run.device=auto")))
     assert [each.verdict for each in results] == ["FAIL"]
     assert "run.device=cpu" in results[0].fix
 
@@ -293,9 +292,9 @@ def test_a_checkout_on_the_path_need_not_be_installed(monkeypatch: pytest.Monkey
         return find(package)
 
     monkeypatch.setattr(metadata, "version", miss)
-    assert run_file.list_versions()["ulysses"] == run_file.get_own_version()
+    assert record.list_versions()["ulysses"] == record.get_own_version()
     monkeypatch.setattr(metadata, "requires", miss)
-    first = next(iter(software.check_packages(CheckTarget(None, None, load_hardware(), 0))))
+    first = next(iter(doctor.check_packages(CheckTarget(None, None, load_hardware(), 0))))
     assert (first.name, first.verdict) == ("ulysses-cli", "WARN")
 
 
@@ -307,23 +306,23 @@ def test_files_that_another_package_has_overwritten_are_named(tmp_path: Path) ->
     lines = []
     for name in ("interface.py", "mask.py"):
         (cute / name).write_text(f"# {name}")
-        lines.append(f"flash_attn/cute/{name},sha256={software._hash_file(cute / name)},9")
+        lines.append(f"flash_attn/cute/{name},sha256={doctor._hash_file(cute / name)},9")
     (record / "RECORD").write_text("\n".join(lines))
     (record / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
     distribution = metadata.Distribution.at(record)
-    assert list(software.check_overwritten(lambda _: distribution)) == []
+    assert list(doctor.check_overwritten(lambda _: distribution)) == []
     (cute / "interface.py").write_text("# of flash-attn 2")
-    (finding,) = software.check_overwritten(lambda _: distribution)
+    (finding,) = doctor.check_overwritten(lambda _: distribution)
     assert (finding.name, finding.verdict) == ("flash-attn-4", "FAIL")
     assert "1 of its 2 files in flash_attn/cute are another package's" in finding.text
     assert "--force-reinstall --no-deps flash-attn-4==4.0" in finding.fix
 
 
 def test_offload_without_a_compiler_is_found_before_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(requirements.shutil, "which", lambda _: None)
+    monkeypatch.setattr(host.shutil, "which", lambda _: None)
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    assert "a C++ compiler and ninja not found on this machine" in requirements.find_missing_compiler(environ)
+    assert "a C++ compiler and ninja not found on this machine" in host.find_missing_compiler(environ)
     (tmp_path / "cpu_adam.so").touch()
-    assert requirements.find_missing_compiler(environ) == ""
-    monkeypatch.setattr(requirements.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert requirements.find_missing_compiler({}) == ""
+    assert host.find_missing_compiler(environ) == ""
+    monkeypatch.setattr(host.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert host.find_missing_compiler({}) == ""

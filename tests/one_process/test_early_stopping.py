@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ulysses_cli.plan.models.model_choice import choose_best, has_stalled
-from ulysses_cli.train.hooks.model_choice import ModelChoice
+from ulysses_cli.plan.schedule import choose_best, has_stalled
+from ulysses_cli.train.evaluation import ModelChoice
 
 # quarters, so that a difference that equals the threshold is exact
 LOSSES = st.lists(st.integers(0, 40).map(lambda quarters: quarters / 4), min_size=1, max_size=12)

@@ -27,8 +27,14 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.attention.kernels.operators import attend
 from ulysses_cli.train.elementwise import choice as choosing
 from ulysses_cli.train.elementwise import formulas, operators
-from ulysses_cli.train.elementwise.choice import CANDIDATES, CPU_WAYS, NO_WAYS, Widths, _choose_part, choose_ways
-from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
+from ulysses_cli.train.elementwise.choice import (
+    CANDIDATES,
+    CPU_IMPLEMENTATIONS,
+    NO_IMPLEMENTATIONS,
+    Widths,
+    _choose_part,
+    choose_implementations,
+)
 from ulysses_cli.train.elementwise.interface import (
     _computes_rotation,
     find_norm_widths,
@@ -36,8 +42,9 @@ from ulysses_cli.train.elementwise.interface import (
     recognise_norm_class,
     serve_elementwise,
 )
+from ulysses_cli.train.elementwise.operators import Gate, Normalize, Rotate
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
-from ulysses_cli.train.memory.tiled_norm import tile_norms
+from ulysses_cli.train.memory.tiling import tile_norms
 
 ROWS = {"rotary": (4, 16)}  # of a trial
 ALL_BLOCKS: Any = dict.fromkeys(CANDIDATES, "blocks")
@@ -203,7 +210,7 @@ def test_a_norm_of_two_dtypes_keeps_transformers_code() -> None:
     hidden = draw(3, 48, dtype=torch.bfloat16)
     assert torch.equal(norm(hidden), plain(hidden))
     assert not serve_elementwise(LlamaRMSNorm(48).double(), ALL_BLOCKS).norms
-    assert not serve_elementwise(LlamaRMSNorm(48), NO_WAYS).norms
+    assert not serve_elementwise(LlamaRMSNorm(48), NO_IMPLEMENTATIONS).norms
 
 
 def test_a_fused_norm_runs_in_no_tiles_and_frozen_weights_get_no_gradient() -> None:
@@ -311,7 +318,9 @@ def test_compiled_parts_are_recomputed_in_another_thread(mode: Any, monkeypatch:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     operators.compile_once.cache_clear()
     plain, served = make_pair("llama")
-    serve_elementwise(served, {**NO_WAYS, **dict.fromkeys(("rounded", "precise", "rotary", "gate"), "compiled")})
+    serve_elementwise(
+        served, {**NO_IMPLEMENTATIONS, **dict.fromkeys(("rounded", "precise", "rotary", "gate"), "compiled")}
+    )
     checkpoint_layers(served, mode)
     served.train()
     runs: list[int] = []
@@ -338,7 +347,7 @@ def test_float32_angles_turn_bfloat16_rows(monkeypatch: pytest.MonkeyPatch) -> N
     """Where a family rotates so (OLMo 2), rounded once; the way in blocks leaves it to transformers' code."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     plain, served = (model.bfloat16() for model in make_pair("olmo2"))
-    serve_elementwise(served, {**NO_WAYS, "rotary": "compiled"})
+    serve_elementwise(served, {**NO_IMPLEMENTATIONS, "rotary": "compiled"})
     taken, apply = [], Rotate.forward
     monkeypatch.setattr(Rotate, "forward", staticmethod(lambda *args: taken.append(args[2].dtype) or apply(*args)))
     ids = torch.arange(24)[None]
@@ -346,7 +355,7 @@ def test_float32_angles_turn_bfloat16_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == [torch.float32] * 4, "queries and keys of two layers"
     taken.clear()
     in_blocks = make_pair("olmo2")[0].bfloat16()
-    serve_elementwise(in_blocks, {**NO_WAYS, "rotary": "blocks"})
+    serve_elementwise(in_blocks, {**NO_IMPLEMENTATIONS, "rotary": "blocks"})
     assert torch.equal(in_blocks(ids).logits, plain(ids).logits)
     assert not taken
 
@@ -425,7 +434,7 @@ def test_a_trial_is_as_large_as_a_ranks_rows_up_to_what_no_cache_holds(monkeypat
 
     monkeypatch.setattr(choosing, "_Trial", note)
     widths = Widths(4096, 32, 128, 14336, {"rounded": {4096, 128}})
-    choose_ways(torch.device("cuda"), torch.bfloat16, widths, 8192)
+    choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 8192)
     rows = {("rounded", (4096,)): 8192, ("rounded", (128,)): 8192 * 32, ("rotary", (32, 128)): 8192}
     assert drawn == {**rows, ("gate", (14336,)): choosing.TIMED_BYTES // (14336 * 2)}
 
@@ -446,7 +455,9 @@ def test_a_choice_is_kept_by_gpu_versions_and_widths(monkeypatch: pytest.MonkeyP
     def choose(hidden: int = 64, num_tokens: int = 64) -> tuple[Any, int]:
         tried.clear()
         widths = Widths(hidden, 4, 16, 128, {"rounded": {hidden}})
-        return choose_ways(torch.device("cuda"), torch.bfloat16, widths, num_tokens, uses_cache=True), len(tried)
+        return choose_implementations(torch.device("cuda"), torch.bfloat16, widths, num_tokens, uses_cache=True), len(
+            tried
+        )
 
     errors.pop("compiled")
     assert choose()[1] == choose()[1] == 3, "a choice after a failure is not kept"
@@ -454,7 +465,11 @@ def test_a_choice_is_kept_by_gpu_versions_and_widths(monkeypatch: pytest.MonkeyP
     first, num_tried = choose()
     again, num_again = choose()
     assert (num_tried, num_again) == (3, 0)
-    assert again.ways == first.ways == {**NO_WAYS, "rounded": "compiled", "rotary": "compiled", "gate": "compiled"}
+    assert (
+        again.implementations
+        == first.implementations
+        == {**NO_IMPLEMENTATIONS, "rounded": "compiled", "rotary": "compiled", "gate": "compiled"}
+    )
     assert "found in an earlier run" in again.reason
     assert choose(hidden=128)[1] == 3
     assert [choose(num_tokens=number)[1] for number in (96, 1 << 21, 1 << 22)] == [3, 3, 0], "as many rows are timed"
@@ -477,18 +492,21 @@ def test_each_kind_of_norm_has_a_way_of_its_own(
     monkeypatch.setattr(choosing, "_Trial", lambda *_: FakeTrial({"torch": 0.01}, seconds))
     model = make_pair(model_type)[0]
     widths = Widths(32, 4, 8, 48, find_norm_widths(model))
-    choice = choose_ways(torch.device("cuda"), torch.bfloat16, widths, 64)
-    assert choice.ways[part] == way
+    choice = choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 64)
+    assert choice.implementations[part] == way
     assert f"{part} norm by {way} (" in choice.reason
     assert choice.reason.count(" norm by ") == 1, "of the model's own kind"
     assert "compiled failed: no compiler" in choice.reason
-    assert serve_elementwise(model, choice.ways).norms == num_served
+    assert serve_elementwise(model, choice.implementations).norms == num_served
 
 
 def test_a_cpu_takes_what_was_measured_there() -> None:
     cpu, widths = torch.device("cpu"), Widths(64, 4, 16, 128, {"rounded": [64]})
-    assert choose_ways(cpu, torch.float32, widths, 64).ways == CPU_WAYS
-    assert choose_ways(cpu, torch.bfloat16, widths, 64).ways == {**CPU_WAYS, "rotary": "transformers"}
+    assert choose_implementations(cpu, torch.float32, widths, 64).implementations == CPU_IMPLEMENTATIONS
+    assert choose_implementations(cpu, torch.bfloat16, widths, 64).implementations == {
+        **CPU_IMPLEMENTATIONS,
+        "rotary": "transformers",
+    }
 
 
 @pytest.mark.parametrize("part", CANDIDATES)

@@ -29,10 +29,10 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.readers.columns import read_sample
-from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.export import weights as export
-from ulysses_cli.train.export.check import check_adapter, check_model, make_probe
-from ulysses_cli.train.telemetry.run_file import make_card
+from ulysses_cli.train.export.weights import check_adapter, check_model, make_probe
+from ulysses_cli.train.record import make_card
 
 PROBE = make_probe(make_bytes_tokenizer(), 64)
 

@@ -21,8 +21,8 @@ from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.plan.exit_codes import USAGE
-from ulysses_cli.report.resolved_plan import describe_plan, format_plan
+from ulysses_cli.plan.problem import USAGE
+from ulysses_cli.report.recipe import describe_plan, format_plan
 from ulysses_cli.train.export import __main__ as export_process
 from ulysses_cli.train.export import sampling
 from ulysses_cli.train.export.job import ExportError, ExportJob

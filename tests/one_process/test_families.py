@@ -18,20 +18,18 @@ from support.tiers import mark_by, sample_every
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
-from ulysses_cli.plan.ledger.adapters.modules import BIAS, Adapters
 from ulysses_cli.plan.ledger.job import name_linear
+from ulysses_cli.plan.ledger.modules import BIAS, Adapters
 from ulysses_cli.plan.ledger.weights import find_alike, has_norm_behind, list_weights
-from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Trait
+from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules.check import check_recipe
-from ulysses_cli.prove.verify.shrink import shrink_config
-from ulysses_cli.prove.verify.small_layers import name_kind
-from ulysses_cli.train.assembly.loading import find_unused_weights
-from ulysses_cli.train.assembly.model_config import stretch_positions
+from ulysses_cli.prove.shrink import name_kind, shrink_config
 from ulysses_cli.train.memory.tiled_mlp import NORMS_AFTER
+from ulysses_cli.train.model.loading import find_unused_weights, stretch_positions
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
 
@@ -264,7 +262,7 @@ def test_experts_are_counted_by_the_name_that_transformers_reads(model_type: str
 
 
 def name_kinds(shape: ModelShape) -> set[tuple[str, type, bool]]:
-    borrows = ((layer, bool(layer.attention and layer.attention.borrows_kv)) for layer in shape.layers)
+    borrows = ((layer, bool(layer.attention and layer.attention.shares_kv)) for layer in shape.layers)
     return {(name_kind(layer), type(layer.mlp), each) for layer, each in borrows}
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.checkpoint.format import index_sources, read_range
 from ulysses_cli.train.export.weights import export_model
-from ulysses_cli.train.finiteness import find_file, find_nonfinite, is_finite
+from ulysses_cli.train.tensor_file import find_file, find_nonfinite, is_finite
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

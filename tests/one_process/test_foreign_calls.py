@@ -26,8 +26,8 @@ from support.paths import ROOT
 from support.tiers import sample_every
 
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.kernels import cudnn, flash, varlen
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels import flash, native
+from ulysses_cli.train.attention.kernels.native import Rule
 
 TORCH = load_schemas()
 RELEASES = [(kernel, version) for kernel, versions in load_signatures().items() for version in versions]
@@ -143,9 +143,9 @@ class Aten:
 def test_torchs_flash_kernel_takes_the_calls(kind: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, tensors = RULES[kind], make_tensors()
     aten = Aten(version, lambda name, num: [torch.zeros(1)] * num)
-    monkeypatch.setattr(varlen, "aten", aten)
-    varlen.forward_varlen(*(tensors[name] for name in "qkv"), DOCUMENTS, rule)
-    varlen.backward_varlen(*tensors.values(), DOCUMENTS, rule)
+    monkeypatch.setattr(native, "aten", aten)
+    native.forward_varlen(*(tensors[name] for name in "qkv"), DOCUMENTS, rule)
+    native.backward_varlen(*tensors.values(), DOCUMENTS, rule)
     (_, forward), (_, backward) = aten.calls
     for bound in (forward, backward):
         assert (bound["cum_seq_q"], bound["cum_seq_k"]) == (DOCUMENTS.cu_seqlens, DOCUMENTS.cu_seqlens)
@@ -167,11 +167,11 @@ def test_cudnn_takes_the_calls(version: str, monkeypatch: pytest.MonkeyPatch) ->
         return heads if name.endswith("backward") else [torch.zeros(1, 4, 5, 16), torch.zeros(1, 4, 5, 1)] * num
 
     aten = Aten(version, make_results)
-    monkeypatch.setattr(cudnn, "aten", aten)
+    monkeypatch.setattr(native, "aten", aten)
     one = make_documents((5,))
     dout, q, k, v, out = (tensors[name][:5] for name in ("dout", "q", "k", "v", "out"))
-    cudnn.forward_cudnn(q, k, v, one, Rule(SCALE))
-    cudnn.backward_cudnn(dout, q, k, v, out, tensors["lse"][:, :5], one, Rule(SCALE))
+    native.forward_cudnn(q, k, v, one, Rule(SCALE))
+    native.backward_cudnn(dout, q, k, v, out, tensors["lse"][:, :5], one, Rule(SCALE))
     (_, forward), (_, backward) = aten.calls
     for bound in (forward, backward):
         assert (bound["attn_bias"], bound["dropout_p"], bound["is_causal"], bound["scale"]) == (None, 0.0, True, SCALE)

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ulysses_cli.host.operator_builds import (
-    COMMON_CPU,
-    PORTABLE,
-    get_builds_folder,
-    has_common_instructions,
-    read_cpu_kind,
-)
+from ulysses_cli.run.host import COMMON_CPU, PORTABLE, get_builds_folder, has_common_instructions, read_cpu_kind
 from ulysses_cli.train.optimizer.states import reset_beta_powers
 
 BETAS = (0.85, 0.97)
@@ -82,8 +76,8 @@ def test_weights_are_those_of_adamw_to_rounding() -> None:
 
 BUILD = """
 import torch
-from ulysses_cli.prove.doctor.software import ADAM_TOLERANCE, step_cpu_adam
-from ulysses_cli.train.processes.requirements import build_cpu_adam
+from ulysses_cli.prove.doctor import ADAM_TOLERANCE, step_cpu_adam
+from ulysses_cli.train.processes.host import build_cpu_adam
 build_cpu_adam()
 assert step_cpu_adam(torch.device("cpu"))[0] <= ADAM_TOLERANCE
 """

@@ -15,10 +15,10 @@ from support.recipes import load
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.prove.doctor import machine
-from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding
-from ulysses_cli.train import connection
-from ulysses_cli.train.processes import device, host_memory
+from ulysses_cli.prove import doctor
+from ulysses_cli.prove.results import CheckTarget, Finding
+from ulysses_cli.train import inputs as connection
+from ulysses_cli.train.processes import device, host
 
 LLAMA = ("model.name_or_path=meta-llama/Llama-3.1-8B", "data.max_length=8192", "parallel.sp_size=1")
 
@@ -26,17 +26,17 @@ LLAMA = ("model.name_or_path=meta-llama/Llama-3.1-8B", "data.max_length=8192", "
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tree of memory controllers in which this process is at the root."""
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "own")
     return tmp_path
 
 
 @pytest.fixture
 def large(groups: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with one H100 and 2 TiB of free memory, of which a container may take 200 GiB."""
-    monkeypatch.setattr(host_memory, "count_host_bytes", lambda: 2048 * GIB)
-    monkeypatch.setattr(host_memory, "_read_table", lambda _: {"MemAvailable:": 2 << 30, "RssAnon:": 1 << 20})
-    monkeypatch.setattr(machine, "count_host_bytes", host_memory.count_host_bytes)
+    monkeypatch.setattr(host, "count_host_bytes", lambda: 2048 * GIB)
+    monkeypatch.setattr(host, "_read_table", lambda _: {"MemAvailable:": 2 << 30, "RssAnon:": 1 << 20})
+    monkeypatch.setattr(doctor, "count_host_bytes", host.count_host_bytes)
     facts = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     (groups / "memory.max").write_text(str(200 * GIB))
@@ -44,15 +44,15 @@ def large(groups: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_container_has_what_is_left_of_its_limit(groups: Path) -> None:
-    outside = host_memory.count_free_bytes()
+    outside = host.count_free_bytes()
     assert 0 < outside <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     (groups / "memory.max").write_text("max\n")
-    assert host_memory.read_memory_limit() == 1 << 60
+    assert host.read_memory_limit() == 1 << 60
     (groups / "memory.max").write_text("1000000\n")
     (groups / "memory.current").write_text("900000\n")
     (groups / "memory.stat").write_text("anon 600000\ninactive_file 250000\n")
-    assert host_memory.count_free_bytes() == host_memory.count_usable_bytes() == 350_000
-    assert host_memory.count_usable_bytes(1) == 1_000_000  # what this process holds is the run's
+    assert host.count_free_bytes() == host.count_usable_bytes() == 350_000
+    assert host.count_usable_bytes(1) == 1_000_000  # what this process holds is the run's
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_job_has_what_is_left_of_its_own_limits(
     (job / limit).write_text("500000")
     (job / use).write_text("400000")
     (job / "memory.stat").write_text(f"{cache} 30000\n")
-    assert host_memory.read_memory_limit() == 500_000
-    assert host_memory.count_free_bytes() == 130_000
+    assert host.read_memory_limit() == 500_000
+    assert host.count_free_bytes() == 130_000
 
 
 def test_levers_are_chosen_within_the_limit_of_a_container(large: Path) -> None:
@@ -105,7 +105,7 @@ def test_doctor_says_when_early_steps_take_too_much(large: Path) -> None:
     def look(*words: str) -> Finding:
         recipe = load(*LLAMA, "memory.offload_optimizer=cpu", *words).recipe
         target = CheckTarget(recipe, find_model_shape(recipe).shape, load_hardware(), 1)
-        return next(machine.check_memory(target))
+        return next(doctor.check_memory(target))
 
     assert look().verdict == "PASS"  # as many early steps as the container has room for
     much = look("memory.overlap_optimizer=true")

@@ -16,9 +16,8 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import LeverChoice
 from ulysses_cli.plan.resolved import settle
-from ulysses_cli.train.processes.core_speed import Yardstick, measure_core_milliseconds
-from ulysses_cli.train.telemetry import forecast
-from ulysses_cli.train.telemetry.forecast import Forecast
+from ulysses_cli.train import inputs
+from ulysses_cli.train.inputs import Forecast, Yardstick, measure_core_milliseconds
 
 H100 = load_hardware().get_gpu("h100-80gb")
 MEASURE = """
@@ -39,7 +38,7 @@ def make_plan() -> Any:
 def test_ranks_count_with_their_own_core(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, seconds = make_plan(), []
     for milliseconds in (H100.host.yardstick, 3 * H100.host.yardstick):
-        monkeypatch.setattr(forecast, "measure_core_milliseconds", lambda found=milliseconds: found)
+        monkeypatch.setattr(inputs, "measure_core_milliseconds", lambda found=milliseconds: found)
         what, helps = Forecast(LeverChoice(Levers(), {}, None), H100, True).explain_host(plan)
         assert what.startswith("steps are limited by the host: a processor takes about ")
         assert helps.startswith("what helps: ")
@@ -49,7 +48,7 @@ def test_ranks_count_with_their_own_core(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nothing_is_said_where_the_gpu_is_unknown_or_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, choice = make_plan(), LeverChoice(Levers(), {}, None)
-    monkeypatch.setattr(forecast, "measure_core_milliseconds", lambda: 1e-6 * H100.host.yardstick)
+    monkeypatch.setattr(inputs, "measure_core_milliseconds", lambda: 1e-6 * H100.host.yardstick)
     assert Forecast(choice, None, False).explain_host(plan) == []
     assert Forecast(choice, replace(H100, tflops=1e-3), True).explain_host(plan) == []
     assert Forecast(choice, H100, False).explain_host(plan) == []

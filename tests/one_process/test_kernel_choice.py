@@ -19,20 +19,24 @@ from hypothesis import strategies as st
 from support.tiers import count_examples
 
 from ulysses_cli.plan.attention import BACK_ENDS, Capability, Need, list_able
-from ulysses_cli.train.assembly import run as assembling
-from ulysses_cli.train.assembly.run import RunLength, assemble_run
 from ulysses_cli.train.attention.kernels import choice as choosing
-from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, KernelSearch, choose_kernel
-from ulysses_cli.train.attention.kernels.presence import CommonPresence, Presence, join_presence
-from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult
-from ulysses_cli.train.attention.kernels.trial_process import try_in_process
-from ulysses_cli.train.attention.kernels.workload import (
+from ulysses_cli.train.attention.kernels.choice import (
     MAX_TIMED_TOKENS,
+    BrokenDeviceError,
+    CommonPresence,
+    KernelSearch,
     KernelWorkload,
     LengthMix,
+    Presence,
+    choose_kernel,
+    join_presence,
     measure_mix,
 )
-from ulysses_cli.train.processes import choice_cache
+from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult
+from ulysses_cli.train.attention.kernels.trial_process import try_in_process
+from ulysses_cli.train.model import build as assembling
+from ulysses_cli.train.model.build import RunLength, assemble_run
+from ulysses_cli.train.processes import compiling
 from ulysses_cli.train.processes.consistency import DisagreementError
 
 CPU = torch.device("cpu")
@@ -266,12 +270,12 @@ def test_another_version_of_the_code_tries_again(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trials, code = Trials(monkeypatch, set(), {}), tmp_path / "code"
     shutil.copytree(choosing.SOURCES, code)
-    assert choice_cache.digest_code(code) == choice_cache.digest_code(choosing.SOURCES)
+    assert compiling.digest_code(code) == compiling.digest_code(choosing.SOURCES)
     choose_kernel("auto", make_search(), uses_cache=True)
     before = len(trials.tried)
     with open(code / "trial.py", "a") as stream:
         stream.write("PROBE_LENGTHS = (1,)\n")
-    choice_cache.digest_code.cache_clear()
+    compiling.digest_code.cache_clear()
     monkeypatch.setattr(choosing, "SOURCES", code)
     choose_kernel("auto", make_search(), uses_cache=True)
     assert len(trials.tried) > before

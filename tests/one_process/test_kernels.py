@@ -22,14 +22,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need, list_able
 from ulysses_cli.plan.layout import list_divisors
-from ulysses_cli.train.attention import exchange
+from ulysses_cli.train.attention import ulysses
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.heads import plan_heads
-from ulysses_cli.train.attention.kernels import blockwise, flex, operators
+from ulysses_cli.train.attention.kernels import native, operators
 from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 CPU = torch.device("cpu")
 NEEDS = [
@@ -180,9 +180,9 @@ def test_memory_grows_with_tokens_not_with_their_square() -> None:
     for tokens in (4096, 16384):
         q = torch.randn(tokens, 1, 4)
         with ByteCounter() as counter:
-            out, lse = blockwise.forward_blocks(q, q, q, Rule(0.5, 64, 2.0))
-            blockwise.backward_blocks(out, q, q, q, out, lse, Rule(0.5, 64, 2.0))
-        assert counter.largest <= max(q.nbytes, 8 * blockwise.BLOCK_TOKENS**2)  # distances in a block are int64
+            out, lse = native.forward_blocks(q, q, q, Rule(0.5, 64, 2.0))
+            native.backward_blocks(out, q, q, q, out, lse, Rule(0.5, 64, 2.0))
+        assert counter.largest <= max(q.nbytes, 8 * native.BLOCK_TOKENS**2)  # distances in a block are int64
 
 
 def test_shapes_are_known_without_data() -> None:
@@ -230,7 +230,7 @@ def test_flex_masks_by_documents_and_windows(window: int | None) -> None:
     problem = Problem(4, 2, 16, (300, 1, 128, 211), window=window, dtype=torch.float32, softcap=2.0)
     tensors = make_tensors(problem)
     documents, rule = make_documents(problem.lengths), Rule(problem.scale, window, 2.0)
-    out, _ = flex.forward_flex(*(tensors[name][0] for name in "qkv"), documents, rule)
+    out, _ = native.forward_flex(*(tensors[name][0] for name in "qkv"), documents, rule)
     expected = compute_reference(problem, tensors)["out"][0]
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
@@ -245,7 +245,7 @@ def test_flex_is_compiled_for_many_kinds_in_another_thread(monkeypatch: pytest.M
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
-    compiled = flex._compile_flex.__wrapped__()
+    compiled = native._compile_flex.__wrapped__()
     kinds = list(product((torch.float32, torch.bfloat16), (1, 2), (False, True), (16, 32), (True,)))
     for dtype, kv_heads, has_score, tokens, has_aux in kinds:
         q, k, v = (torch.randn(1, heads, tokens, 16, dtype=dtype) for heads in (2, kv_heads, kv_heads))
@@ -275,12 +275,12 @@ def test_flex_takes_blocks_that_fit_into_shared_memory(
     """The rooms are of H100, A100 and GPUs for graphics; some releases of torch do not tell it."""
     facts = SimpleNamespace() if room is None else SimpleNamespace(shared_memory_per_block_optin=room)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    options = flex.pick_options(head_dim, 2, torch.device("cuda"))
+    options = native.pick_options(head_dim, 2, torch.device("cuda"))
     assert (options is None) == (tokens == 0)
     if options is not None:
-        assert {options[name] for name in flex.BLOCK_NAMES} == {tokens}
+        assert {options[name] for name in native.BLOCK_NAMES} == {tokens}
         assert room is None or 6 * tokens * head_dim * 2 <= room, "six blocks of the backward"
-    assert flex.pick_options(head_dim, 2, torch.device("cpu")) is None
+    assert native.pick_options(head_dim, 2, torch.device("cpu")) is None
 
 
 def call(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -355,12 +355,12 @@ def test_every_rank_gets_its_heads_and_gives_them_back(plan: tuple[int, int, int
     times = torch.zeros(kv_heads)
     for chunk in head_plan.chunks:
         widths = [span.num_heads for span in chunk.keys]
-        segments = exchange._split(torch.zeros(sum(widths) * 30, dtype=torch.float64), widths, 2, 3, 5)
-        exchange._pack(whole, segments, chunk.keys, [0] * sp_size)
+        segments = ulysses._split(torch.zeros(sum(widths) * 30, dtype=torch.float64), widths, 2, 3, 5)
+        ulysses._pack(whole, segments, chunk.keys, [0] * sp_size)
         for rank, span in enumerate(chunk.keys):
             assert torch.equal(segments[rank], whole[:, :, span.start : span.stop])
             times[span.start : span.stop] += 1
-        exchange._unpack(back, segments, chunk.keys, [0] * sp_size, add=True)
+        ulysses._unpack(back, segments, chunk.keys, [0] * sp_size, add=True)
         needed = {head * kv_heads // heads for span in chunk.queries for head in range(*span)}
         assert needed == {key for span in chunk.keys for key in range(*span)}
     assert torch.equal(back, whole * times[None, None, :, None])

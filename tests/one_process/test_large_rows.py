@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.large_rows import CASES, PAST, LargeCase, compare, differentiate
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.rows.census import OPERATORS
+from ulysses_cli.plan.rows.indexing import OPERATORS
 
 NEEDED_BYTES = 12 * GIB  # the largest case takes 10.6 GiB
 CPU = torch.device("cpu")

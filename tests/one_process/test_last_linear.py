@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.memory import last_linear
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.memory import tiled_mlp
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 CHECKPOINTED = Case("llama", Levers(checkpointing="save_attention"), changes={"intermediate_size": 40})
 INNER = 40
@@ -78,5 +78,5 @@ def test_a_layer_whose_forward_is_replaced_stays_as_it_is() -> None:
     model = make_loss_model(Case(), make_sequence_axis(None)).model
     down = model.model.layers[0].mlp.down_proj
     down.forward = forward = lambda wide: wide
-    assert last_linear.save_before_last_products(model, SHARDED) == model.config.num_hidden_layers - 1
+    assert tiled_mlp.save_before_last_products(model, SHARDED) == model.config.num_hidden_layers - 1
     assert down.forward is forward

@@ -14,13 +14,12 @@ from support.tiers import sample
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ulysses_cli.plan.rows.census import OPERATORS
-from ulysses_cli.train.memory.last_linear import ShardedLinear, save_before_last_products
-from ulysses_cli.train.memory.pieces import run_in_pieces
+from ulysses_cli.plan.rows.indexing import OPERATORS
+from ulysses_cli.train.memory.tiled_mlp import ShardedLinear, run_in_pieces, save_before_last_products
 
 TOKENS, LIMIT_BYTES = 96, 96 * 40 * 8  # widths of 40 or more numbers in float64 pass the limit
 indexing = importlib.import_module("ulysses_cli.plan.rows.indexing")
-census = importlib.import_module("ulysses_cli.plan.rows.census")
+census = importlib.import_module("ulysses_cli.plan.rows.indexing")
 
 
 @pytest.fixture(autouse=True)

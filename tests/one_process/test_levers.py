@@ -37,22 +37,20 @@ from support.other_thread import backward_in_another_thread
 from support.tiers import count_examples, mark_by, sample, sample_every
 from torch import Tensor, nn
 
+from ulysses_cli.plan.levers import SWAP_CHUNK_BYTES, SWAP_THREADS
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
-from ulysses_cli.train.assembly.levers import open_disk
-from ulysses_cli.train.assembly.loading import BuildError
-from ulysses_cli.train.assembly.parts import make_thread
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.failure import describe_failure
 from ulysses_cli.train.memory import offload, tiling
-from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
-from ulysses_cli.train.memory.disk import DiskFile, Extents, OffloadDiskError
-from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, HostPool, Offloader
-from ulysses_cli.train.memory.saved_results import SavedResults, save_for_recompute
+from ulysses_cli.train.memory.checkpointing import SavedResults, checkpoint_layers, list_layers, save_for_recompute
+from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, DiskFile, Extents, HostPool, OffloadDiskError, Offloader
 from ulysses_cli.train.memory.tiled_mlp import TiledBlock, tile_mlps
 from ulysses_cli.train.memory.tiling import split_tokens
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.model.loading import BuildError
+from ulysses_cli.train.model.loss_model import open_disk
+from ulysses_cli.train.model.parts import make_thread
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 ALL = Levers(loss_tile=9, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
 # Some models compute parts of their float64 path in float32 (norms, the router's softmax). Rounding there depends on

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.train.assembly.head import read_head_rule
-from ulysses_cli.train.assembly.loading import BuildError
-from ulysses_cli.train.assembly.token_loss import load_token_loss
 from ulysses_cli.train.loss import HeadRule, PlainLoss, apply_rule
+from ulysses_cli.train.model.loading import BuildError
+from ulysses_cli.train.model.loss_model import load_token_loss, read_head_rule
 
 CHANGES = {"gemma2": {"final_logit_softcapping": 0.5}, "granite": {"logits_scaling": 3.0}}
 

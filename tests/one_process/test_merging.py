@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.export import weights as export
-from ulysses_cli.train.export.base_files import find_base_files
-from ulysses_cli.train.export.check import check_adapter, make_probe
+from ulysses_cli.train.export.base_model import find_base_files
 from ulysses_cli.train.export.merging import Merging, add_adapters
+from ulysses_cli.train.export.weights import check_adapter, make_probe
 
 SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 NAMED = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # where peft refuses all-linear
@@ -261,7 +261,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM
         from peft import LoraConfig, PeftModel, get_peft_model
         from ulysses_cli.train.export import weights as export
-        from ulysses_cli.train.export.base_files import find_base_files
+        from ulysses_cli.train.export.base_model import find_base_files
         from ulysses_cli.train.export.merging import Merging
 
         def read_peak():

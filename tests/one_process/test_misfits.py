@@ -9,12 +9,11 @@ import pytest
 import torch
 from support.training import CONFIG, make_recipe
 
-from ulysses_cli.plan.exit_codes import USAGE
-from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, start_from_random
-from ulysses_cli.train.assembly.model_config import load_model_config
+from ulysses_cli.plan.problem import USAGE
 from ulysses_cli.train.attention.interface import UnservedError
 from ulysses_cli.train.elementwise.choice import describe
 from ulysses_cli.train.failure import describe_failure
+from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_model_config, start_from_random
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.paths import ROOT
 from support.training import CONFIG
 from transformers import AutoConfig
 
-from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
+from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_pretrained
 
 PACKAGE = ROOT / "ulysses_cli"
 
@@ -41,7 +41,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_three_files_unpickle() -> None:
-    """prove/ranks/ranks.py reads what its own processes have just written in a folder of its own; consistency.py and
+    """prove/ranks.py reads what its own processes have just written in a folder of its own; consistency.py and
     rendezvous.py read what carries the run's seal."""
     plan_results = {
         str(file.relative_to(PACKAGE))
@@ -49,7 +49,7 @@ def test_only_three_files_unpickle() -> None:
         if re.search(r"\bpickle\.loads?\b|torch\.load\(|joblib|allow_pickle=True", file.read_text())
     }
     assert plan_results <= {
-        "prove/ranks/ranks.py",
+        "prove/ranks.py",
         "train/processes/consistency.py",
         "train/processes/rendezvous.py",
     }

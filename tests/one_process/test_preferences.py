@@ -10,7 +10,7 @@ import torch
 from support.paths import ROOT
 from torch import Tensor
 
-from ulysses_cli.plan.recipe.preference_section import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE, LossName
+from ulysses_cli.plan.recipe.sections import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE, LossName
 from ulysses_cli.train.preferences import (
     PAIR_LOSSES,
     AnswerPairs,

@@ -24,7 +24,7 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rules.public_names import find_public_name, make_public
 from ulysses_cli.train.export.weights import export_model
-from ulysses_cli.train.telemetry.run_file import make_card
+from ulysses_cli.train.record import make_card
 
 USER, HOST = "user-of-this-machine", "name-of-this-machine"
 

@@ -14,19 +14,19 @@ from support.training import make_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.plan.ledger.adapters.quantized import compute_spared
+from ulysses_cli.plan.ledger.adapters import compute_quantized_spared
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.train.assembly.adapters import add_adapters
-from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
-from ulysses_cli.train.assembly.quantized_base import (
+from ulysses_cli.train.model.adapters import (
+    add_adapters,
     find_nonfinite_scale,
     make_quantization_config,
     quantize_layers,
     settle_layers,
 )
+from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_pretrained
 
 pytestmark = pytest.mark.check
 SIZES = {**CONFIG, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -69,7 +69,7 @@ def test_the_ledger_counts_what_the_base_takes(plain: Any, kind: str) -> None:
     recipe = make_recipe("model.dtype=bfloat16", "parallel.zero_stage=2", f"lora.quantize_base={kind}", config=SIZES)
     job = make_job(recipe, read_model_shape(SIZES, "test"), Levers())
     before, after = count_bytes(plain), count_bytes(quantized)
-    assert compute_spared(job) == pytest.approx(before - after, rel=0.02)
+    assert compute_quantized_spared(job) == pytest.approx(before - after, rel=0.02)
 
 
 def count_bytes(model: nn.Module) -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli.prove.ranks import rank_server
-from ulysses_cli.prove.ranks.rank_server import start_process
+from ulysses_cli.prove import ranks
+from ulysses_cli.prove.ranks import start_process
 
 
 def write_parent(file: str) -> None:
@@ -16,7 +16,7 @@ def write_parent(file: str) -> None:
 def test_a_rank_on_a_gpu_is_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context of CUDA does not survive a fork. The server, from which ranks on the CPU are forked, is not asked, and
     what hides GPUs from it hides none from the rank."""
-    monkeypatch.setattr(rank_server, "warm_up", lambda: pytest.fail("a server was started for a rank on a GPU"))
+    monkeypatch.setattr(ranks, "warm_up", lambda: pytest.fail("a server was started for a rank on a GPU"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     process = start_process(write_parent, (str(tmp_path / "seen"),), "cuda")
     process.join(60)

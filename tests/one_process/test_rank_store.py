@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli.train.processes import rank_store
-from ulysses_cli.train.processes.rank_store import FOLDER, connect, open_file_store
+from ulysses_cli.train.processes import store
+from ulysses_cli.train.processes.store import FOLDER, connect, open_file_store
 
 
 def test_a_folder_that_is_gone_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_a_folder_that_is_gone_is_an_error_at_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(FileNotFoundError):
-        rank_store.list_store_options(timedelta(seconds=5))
+        store.list_store_options(timedelta(seconds=5))
 
 
 def test_open_stores_survive_their_folder(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan, settle
-from ulysses_cli.train.assembly import recurrent_layers
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.model import parts
+from ulysses_cli.train.processes.groups import SequenceAxis
 from ulysses_cli.train.recurrence import probes
 from ulysses_cli.train.recurrence.interface import CONVOLUTION, FUSED, SCAN, list_functions, serve_recurrent_layers
 from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, find_missing, find_obstacle
@@ -100,7 +100,7 @@ def choose(name: str, run: Package | None, monkeypatch: pytest.MonkeyPatch, *ove
     function = make_package_function(name, copy_code(torch_code), run) if run else function_name
     wrapper = wrap_with_package(torch_code, package, function, monkeypatch)
     try_here(monkeypatch)
-    return recurrent_layers._choose_kernel(name, wrapper, make_plan(model_type, *overrides), CPU, find_missing(wrapper))
+    return parts._choose_recurrence(name, wrapper, make_plan(model_type, *overrides), CPU, find_missing(wrapper))
 
 
 def try_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def try_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str, function: Any, mixer: Any, kernel: Any, device: torch.device, dtype: torch.dtype) -> str:
         return find_obstacle(make_probe(name, function, mixer, device), kernel, dtype)
 
-    monkeypatch.setattr(recurrent_layers, "find_obstacle_in_process", find)
+    monkeypatch.setattr(parts, "find_obstacle_in_process", find)
 
 
 @pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION]))
@@ -132,8 +132,8 @@ def test_a_missing_package_is_named_with_the_cost(name: str, monkeypatch: pytest
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_cost_is_that_of_all_layers_for_this_runs_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution is split by tokens; the heads of a rule are split by what times it."""
-    monkeypatch.setattr(recurrent_layers, "time_rule", lambda *_: 70.0)
-    monkeypatch.setattr(recurrent_layers, "time_convolution", lambda *_: 140.0)
+    monkeypatch.setattr(parts, "time_rule", lambda *_: 70.0)
+    monkeypatch.setattr(parts, "time_convolution", lambda *_: 140.0)
     longer = ("parallel.sp_size=2", "data.max_length=100000", "data.pad_to_multiple_of=2")
     reason = choose(name, None, monkeypatch, *longer).reason
     layers = {DELTA_RULE: 3, KIMI_RULE: 2, SCAN: 2, CONVOLUTION: 3}[name]
@@ -178,11 +178,11 @@ def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatc
             for name in functions
         }
         return {
-            name: recurrent_layers._choose_kernel(name, function, plan, CPU, find_missing(function))
+            name: parts._choose_recurrence(name, function, plan, CPU, find_missing(function))
             for name, function in wrapped.items()
         }
 
-    recurrent_layers.serve_layers(model, plan, groups, CPU, choose_all, lines.append)
+    parts.serve_layers(model, plan, groups, CPU, choose_all, lines.append)
     by_name = {line.partition(":")[0]: line for line in lines}
     assert list(by_name) == [f"{CONVOLUTION} torch", f"{DELTA_RULE} torch"]
     for name, package in ((CONVOLUTION, "causal_conv1d"), (DELTA_RULE, "flash-linear-attention")):

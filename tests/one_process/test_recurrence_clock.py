@@ -6,9 +6,9 @@ from support.families import make_config
 from transformers import AutoModelForCausalLM
 
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.clock import Clock
+from ulysses_cli.train.processes.groups import make_sequence_axis
 from ulysses_cli.train.recurrence.interface import serve_recurrent_layers
-from ulysses_cli.train.telemetry.clock import Clock
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])

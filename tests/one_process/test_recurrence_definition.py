@@ -11,7 +11,7 @@ from test_recurrence_kernels import RULES, get_torch_code
 from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.processes.groups import SequenceAxis
 from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
 
 LENGTHS = (1, 20_001, 63, 29_935)

@@ -20,10 +20,11 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
-from ulysses_cli.prove.trace import recurrent_kernels
+from ulysses_cli.prove.trace import kernels
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.memory.saved_results import DeviceStorage, SavedResults
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.memory.checkpointing import DeviceStorage, SavedResults
+from ulysses_cli.train.model.parts import PACKAGES, RecurrencePresence, find_differences
+from ulysses_cli.train.processes.groups import SequenceAxis
 from ulysses_cli.train.recurrence.interface import CONVOLUTION
 from ulysses_cli.train.recurrence.kernels import (
     RecurrenceChoice,
@@ -32,7 +33,6 @@ from ulysses_cli.train.recurrence.kernels import (
     find_missing,
     find_obstacle,
 )
-from ulysses_cli.train.recurrence.presence import PACKAGES, RecurrencePresence, find_differences
 from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe, time_convolution, time_rule
 from ulysses_cli.train.recurrence.rules import apply_delta_rule
 from ulysses_cli.train.recurrence.trial_process import find_obstacle_in_process
@@ -275,7 +275,7 @@ def test_a_convolution_that_shifts_tokens_is_passed_over(shift: int) -> None:
 def test_a_traced_kernel_returns_what_the_real_one_does(rule: str) -> None:
     """Results and gradients are shaped as those of transformers' own code."""
     function, mixer = RULES[rule]
-    stand_in = {"delta net": recurrent_kernels.apply_delta_rule, "mamba2": recurrent_kernels.apply_scan}[rule]
+    stand_in = {"delta net": kernels.apply_delta_rule, "mamba2": kernels.apply_scan}[rule]
     torch_code = get_torch_code(function)
     wrapper = wraps(torch_code)(lambda *args, **options: stand_in(*args, **options))
     traced = RuleProbe(wrapper, mixer, CPU).run("packed", torch.float32)
@@ -284,7 +284,7 @@ def test_a_traced_kernel_returns_what_the_real_one_does(rule: str) -> None:
 
 
 def test_a_traced_convolution_returns_what_the_real_one_does() -> None:
-    traced = ConvolutionProbe(recurrent_kernels.convolve, 4, "silu", CPU).run("by document", torch.float32)
+    traced = ConvolutionProbe(kernels.convolve, 4, "silu", CPU).run("by document", torch.float32)
     torch_code = get_torch_code(modeling_bamba.causal_conv1d_fn)
     expected = ConvolutionProbe(torch_code, 4, "silu", CPU).run("torch", torch.float32)
     assert [(part.shape, part.dtype) for part in traced] == [(part.shape, part.dtype) for part in expected]
@@ -300,8 +300,8 @@ def test_a_trace_runs_a_convolution_without_a_kernel_as_it_is(
     while hasattr(own, "is_served"):  # by another test
         own = own.__wrapped__
     monkeypatch.setattr(module, CONVOLUTION, own)
-    recurrent_kernels.replace_kernels(model)
-    assert getattr(module, CONVOLUTION) is (recurrent_kernels.convolve if has_kernel else own)
+    kernels.replace_kernels(model)
+    assert getattr(module, CONVOLUTION) is (kernels.convolve if has_kernel else own)
     assert (find_missing(own) == "transformers has no kernel for it") != has_kernel
 
 

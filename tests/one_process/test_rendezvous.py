@@ -31,10 +31,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _should_keep_alive,
 )
 
-from ulysses_cli.run_folder.seal import KEY, Seal
-from ulysses_cli.train.processes import rendezvous, waiting
-from ulysses_cli.train.processes.ending import ASK_SECONDS, END_SECONDS, MeetingError, SharedEnd
-from ulysses_cli.train.processes.rank_store import listen
+from ulysses_cli.run.key import KEY, Seal
+from ulysses_cli.train.processes import rendezvous
+from ulysses_cli.train.processes import store as waiting
 from ulysses_cli.train.processes.rendezvous import (
     Attendance,
     SealedBackend,
@@ -43,7 +42,18 @@ from ulysses_cli.train.processes.rendezvous import (
     make_handler,
     open_store,
 )
-from ulysses_cli.train.processes.waiting import Heartbeats, Signs, StoreCalls, name_missing, report_waiting
+from ulysses_cli.train.processes.store import (
+    ASK_SECONDS,
+    END_SECONDS,
+    Heartbeats,
+    MeetingError,
+    SharedEnd,
+    Signs,
+    StoreCalls,
+    listen,
+    name_missing,
+    report_waiting,
+)
 
 OURS, THEIRS = Seal("o" * 40), Seal("t" * 40)
 TIMEOUT = timedelta(seconds=20)

@@ -27,37 +27,26 @@ from transformers import get_scheduler
 from ulysses_cli.data.tokenizing import renderer
 from ulysses_cli.data.tokenizing.renderer import TemplateProblem
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.launch.start_lock import lock_run
-from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metadata
+from ulysses_cli.plan.models.model_files import find_weight_problem, read_metadata
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import Train
 from ulysses_cli.plan.rules.public_names import make_public
 from ulysses_cli.report.page.run_page import make_run_page
-from ulysses_cli.report.run_files import load_run
-from ulysses_cli.report.run_summary import summarize_run
-from ulysses_cli.run_folder import failure_record
-from ulysses_cli.run_folder.failure_record import keep_room, write_failure_record
-from ulysses_cli.run_folder.line_files import LineFile, cut_lines
-from ulysses_cli.run_folder.run_lock import RunLock
-from ulysses_cli.train import connection
-from ulysses_cli.train.assembly.optimizer import make_schedule
+from ulysses_cli.report.run_summary import load_run, summarize_run
+from ulysses_cli.run import records
+from ulysses_cli.run.folder import lock_run
+from ulysses_cli.run.lock import RunLock
+from ulysses_cli.run.records import LineFile, cut_lines, keep_room, write_failure_record
+from ulysses_cli.train import inputs
+from ulysses_cli.train import record as record_module
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
-from ulysses_cli.train.evaluation import list_bounds, summarize
-from ulysses_cli.train.guard.stop_conditions import LIMITS, StopConditions, check_progress
-from ulysses_cli.train.hooks.samples import encode_prompts
+from ulysses_cli.train.evaluation import encode_prompts, list_bounds, summarize_losses
+from ulysses_cli.train.loop import LIMITS, StopConditions, check_progress
+from ulysses_cli.train.model.build import make_schedule
 from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
-from ulysses_cli.train.processes.cpu_affinity import (
-    bind_to_device,
-    find_near_cores,
-    find_siblings,
-    read_list,
-    take_share,
-)
-from ulysses_cli.train.telemetry import record as record_module
-from ulysses_cli.train.telemetry.record import Record
-from ulysses_cli.train.telemetry.run_file import make_card
-from ulysses_cli.train.telemetry.trackers import TrackerError, make_trackers
+from ulysses_cli.train.processes.device import bind_to_device, find_near_cores, find_siblings, read_list, take_share
+from ulysses_cli.train.record import Record, TrackerError, make_card, make_trackers
 from ulysses_cli.train.tensor_file import write_tensors
 
 
@@ -98,12 +87,12 @@ def test_buckets_cover_every_position_once() -> None:
 
 
 def test_an_evaluation_is_one_sum_over_one_count() -> None:
-    result = summarize(torch.tensor([[10.0, 4], [0, 0], [2, 2]], dtype=torch.float64), [2048, 8192, 32768])
+    result = summarize_losses(torch.tensor([[10.0, 4], [0, 0], [2, 2]], dtype=torch.float64), [2048, 8192, 32768])
     assert result["loss"] == 2.0
     assert result["perplexity"] == pytest.approx(math.exp(2))
     assert result["tokens"] == 6
     assert result["by_position"] == {"0-2K": {"loss": 2.5, "tokens": 4}, "8-32K": {"loss": 1.0, "tokens": 2}}
-    nothing = summarize(torch.zeros(1, 2, dtype=torch.float64), [2048])
+    nothing = summarize_losses(torch.zeros(1, 2, dtype=torch.float64), [2048])
     assert math.isnan(nothing["loss"])
     assert nothing["by_position"] == {}
 
@@ -145,14 +134,14 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.M
 
 def test_failure_records_have_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_room(tmp_path, 3)
-    write = failure_record.write_whole
+    write = records.write_whole
 
     def write_if_room(file: Path, text: str) -> None:
         if (tmp_path / "rank-3.room").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, text)
 
-    monkeypatch.setattr(failure_record, "write_whole", write_if_room)
+    monkeypatch.setattr(records, "write_whole", write_if_room)
     write_failure_record(tmp_path, 3, {"message": "so it ended"})
     assert [file.name for file in tmp_path.iterdir()] == ["rank-3.error.json"]
     assert json.loads((tmp_path / "rank-3.error.json").read_text())["message"] == "so it ended"
@@ -298,7 +287,7 @@ def test_the_schedule_is_transformers_own(choice: Any, warmup: int, num_steps: i
 @pytest.mark.check
 def test_a_rank_starts_without_what_it_does_not_need() -> None:
     """PEFT and bitsandbytes import a compiler, which takes more than a second of each rank's start."""
-    code = "import sys, ulysses_cli.train.worker; print({'peft', 'bitsandbytes', 'trl'} & sys.modules.keys())"
+    code = "import sys, ulysses_cli.train.start; print({'peft', 'bitsandbytes', 'trl'} & sys.modules.keys())"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "set()"
 
@@ -452,7 +441,7 @@ def test_a_folder_that_is_removed_during_the_run_is_reported(tmp_path: Path) -> 
 
 def test_data_that_one_machine_cannot_read_is_a_difference_and_no_lone_error(tmp_path: Path) -> None:
     """Ranks meet after it: one that raised before would leave the others waiting."""
-    missing = connection._read_content(tmp_path / "rows" / "none")
+    missing = inputs._read_content(tmp_path / "rows" / "none")
     assert missing.startswith("unreadable (")
     with pytest.raises(DisagreementError, match="differ in the content of the data"):
         compare_machines([(name, {"the content of the data": it}) for name, it in (("a", "1"), ("b", missing))])

@@ -8,7 +8,7 @@ from support.small_run import CONFIG
 from support.training import make_recipe
 
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.train.telemetry.run_file import make_card, write_run_file
+from ulysses_cli.train.record import make_card, write_run_file
 
 SHAPE = read_model_shape(CONFIG, "test")
 SECRETS = ("hf_abcdefghijklmnop", "sk-proj-1234567890", "p4ssw0rd")

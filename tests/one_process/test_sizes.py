@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ulysses_cli.train.attention.kernels.operators  # noqa: F401 - the trace asks for its operators
 from ulysses_cli.plan.sizes import autograd
 from ulysses_cli.plan.sizes import tensor as sizes
-from ulysses_cli.plan.sizes.dtypes import BY_NAME
 from ulysses_cli.plan.sizes.library import Unknown, make_torch
 from ulysses_cli.plan.sizes.sources import ModelSources
-from ulysses_cli.plan.sizes.tensor import UnknownOperator
+from ulysses_cli.plan.sizes.tensor import BY_NAME, UnknownOperator
 from ulysses_cli.prove.trace.storages import Storages
 
 # Their layers free some tensors in another order than torch, at no peak: choices of experts and scans over chunks.

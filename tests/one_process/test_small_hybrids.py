@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.prove.verify.shrink import pick_layers, shrink_config
-from ulysses_cli.prove.verify.small_layers import name_kind
+from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
 from ulysses_cli.train.recurrence.interface import list_recurrent_layers
 
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.elementwise import losses as tile_losses
-from ulysses_cli.train.elementwise.losses import compute_losses
-from ulysses_cli.train.elementwise.operators import compile_once
+from ulysses_cli.train.elementwise import operators as tile_losses
+from ulysses_cli.train.elementwise.operators import compile_once, compute_losses
 from ulysses_cli.train.loss import HeadRule, Loss, Places, PlainLoss, compute_token_losses
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 
@@ -317,7 +316,7 @@ def test_a_compiled_tile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
             torch, "compile", partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
         )
     compile_once.cache_clear()
-    compute = partial(compute_losses, way="compiled")
+    compute = partial(compute_losses, implementation="compiled")
     for rule in (HeadRule(), HeadRule(divisor=2.5, softcap=1.5, z_loss_weight=0.1), HeadRule(token_loss=torch.sqrt)):
         for tokens in (1, 9, 23):
             compare_with_plain(compute, rule, tokens, 33, torch.bfloat16)
@@ -334,7 +333,7 @@ def test_preferences_learn_from_a_compiled_tile(monkeypatch: pytest.MonkeyPatch)
     results = []
     for way in ("blocks", "compiled"):
         case = make_case(23, 1)
-        loss = make_tiled_loss(case["head"], HeadRule(), 4, way=way)
+        loss = make_tiled_loss(case["head"], HeadRule(), 4, implementation=way)
         losses = loss.per_token(case["hidden"].requires_grad_(), case["labels"])
         torch.tanh(losses.sum() / 9).backward()
         results.append((losses.detach(), case["hidden"].grad, case["head"].weight.grad))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ulysses_cli.train.memory.tiled_norm import tile_norms
+from ulysses_cli.train.memory.tiling import tile_norms
 
 WIDTH = 6
 

@@ -10,7 +10,7 @@ from support.real_steps import ZERO, make_case
 from support.training import make_recipe
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes, compute_weight_file_bytes
+from ulysses_cli.plan.ledger.zero.states import compute_state_file_bytes, compute_weight_file_bytes
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128, "vocab_size": 4096}
 COMMON = ("parallel.sp_size=2", "data.max_length=1024", "memory.nvme_path=.", "run.device=auto")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from ulysses_cli.report.run_files import load_run
-from ulysses_cli.train.telemetry.record import Record
-from ulysses_cli.train.telemetry.trackers import LINE_PIPE, TRACKERS, TrackerError, make_trackers
+from ulysses_cli.report.run_summary import load_run
+from ulysses_cli.train.record import LINE_PIPE, TRACKERS, Record, TrackerError, make_trackers
 
 LINE = {"step": 1, "loss": 3.5, "mfu": None, "step_parts": {"mlp": 1.0}}
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.prepare import prepare_data
-from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.store import open_rows
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.recipe.loader import parse_recipe
 

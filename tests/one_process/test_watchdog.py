@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ulysses_cli.train.guard.disk_progress import SharedCount
-from ulysses_cli.train.guard.watchdog import (
+from ulysses_cli.train.processes.store import open_file_store
+from ulysses_cli.train.processes.watchdog import (
     RankStatus,
+    SharedCount,
     Watchdog,
     ask_others,
     explain_hang,
@@ -27,10 +28,9 @@ from ulysses_cli.train.guard.watchdog import (
     find_place,
     walk_frames,
 )
-from ulysses_cli.train.processes.rank_store import open_file_store
 
 WAITS = RankStatus(0, 7, "update", "ulysses_cli/train/engine.py:50", is_waiting=True)
-HANGS = RankStatus(1, 7, "micro-step 1 of 2", "ulysses_cli/data/rows.py:9", is_waiting=False)
+HANGS = RankStatus(1, 7, "micro-step 1 of 2", "ulysses_cli/data/store.py:9", is_waiting=False)
 
 
 def test_the_rank_outside_the_collective_is_named() -> None:
@@ -40,7 +40,7 @@ def test_the_rank_outside_the_collective_is_named() -> None:
         assert messages["phase"] == "step 7, micro-step 1 of 2"
         assert messages["message"] == (
             "step 7 takes longer than run.step_timeout (60 s): rank 1 hangs in micro-step 1 of 2 "
-            "at ulysses_cli/data/rows.py:9"
+            "at ulysses_cli/data/store.py:9"
         )
     assert "rank 2 does not answer, the others wait for it in update" in str(
         explain_hang([WAITS, HANGS], WAITS, 3, 60.0)["message"]
@@ -89,9 +89,9 @@ def test_a_stack_that_reads_a_number_from_the_device_waits(tmp_path: Path) -> No
     (main,) = islice(outer := stop_at("go = tensor.item\ngo()\n", graph), 1)
     assert find_place(main) == ("", True)
     assert find_place(main, [reading]) == ("ulysses_cli/train/loop.py:2", True)
-    hook = tmp_path / "ulysses_cli" / "train" / "attention" / "exchange.py"
+    hook = tmp_path / "ulysses_cli" / "train" / "attention" / "ulysses.py"
     (busy,) = islice(inner := stop_at("go = tensor.item\ngo()\n", hook), 1)
-    assert find_place(main, [busy]) == ("ulysses_cli/train/attention/exchange.py:2", False)
+    assert find_place(main, [busy]) == ("ulysses_cli/train/attention/ulysses.py:2", False)
     for thread in (reader, outer, inner):
         next(thread, None)
     assert find_place(None) == ("", False)
@@ -136,8 +136,8 @@ def test_a_process_that_hangs_ends_itself(tmp_path: Path, phase: str, moves: str
     code = f"""
         import time, types
         from pathlib import Path
-        from ulysses_cli.train.guard.disk_progress import MOVED
-        from ulysses_cli.train.guard.watchdog import Watchdog
+        from ulysses_cli.train.processes.watchdog import MOVED
+        from ulysses_cli.train.processes.watchdog import Watchdog
         train_state = types.SimpleNamespace(step=0, phase={phase!r})
         Watchdog(train_state, 1.0, 0, 1, Path({str(tmp_path)!r}))
         for at in range(8):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.prove.ranks import machines
-from ulysses_cli.prove.ranks.machines import MachinePlace, Machines
-from ulysses_cli.run_folder.seal import KEY
-from ulysses_cli.train.processes.ending import MeetingError
+from ulysses_cli.prove import machines
+from ulysses_cli.prove.machines import MachinePlace, Machines
+from ulysses_cli.run.key import KEY
+from ulysses_cli.train.processes.store import MeetingError
 
 
 @pytest.fixture(autouse=True)

@@ -18,16 +18,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.run_folder.archive import CheckpointError
-from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
-from ulysses_cli.train.assembly.text_part import find_key_mapping
-from ulysses_cli.train.export.base_files import find_base_files
-from ulysses_cli.train.export.carried import find_carried
-from ulysses_cli.train.export.check import check_model, make_probe
+from ulysses_cli.run.checkpoints import CheckpointError
+from ulysses_cli.train.export.base_model import BaseModel, find_base_files, find_carried
 from ulysses_cli.train.export.merging import Merging
-from ulysses_cli.train.export.weights import export_model
-from ulysses_cli.train.export.wrapper import BaseModel
-from ulysses_cli.train.telemetry.run_file import make_card
+from ulysses_cli.train.export.weights import check_model, export_model, make_probe
+from ulysses_cli.train.model.loading import BuildError, ModelOptions, find_key_mapping, load_pretrained
+from ulysses_cli.train.record import make_card
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

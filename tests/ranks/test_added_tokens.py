@@ -23,8 +23,8 @@ from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.secrets import mask_secrets
-from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
 from ulysses_cli.train.export.job import ExportJob
+from ulysses_cli.train.model.loading import load_model_config, read_shape
 
 ADDED = ("<|im_start|>", "<|turn|>", "<|stop|>")  # the first is in the vocabulary already
 NUM_STEPS = 3
@@ -112,8 +112,7 @@ def test_a_grown_model(stage: int, is_tied: bool, lora: bool, tmp_path: Path) ->
 
 
 def list_steps(recipe: Recipe) -> list[list[int]]:
-    from ulysses_cli.data.batching import make_batching
-    from ulysses_cli.data.steps import plan_step
+    from ulysses_cli.data.steps import make_batching, plan_step
     from ulysses_cli.plan.resolved import resolve
 
     shape = find_model_shape(recipe).shape

@@ -28,18 +28,16 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan, settle
 from ulysses_cli.train import sequence_parallel
-from ulysses_cli.train.assembly import parts, recurrent_layers
-from ulysses_cli.train.assembly.loading import BuildError
-from ulysses_cli.train.assembly.model_config import load_model_config
-from ulysses_cli.train.assembly.run import assemble_run
 from ulysses_cli.train.attention.kernels import choice as choosing
-from ulysses_cli.train.attention.kernels.presence import Presence
+from ulysses_cli.train.attention.kernels.choice import ANY_MIX, Presence
 from ulysses_cli.train.attention.kernels.trial import TrialResult
-from ulysses_cli.train.attention.kernels.workload import ANY_MIX
 from ulysses_cli.train.elementwise import operators
-from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice
+from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.memory import tiling
+from ulysses_cli.train.model import parts
+from ulysses_cli.train.model.build import assemble_run
+from ulysses_cli.train.model.loading import BuildError, load_model_config
 from ulysses_cli.train.processes.groups import make_groups
 
 GPU = torch.device("cuda")
@@ -54,7 +52,7 @@ def make_plan(*words: str) -> RunPlan:
 
 
 def test_norms_that_the_plan_did_not_count_cost_bytes() -> None:
-    words, slower = ("data.max_length=64Ki", "model.dtype=bfloat16"), ElementwiseChoice(NO_WAYS, "measured")
+    words, slower = ("data.max_length=64Ki", "model.dtype=bfloat16"), ElementwiseChoice(NO_IMPLEMENTATIONS, "measured")
     plan, plain = make_plan(*words), make_plan(*words, "model.fused_kernels=false")
     jobs = [make_job(each.recipe, each.shape, each.levers) for each in (plan, plain)]
     counted, needed = (compute_ledger(job).gpu_peak_bytes / GIB for job in jobs)
@@ -62,7 +60,7 @@ def test_norms_that_the_plan_did_not_count_cost_bytes() -> None:
     told = parts.describe_plain_norms(plan, slower, ["rounded"])
     assert f"takes {needed - counted:.2f} GiB more at the peak than the plan counts: {needed:.2f} GiB in all" in told
     assert parts.describe_plain_norms(plain, slower, ["rounded"]) == ""
-    served = ElementwiseChoice({**NO_WAYS, "rounded": "torch"}, "measured")
+    served = ElementwiseChoice({**NO_IMPLEMENTATIONS, "rounded": "torch"}, "measured")
     assert parts.describe_plain_norms(plan, served, ["rounded"]) == ""
     assert parts.describe_plain_norms(plan, served, ["rounded", "offset"])
     assert parts.describe_plain_norms(plan, served, []) == told, "norms of an unknown formula, as another release has"
@@ -71,7 +69,9 @@ def test_norms_that_the_plan_did_not_count_cost_bytes() -> None:
 def report_norms() -> list[str]:
     """Returns what a run says whose norms are measured as slower than transformers' own."""
     groups, lines = make_groups(Layout(), timedelta(seconds=60)), list[str]()
-    slower = dataclasses.replace(parts.REAL_PARTS, choose_ways=lambda *_: ElementwiseChoice(NO_WAYS, "measured"))
+    slower = dataclasses.replace(
+        parts.REAL_PARTS, choose_implementations=lambda *_: ElementwiseChoice(NO_IMPLEMENTATIONS, "measured")
+    )
     rows = MemoryRows([[(20, 1), (30, 1)]] * 4)
     assemble_run(make_plan(), groups, torch.device("cpu"), rows, 1, parts=slower, report=lines.append)
     return [line for line in lines if line.startswith("norms run by transformers' own code")]
@@ -150,9 +150,9 @@ def test_a_gpu_without_such_products_is_told() -> None:
 def choose_in_vain(error: Exception) -> str:
     groups, plan = make_groups(Layout(sp_size=2), timedelta(seconds=60)), mock.Mock()
     functions: dict[str, Any] = {"causal_conv1d_fn": len}
-    with mock.patch.object(recurrent_layers, "_choose_kernel", side_effect=error) as chosen:
+    with mock.patch.object(parts, "_choose_recurrence", side_effect=error) as chosen:
         try:
-            recurrent_layers.choose_recurrences(functions, plan, groups, GPU)
+            parts.choose_recurrences(functions, plan, groups, GPU)
         except Exception as caught:  # noqa: BLE001 - its kind is what is tested
             assert chosen.called == (dist.get_rank() == 0)
             return f"{type(caught).__name__}: {caught}"
@@ -185,8 +185,8 @@ def choose_recurrences(lacking_rank: int | None) -> list[str]:
     """Returns the obstacle that rank 0 is told for each function."""
     groups = make_groups(Layout(sp_size=2), timedelta(seconds=60))
     functions = {"rule": make_function(dist.get_rank() != lacking_rank), "scan": make_function(has_package=True)}
-    with mock.patch.object(recurrent_layers, "_choose_kernel", side_effect=lambda *args: args[-1]):
-        choices: Any = recurrent_layers.choose_recurrences(functions, mock.Mock(), groups, GPU)
+    with mock.patch.object(parts, "_choose_recurrence", side_effect=lambda *args: args[-1]):
+        choices: Any = parts.choose_recurrences(functions, mock.Mock(), groups, GPU)
     return [choices["rule"], choices["scan"]]
 
 

@@ -12,11 +12,11 @@ from support.attention import Problem, make_tensors
 from support.rank_pool import run_on_ranks
 from support.tiers import NUM_RANKS
 
-from ulysses_cli.train.assembly.build import take_over_groups
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.model.build import take_over_groups
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 
 def compare_layers(problem: Problem) -> dict[str, bool]:

@@ -17,16 +17,21 @@ from support.tiers import mark_by
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
+from ulysses_cli.commands.children.evaluating import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.evaluate.losses import compare_losses, describe_document, list_bounds, summarize_losses
-from ulysses_cli.evaluate.statistics import estimate_normal_mean, find_student_quantile
+from ulysses_cli.evaluate.summary import (
+    compare_losses,
+    describe_document,
+    estimate_normal_mean,
+    find_student_quantile,
+    list_bounds,
+    summarize_losses,
+)
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import choose_layout
-from ulysses_cli.prove.quality.documents import DocumentRows, measure_documents, read_documents
-from ulysses_cli.prove.quality.loading import load_for_evaluation
-from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
+from ulysses_cli.prove.quality.documents import DocumentRows, load_for_evaluation, measure_documents, read_documents
+from ulysses_cli.train.model.loading import load_model_config, read_shape
 
 LENGTHS, NUMBER = (301, 600), 3
 WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", "loss")

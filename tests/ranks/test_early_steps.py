@@ -21,12 +21,12 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout, settle
-from ulysses_cli.run_folder.resume import ResumePoint
-from ulysses_cli.train.assembly import build
-from ulysses_cli.train.assembly.model_config import load_model_config
-from ulysses_cli.train.assembly.run import assemble_run
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.optimizer.early_steps import EarlySteps, keeps_gradients
+from ulysses_cli.train.model import build
+from ulysses_cli.train.model.build import assemble_run
+from ulysses_cli.train.model.loading import load_model_config
+from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, keeps_gradients
 from ulysses_cli.train.optimizer.states import KINDS, list_flats
 from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.tensor_file import get_tensor
@@ -52,9 +52,9 @@ def make(*overrides: str, overlap: bool) -> Recipe:
     return make_recipe(*SMALL, BUCKET, *words, *overrides, config=CONFIG)
 
 
-def get_early(harness: RunHarness) -> EarlySteps | None:
+def get_early(harness: RunHarness) -> OverlappedOptimizer | None:
     owner = getattr(harness.built.engine.wrapped.optimizer.step, "__self__", None)
-    return owner if isinstance(owner, EarlySteps) else None
+    return owner if isinstance(owner, OverlappedOptimizer) else None
 
 
 def spoil_gradient(harness: RunHarness) -> None:
@@ -99,7 +99,7 @@ def run(recipe: Recipe, waits: bool = False, forgets: bool = False) -> Outcome:
         states.append([*read_states(harness), *harness.read_weights().values()])
         norms.append(harness.results[-1].update.grad_norm)
         kept.append(early.num_kept - before if early is not None else 0)
-        share = harness.results[-1].update.early_share
+        share = harness.results[-1].update.overlapped_share
         assert share == (kept[-1] / len(early.copies) if early is not None else None), "what metrics.jsonl holds"
     return states, norms, kept
 
@@ -209,7 +209,7 @@ def test_adam_without_pythons_lock_is_deepspeeds() -> None:
 def step_unlocked() -> list[bool]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from ulysses_cli.train.optimizer.unlocked_adam import UnlockedAdam, unlock
+    from ulysses_cli.train.optimizer.overlapped_optimizer import UnlockedAdam, unlock
 
     sides = []
     for unlocks in (False, True):

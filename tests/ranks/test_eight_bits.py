@@ -12,8 +12,8 @@ from support.run_harness import RunHarness
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run_folder.archive import find_damage
-from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run.checkpoints import find_damage
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.checkpoint.saves import SavePolicy
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.optimizer.states import MOMENTS, list_flats

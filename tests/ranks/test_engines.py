@@ -18,9 +18,9 @@ from support.training import CONFIG, MemoryRows, make_recipe
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import choose_layout, settle
-from ulysses_cli.train.assembly.build import build_for_answers
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.model.build import build_for_answers
 from ulysses_cli.train.processes.groups import make_groups
 
 ROWS = MemoryRows([[(20, 0), (28, 3)], [(40, 0)]] * 2)

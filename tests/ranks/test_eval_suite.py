@@ -20,17 +20,13 @@ from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import SEEDED, Amount, Sources, plan_suites
-from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import EvalTask, Run
-from ulysses_cli.train.completion import finish
-from ulysses_cli.train.guard.stop_conditions import StopConditions
-from ulysses_cli.train.hooks import eval_suite
-from ulysses_cli.train.hooks.eval_suite import EvalSuite
-from ulysses_cli.train.hooks.model_choice import ModelChoice
-from ulysses_cli.train.loop import every, train
-from ulysses_cli.train.train_state import TrainState
-from ulysses_cli.train.worker import measure_again
+from ulysses_cli.plan.schedule import SCORE_MEASURE
+from ulysses_cli.train import evaluation as eval_suite
+from ulysses_cli.train.evaluation import EvalSuite, ModelChoice
+from ulysses_cli.train.loop import StopConditions, TrainState, every, train
+from ulysses_cli.train.start import finish, measure_again
 
 AMOUNT = Amount((1200,), 1)
 
@@ -96,7 +92,7 @@ def train_by_score(patience: int) -> tuple[list[int], int, dict[int, float]]:
     recipe = make_recipe("parallel.sp_size=2", "train.max_steps=6", config=BYTES_CONFIG)
     harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 12), 6)
     state, saved, scores = harness.train_state, list[int](), iter(SCORES)
-    state.measure = SCORE
+    state.measure = SCORE_MEASURE
     choice = ModelChoice(lambda state: saved.append(state.step), patience, 0.0, lambda _: None)
     suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), lambda _: None, choice.judge)
     with pytest.MonkeyPatch.context() as patch:

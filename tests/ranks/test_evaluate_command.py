@@ -23,7 +23,7 @@ from support.tiers import sample_every
 from test_generation import PlainForward, make_axes, make_axis, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.commands.children import answering
+from ulysses_cli.commands.children import evaluating
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import Sources, check_samples, plan_suites
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -87,7 +87,7 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     checkpoint = tmp_path / "run" / "checkpoints" / "step-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
-    monkeypatch.setattr(answering, "load_state", lambda _: {"recipe": {"model": {"config": LONG}}})
+    monkeypatch.setattr(evaluating, "load_state", lambda _: {"recipe": {"model": {"config": LONG}}})
     monkeypatch.setattr("ulysses_cli.commands.export.run_export", lambda *_: pytest.fail("it was exported"))
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--max-length", "4Ki", "--gpu", "h100")
     assert result.returncode == 0, result.stdout
@@ -130,7 +130,7 @@ def questions(tmp_path: Path) -> str:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the command gives to its child, which is not started."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(answering, "run", lambda options, *_: found.append(options))
+    monkeypatch.setattr(evaluating, "run", lambda options, *_: found.append(options))
     return found
 
 
@@ -202,7 +202,7 @@ def test_a_checkpoints_positions_are_those_that_it_was_stretched_to(
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
     recipe = {"model": {"config": LONG, "rope_scaling": {"type": kind}}, "data": {"max_length": 16384}}
-    monkeypatch.setattr(answering, "load_state", lambda _: {"recipe": recipe})
+    monkeypatch.setattr(evaluating, "load_state", lambda _: {"recipe": recipe})
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--suite", "longbench-v2", "--path", questions)
     assert result.returncode == 0, result.stdout
     found = json.loads(result.stdout)
@@ -274,10 +274,10 @@ def test_the_predicted_cache_of_a_ring_is_the_counted_one() -> None:
 def test_layers_that_need_tokens_in_order_have_no_ring() -> None:
     from test_generation import make
 
-    question = answering.ModelQuestion(3, 3, 64, "float32", "bytes", "cpu", trust_remote_code=False)
+    question = evaluating.ModelQuestion(3, 3, 64, "float32", "bytes", "cpu", trust_remote_code=False)
     with pytest.raises(RecipeError) as caught:
-        answering.prepare_model(
-            answering.FoundModel("m"), make("lfm2", "eager").config.to_dict(), question, online=False
+        evaluating.prepare_model(
+            evaluating.FoundModel("m"), make("lfm2", "eager").config.to_dict(), question, online=False
         )
     assert "3 does not divide the 4 attention heads, and convolution layers" in str(caught.value.problems[0])
 

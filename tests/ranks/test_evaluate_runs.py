@@ -10,7 +10,7 @@ from support.commands import run
 from support.small_run import BYTES_CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.commands.children.answering import name_results
+from ulysses_cli.commands.children.evaluating import name_results
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 
 WORDS = ("--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", "vt", "--max-length", "1200")

@@ -23,7 +23,7 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout, settle
-from ulysses_cli.plan.rows.order import Ring
+from ulysses_cli.plan.rows.ring import Ring
 
 NUM_STEPS = 5 if TIER == FULL else 3
 # Each document is (length, first target). There are uneven documents, a row whose second half has no target, rows with
@@ -58,7 +58,7 @@ def train_on_ranks(recipe: Recipe) -> Trajectory:
     from deepspeed.utils import groups as ds_groups
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    from ulysses_cli.train.assembly.build import build
+    from ulysses_cli.train.model.build import build
     from ulysses_cli.train.processes.groups import make_groups
 
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes replicas' groups once in a process

@@ -15,8 +15,8 @@ from support.training import MemoryRows, make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.train.hooks.metrics import Meter, describe_load
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.metrics import Meter, describe_load
 
 ROWS = [[(40, 0), (24, 3)], [(64, 0)]]  # full rows: padding would be routed too
 

@@ -21,9 +21,9 @@ from support.tiers import sample
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run_folder.archive import find_damage
-from ulysses_cli.run_folder.resume import ResumePoint
-from ulysses_cli.train.checkpoint import background
+from ulysses_cli.run.checkpoints import find_damage
+from ulysses_cli.run.resume import ResumePoint
+from ulysses_cli.train.checkpoint import format
 from ulysses_cli.train.checkpoint import format as checkpoint
 from ulysses_cli.train.checkpoint.saves import SavePolicy
 from ulysses_cli.train.loop import train
@@ -70,7 +70,7 @@ def test_a_save_beside_steps_holds_the_step_at_which_it_began(tmp_path: Path) ->
 def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
     """Begins a save of step 2 on a slow disk, takes one more step and ends. Returns whether the save was still running
     then, and which checkpoints are complete."""
-    harness, real = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=ASYNC), background.write_share
+    harness, real = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=ASYNC), format.write_share
     may_write = threading.Event()
 
     def write(*args: Any) -> Any:
@@ -79,7 +79,7 @@ def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
 
     harness.train_state.num_steps = 2
     train(harness.train_state)
-    background.write_share = write
+    format.write_share = write
     try:
         harness.saves.save(harness.train_state)
         harness.train_state.num_steps = 3
@@ -88,7 +88,7 @@ def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
         may_write.set()
         harness.saves.save_last(harness.train_state)
     finally:
-        background.write_share = real
+        format.write_share = real
     result = Path(folder, "checkpoints").iterdir()
     return is_on_its_way, sorted(path.name for path in result if not find_damage(path))
 
@@ -113,7 +113,7 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(beside, rank, share)
 
-    checkpoint.write_share = background.write_share = write
+    checkpoint.write_share = format.write_share = write
     try:
         for step in (1, 2):
             harness.train_state.num_steps = step
@@ -121,7 +121,7 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
             harness.saves.save(harness.train_state)
         harness.saves.wait_for_pending()
     finally:
-        checkpoint.write_share = background.write_share = real
+        checkpoint.write_share = format.write_share = real
     return harness.warnings, harness.losses
 
 

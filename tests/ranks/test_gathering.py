@@ -12,9 +12,8 @@ from support.paths import ROOT
 from support.real_steps import ZERO, make_case, make_request
 
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
+from ulysses_cli.plan.ledger.zero.coordinator import Coordinator, ModuleOrder
 from ulysses_cli.plan.ledger.zero.gathering import find_leaves, join_mlps
-from ulysses_cli.plan.ledger.zero.module_hooks import ModuleOrder
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 

@@ -17,12 +17,10 @@ from transformers import DynamicCache
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.train.attention.documents import Documents
-from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.attention.rotary import serve_rotary
+from ulysses_cli.train.attention.interface import register_attention, serve_rotary
 from ulysses_cli.train.generation.cache import GenerationCache
 from ulysses_cli.train.generation.decoding import Generator, count_shared_tokens
-from ulysses_cli.train.processes.groups import make_groups
-from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis, make_sequence_axis
+from ulysses_cli.train.processes.groups import NO_AXIS, SequenceAxis, make_groups, make_sequence_axis
 from ulysses_cli.train.recurrence.interface import serve_recurrent_layers
 
 NUM_NEW = 6

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.train.generation.on_engine import agree_on_stop_tokens, generating
+from ulysses_cli.train.generation.decoding import agree_on_stop_tokens, generating
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.processes.groups import make_groups
 

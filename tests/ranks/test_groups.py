@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.rank_pool import run_on_ranks
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.train.assembly.first_rank import choose_on_first
+from ulysses_cli.train.model.parts import choose_on_first
 from ulysses_cli.train.processes.groups import make_groups
 
 

@@ -17,7 +17,7 @@ from test_exact_training import LEVERS, ROWS, check_training
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.data.steps import make_eval_batching
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import train

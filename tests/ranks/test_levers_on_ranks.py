@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ulysses_cli.data.steps import StepPlan
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.loss import Loss, Places
-from ulysses_cli.train.objective import NextToken
+from ulysses_cli.train.loss import Loss, NextToken, Places
 
 ALL = Levers(loss_tile=7, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
 # Each expert by itself calls its activation, a module: as often as the rank's tokens reach experts.
@@ -48,19 +47,19 @@ def test_split_rows_in_float64(kind: str, levers: Levers) -> None:
 
 def count_exchanges(levers: Levers) -> float:
     """Counts a layer's all-to-alls in one forward and backward."""
-    from ulysses_cli.train.attention import exchange
+    from ulysses_cli.train.attention import ulysses
 
-    calls, original = [0], exchange._all_to_all
+    calls, original = [0], ulysses._all_to_all
 
     def counted(*args: Any) -> None:
         calls[0] += 1
         original(*args)
 
-    exchange._all_to_all = counted  # type: ignore[assignment]
+    ulysses._all_to_all = counted  # type: ignore[assignment]
     try:
         run_split(Case("llama", levers))
     finally:
-        exchange._all_to_all = original
+        ulysses._all_to_all = original
     return calls[0] / 2
 
 

@@ -66,7 +66,7 @@ VICTIM = """
 import os, sys, torch.distributed as dist
 from datetime import timedelta
 from ulysses_cli.train.processes.consistency import gather_values
-from ulysses_cli.train.processes.rank_store import list_store_options
+from ulysses_cli.train.processes.store import list_store_options
 def gather_plainly(value, group):
     values = [None, None]
     dist.all_gather_object(values, value)

@@ -12,7 +12,7 @@ from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
+from ulysses_cli.commands.children.evaluating import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 
@@ -95,8 +95,8 @@ def make_reference(folder: Path) -> Any:
 
 def ask_on_ranks(text: str, folder: str) -> dict[str, Any] | None:
     """Rank 0's answers to every request, and what lm-eval makes of its own tasks."""
+    from ulysses_cli.prove.quality.documents import load_for_evaluation
     from ulysses_cli.prove.quality.harness import ShardedLM, load_tasks, run_harness, serve
-    from ulysses_cli.prove.quality.loading import load_for_evaluation
 
     model = load_for_evaluation(text, torch.device("cpu"), lambda _: None)
     if not model.groups.is_first:

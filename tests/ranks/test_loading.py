@@ -17,7 +17,7 @@ from support.training import CONFIG, MemoryRows, make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.train.assembly.loading import gather_whole
+from ulysses_cli.train.model.loading import gather_whole
 
 ROWS = [[(30, 0), (20, 0)]]
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -21,7 +21,7 @@ from support.generated_docs import DOCS
 from support.paths import ROOT
 from support.served import write_program
 
-from ulysses_cli.launch.rendezvous import LOST_SECONDS
+from ulysses_cli.run.nodes import LOST_SECONDS
 
 STEP_TIMEOUT, MARGIN, SAVE_STEPS, CUT_SECONDS = 8, 60, 40, 4.0
 SLOW_SECONDS, LONG_SECONDS = 0.3, 2.0  # for each of the tensors of a checkpoint

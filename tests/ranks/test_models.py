@@ -20,11 +20,10 @@ from support.tiers import NUM_RANKS, mark_by, sample
 from test_ring import ALWAYS, NEVER, list_tokens, make_axes
 from torch import Tensor
 
-from ulysses_cli.plan.rows.order import Ring, deal_rows
+from ulysses_cli.plan.rows.ring import Ring, deal_rows
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.attention.rotary import serve_rotary
-from ulysses_cli.train.processes.sequence_axis import NO_AXIS, make_sequence_axis
+from ulysses_cli.train.attention.interface import register_attention, serve_rotary
+from ulysses_cli.train.processes.groups import NO_AXIS, make_sequence_axis
 
 Lengths = tuple[int, ...]
 LENGTHS: Lengths = (21, 1, 30, 12)

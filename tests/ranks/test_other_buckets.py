@@ -30,10 +30,10 @@ ADDRESSES = [
 SEND_AND_FETCH = """
 import sys
 from pathlib import Path
-from ulysses_cli.run_folder.archive import CheckpointError
-from ulysses_cli.run_folder.bucket import Bucket
-from ulysses_cli.run_folder.manifest import name_share
-from ulysses_cli.run_folder.remote_archive import Sending, bring_newest, list_remote_steps, prune_remote, try_out
+from ulysses_cli.run.checkpoints import CheckpointError
+from ulysses_cli.run.bucket import Bucket
+from ulysses_cli.run.checkpoints import name_share
+from ulysses_cli.run.remote_checkpoints import Sending, bring_newest, list_remote_steps, prune_remote, try_out
 
 bucket, here, there = Bucket(sys.argv[1], pauses=(0.1,)), Path(sys.argv[2]), Path(sys.argv[3])
 assert try_out(bucket) == ""

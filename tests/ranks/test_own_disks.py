@@ -11,11 +11,11 @@ import pytest
 from support.faults import Runs, wait_until
 from support.rank_pool import run_on_ranks
 
-from ulysses_cli.run_folder.archive import list_checkpoints
-from ulysses_cli.run_folder.bucket import Bucket
-from ulysses_cli.run_folder.remote_archive import list_remote_steps
+from ulysses_cli.run.bucket import Bucket
+from ulysses_cli.run.checkpoints import list_checkpoints
+from ulysses_cli.run.remote_checkpoints import list_remote_steps
+from ulysses_cli.train.checkpoint.collection import find_disks
 from ulysses_cli.train.processes.consistency import gather_values
-from ulysses_cli.train.processes.disks import find_disks
 
 NUM_STEPS = 12
 WORDS = (f"train.max_steps={NUM_STEPS}", "run.save_steps=3")

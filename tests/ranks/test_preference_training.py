@@ -37,16 +37,14 @@ from ulysses_cli.data.store import WANTED
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout
-from ulysses_cli.plan.rows.order import Ring
-from ulysses_cli.run_folder.resume import ResumePoint
-from ulysses_cli.train.assembly.loss_model import LossModel
-from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.attention.rotary import serve_rotary
+from ulysses_cli.plan.rows.ring import Ring
+from ulysses_cli.run.resume import ResumePoint
+from ulysses_cli.train.attention.interface import register_attention, serve_rotary
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.loop import train as run_loop
-from ulysses_cli.train.loss import HeadRule, PlainLoss
+from ulysses_cli.train.loss import HeadRule, NextToken, Objective, PlainLoss
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
-from ulysses_cli.train.objective import NextToken, Objective
+from ulysses_cli.train.model.loss_model import LossModel
 from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings, UnpairedObjective
 from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.reference import ComputedReferences, ReferencedRows, ReferenceFile

@@ -18,7 +18,7 @@ from support.rank_pool import run_on_ranks
 from support.served import write_python
 from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments
 
-from ulysses_cli.run_folder.seal import KEY
+from ulysses_cli.run.key import KEY
 from ulysses_cli.train.sequence_parallel import SequenceParallel
 
 PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()

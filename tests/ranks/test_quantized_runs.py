@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ulysses_cli.data.steps import plan_step, read_micro_batch
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.loop import train
 
 NUM_STEPS = 3
@@ -54,7 +54,7 @@ def train_reference(base: Path, kind: str, recipe: Recipe) -> Trajectory:
     torch.manual_seed(recipe.run.seed)
     get_peft_model(model, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
     rows, per_step = MemoryRows(ROWS), 2
-    from ulysses_cli.data.batching import make_batching
+    from ulysses_cli.data.steps import make_batching
     from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.plan.resolved import resolve
 
@@ -110,7 +110,7 @@ def run_and_save(recipe: Recipe, folder: str, resumes_at: int | None, num_steps:
     harness = RunHarness(recipe, MemoryRows(ROWS), 4, folder)
     if resumes_at is not None:
         path = Path(folder) / "checkpoints" / f"step-{resumes_at}"
-        from ulysses_cli.run_folder.manifest import load_state
+        from ulysses_cli.run.checkpoints import load_state
 
         harness.saves.resume(harness.train_state, ResumePoint(path, load_state(path), True))
     harness.train_state.num_steps = num_steps

@@ -15,7 +15,7 @@ from support.tiers import NUM_RANKS, count_examples
 from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
+from ulysses_cli.train.processes.groups import SequenceAxis, make_sequence_axis
 from ulysses_cli.train.recurrence.convolution import convolve
 from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
 

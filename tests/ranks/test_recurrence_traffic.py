@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, is_known
-from ulysses_cli.plan.ledger.recurrence.kernels import count_shared
-from ulysses_cli.plan.ledger.recurrence.speed import count_halos
+from ulysses_cli.plan.ledger.recurrence import count_halos, count_shared
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import DeltaNetMixer, Mamba2Mixer
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -29,7 +28,7 @@ from ulysses_cli.plan.speed import compute_exchange_bytes
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.processes.groups import make_sequence_axis
 from ulysses_cli.train.recurrence.interface import serve_recurrent_layers
 
 LENGTHS = (50, 1, 2, 60, 15)  # of a row of 128 tokens

@@ -20,7 +20,7 @@ from torch import Tensor
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
+from ulysses_cli.train.processes.groups import SequenceAxis, make_sequence_axis
 from ulysses_cli.train.recurrence.interface import UnknownLayersError, serve_recurrent_layers
 
 LENGTHS = (14, 1, 2, 14, 21, 12)  # one token, shorter than a convolution; a bound just before the edge of a slice

@@ -16,8 +16,8 @@ from support.rank_pool import TIME_LIMIT, Pool
 from support.run_harness import RunHarness
 from support.training import MemoryRows, make_recipe
 
+from ulysses_cli.train.engine import OrderedCopies
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.memory.replica_copies import OrderedCopies
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(50, 40)], [(30, 0), (30, 0)]] * 2
 NUM_STEPS = 2

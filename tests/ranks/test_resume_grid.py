@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.run_folder.archive import find_newest_valid
-from ulysses_cli.run_folder.manifest import load_state
-from ulysses_cli.run_folder.resume import ResumePoint, fit_accumulation
+from ulysses_cli.run.checkpoints import find_newest_valid, load_state
+from ulysses_cli.run.resume import ResumePoint, fit_accumulation
 from ulysses_cli.train.loop import train
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]

@@ -20,13 +20,13 @@ from support.tiers import count_examples
 from torch import Tensor
 
 from ulysses_cli.plan.rows import indexing
-from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, deal_rows
-from ulysses_cli.train.attention import blocks, gathered, keys, rounds
+from ulysses_cli.plan.rows.ring import Order, Ring, TokenRun, deal_rows
+from ulysses_cli.train.attention import ring
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import operators
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
+from ulysses_cli.train.processes.groups import SequenceAxis, make_sequence_axis
 
 
 @cache
@@ -299,11 +299,14 @@ def run_backward_by_blocks(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
     return operators.run_backward(dout, q, k, v, out, own_lse, *row)
 
 
+return_gradients = ring.return_gradients  # before a fault is planted in its place
+
+
 def return_gradients_twice(dkeys: Tensor, dvalues: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return keys.return_gradients(2 * dkeys, dvalues, *arguments)
+    return return_gradients(2 * dkeys, dvalues, *arguments)
 
 
-def send_twice(self: blocks.ReturningGradients, joined: Tensor, after: Any) -> None:
+def send_twice(self: ring.ReturningGradients, joined: Tensor, after: Any) -> None:
     send(self, 2 * joined, after)
 
 
@@ -314,13 +317,13 @@ def merge_by_plain_exponentials(out: Tensor, lse: Tensor, part_out: Tensor, part
     lse.copy_(torch.log(total))
 
 
-send = blocks.ReturningGradients.send
+send = ring.ReturningGradients.send
 FAULTS: dict[tuple[float, str], list[tuple[Any, str, Any]]] = {
-    (NEVER, "log-sum-exp of a block"): [(gathered, "run_backward", run_backward_by_halves)],
-    (ALWAYS, "log-sum-exp of a block"): [(rounds, "run_backward", run_backward_by_blocks)],
-    (NEVER, "keys of another rank count twice"): [(gathered, "return_gradients", return_gradients_twice)],
-    (ALWAYS, "keys of another rank count twice"): [(blocks.ReturningGradients, "send", send_twice)],
-    (ALWAYS, "exp of a logit"): [(rounds, "merge", merge_by_plain_exponentials)],
+    (NEVER, "log-sum-exp of a block"): [(ring, "run_backward", run_backward_by_halves)],
+    (ALWAYS, "log-sum-exp of a block"): [(ring, "run_backward", run_backward_by_blocks)],
+    (NEVER, "keys of another rank count twice"): [(ring, "return_gradients", return_gradients_twice)],
+    (ALWAYS, "keys of another rank count twice"): [(ring.ReturningGradients, "send", send_twice)],
+    (ALWAYS, "exp of a logit"): [(ring, "merge", merge_by_plain_exponentials)],
 }
 
 

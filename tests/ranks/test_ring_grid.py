@@ -12,7 +12,7 @@ from support.rank_pool import run_on_ranks
 from test_ring import ALWAYS, DOCUMENTS, NEVER, check, deal, make_axes, run_ring
 
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 
 Layout = tuple[int, int]

@@ -22,14 +22,14 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import Latent
-from ulysses_cli.plan.rows.rounds import MAX_SHARES
+from ulysses_cli.plan.rows.ring import MAX_SHARES
 from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes
-from ulysses_cli.train.attention import blocks, gathered
+from ulysses_cli.train.attention import ring
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import operators
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
-from ulysses_cli.train.memory.saved_results import DeviceStorage, SavedResults
+from ulysses_cli.train.memory.checkpointing import DeviceStorage, SavedResults
 
 LLAMA = get_shape("meta-llama/Llama-3.1-8B")
 Checkpointing = Literal[False, True, "full"]
@@ -76,10 +76,10 @@ def log_events() -> Iterator[list[Event]]:
         return call
 
     places: list[tuple[Any, str, str]] = [
-        (gathered, "fetch_keys", "fetch"),
-        (gathered, "return_gradients", "return"),
-        (blocks, "_start_fetch", "fetch"),
-        (blocks.ReturningGradients, "send", "return"),
+        (ring, "fetch_keys", "fetch"),
+        (ring, "return_gradients", "return"),
+        (ring, "_start_fetch", "fetch"),
+        (ring.ReturningGradients, "send", "return"),
     ]
     logged = kernel._replace(forward=partial(log_kernel, kernel.forward), backward=partial(log_kernel, kernel.backward))
     with pytest.MonkeyPatch.context() as patch:

@@ -23,10 +23,10 @@ from support.training import MemoryRows, make_recipe, measure_difference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.data.batching import make_eval_batching
-from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.steps import make_eval_batching
+from ulysses_cli.data.store import open_rows
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.processes.consistency import compare_facts

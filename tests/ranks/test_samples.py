@@ -21,7 +21,7 @@ from support.small_run import make_settings
 from support.training import MemoryRows, make_recipe
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.train.hooks.samples import SamplePrompt, Samples
+from ulysses_cli.train.evaluation import SamplePrompt, Samples
 from ulysses_cli.train.loop import every, train
 
 PROMPTS = [SamplePrompt("a", tuple(range(3, 30))), SamplePrompt("b", (5,)), SamplePrompt("c", (9, 9, 60))]

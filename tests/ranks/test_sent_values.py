@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.rank_pool import run_on_ranks
 
-from ulysses_cli.run_folder.seal import ForgedError
+from ulysses_cli.run.key import ForgedError
 from ulysses_cli.train.processes import consistency
 from ulysses_cli.train.processes.consistency import gather_values, scatter_values
 

@@ -21,7 +21,7 @@ from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.memory.disk import DiskFile, OffloadDiskError
+from ulysses_cli.train.memory.offload import DiskFile, OffloadDiskError
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
 COMMON = ("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "memory.activation_offloading=1")
@@ -106,7 +106,7 @@ def test_no_ending_leaves_what_layers_saved(tmp_path: Path) -> None:
 
 def run_in_small_pieces(recipe: Recipe, folder: str, limit_bytes: int) -> tuple[list[float], dict[str, Any], int]:
     indexing = importlib.import_module("ulysses_cli.plan.rows.indexing")
-    pieces = importlib.import_module("ulysses_cli.train.memory.pieces")
+    pieces = importlib.import_module("ulysses_cli.train.memory.tiled_mlp")
     counted = []
 
     def count(num_rows: int, num_bytes: int, *operators: str) -> list[slice]:

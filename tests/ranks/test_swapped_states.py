@@ -15,11 +15,10 @@ from support.run_harness import RunHarness
 from support.training import CONFIG, MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run_folder.archive import find_damage
-from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run.checkpoints import find_damage
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.optimizer.states import KINDS, list_flats
-from ulysses_cli.train.optimizer.swap_files import SwappedFlat
+from ulysses_cli.train.optimizer.states import KINDS, SwappedFlat, list_flats
 from ulysses_cli.train.tensor_file import get_tensor
 
 pytestmark = [pytest.mark.operator("async_io"), pytest.mark.operator("cpu_adam")]

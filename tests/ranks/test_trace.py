@@ -28,12 +28,11 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.zero.swapping import compute_activation_file_bytes
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.ledger.zero.states import compute_activation_file_bytes
+from ulysses_cli.plan.levers import SWAP_CHUNK_BYTES, SWAP_THREADS, Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.estimate import Estimate, compute_estimate
 from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
 from ulysses_cli.prove.trace.trace import (
     HELD,
     Layers,
@@ -44,7 +43,7 @@ from ulysses_cli.prove.trace.trace import (
     list_cuts,
     list_ranks,
 )
-from ulysses_cli.report.traced import list_formula
+from ulysses_cli.report.ledger import list_formula
 
 FILES = sorted(RECIPES.glob("*.yaml"))
 TILES = ("memory.tiled_mlp=true", "memory.tiled_loss=true")
@@ -118,7 +117,7 @@ def test_the_formula_counts_lengths_of_rows(words: tuple[str, ...]) -> None:
 def test_the_formula_counts_sums_of_pieces() -> None:
     """An MLP without tiles whose rows pass 4 GiB: its matrices are so large beside its rows that the memory is fullest
     while the last one's gradients are summed in float32. The sums are 3 % of it. The formula is 0.7 % high, since a
-    recomputation stops before the last product (train/memory/last_linear.py)."""
+    recomputation stops before the last product (train/memory/tiled_mlp.py)."""
     sizes = {"hidden_size": 16384, "intermediate_size": 81920, "num_hidden_layers": 2, "head_dim": 128}
     config = {**sizes, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 26240}
     recipe = make_case(config, "data.max_length=26240", "run.device=cuda", *NARROW, TILES[1])

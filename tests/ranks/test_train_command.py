@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ulysses_cli.data.rows import PackedRows, open_rows
+from ulysses_cli.data.store import PackedRows, open_rows
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.attention.documents import make_documents
 
 TIME_LIMIT = 240

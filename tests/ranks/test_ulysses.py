@@ -15,9 +15,9 @@ from support.tiers import NUM_RANKS, count_examples
 from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 
 def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdpa") -> dict[str, Tensor]:

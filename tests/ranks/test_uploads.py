@@ -20,17 +20,12 @@ from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.training import MemoryRows, make_recipe
 
-from ulysses_cli.host.operator_builds import get_builds_folder
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run_folder.archive import CheckpointError, find_damage, list_checkpoints
-from ulysses_cli.run_folder.bucket import Bucket
-from ulysses_cli.run_folder.remote_archive import (
-    fetch_checkpoint,
-    list_remote_steps,
-    read_remote_model_steps,
-)
-from ulysses_cli.train.checkpoint.saves import SavePolicy
-from ulysses_cli.train.checkpoint.uploads import Uploads
+from ulysses_cli.run.bucket import Bucket
+from ulysses_cli.run.checkpoints import CheckpointError, find_damage, list_checkpoints
+from ulysses_cli.run.host import get_builds_folder
+from ulysses_cli.run.remote_checkpoints import fetch_checkpoint, list_remote_steps, read_remote_model_steps
+from ulysses_cli.train.checkpoint.saves import SavePolicy, Uploads
 from ulysses_cli.train.loop import train
 
 NUM_STEPS = 8

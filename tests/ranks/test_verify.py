@@ -40,14 +40,14 @@ CONFIG: dict[str, Any] = {
 
 
 def make_proof(*overrides: str) -> Recipe:
-    from ulysses_cli.prove.verify.shrink import make_proof_recipe
+    from ulysses_cli.prove.shrink import make_proof_recipe
 
     recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", *overrides, config=CONFIG)
     return make_proof_recipe(recipe, CONFIG, read_model_shape(CONFIG, "test"), Layout(sp_size=2), "cpu")[0]
 
 
 def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
-    from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
+    from ulysses_cli.prove.verify import judge, make_reference, make_task
 
     proof = make_proof(*overrides)
     shape = read_model_shape(proof.model.config or {}, "test")
@@ -57,7 +57,7 @@ def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
 
 
 def trace_with(fault: str, task: Any) -> Any:
-    from ulysses_cli.prove.verify.verify import trace_on_rank
+    from ulysses_cli.prove.verify import trace_on_rank
 
     patches = FAULTS[fault]()
     for patch in patches:
@@ -149,7 +149,7 @@ def plant_local_window() -> list[Any]:
 
 def plant_unsharded_evaluation() -> list[Any]:
     """Every rank evaluates the whole row by itself."""
-    from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+    from ulysses_cli.train.processes.groups import SequenceAxis
 
     def read(real: Any) -> Any:
         return lambda rows, plan, group, micro_step, rank, size: real(rows, plan, group, micro_step, 0, 1)
@@ -222,8 +222,8 @@ def test_the_command_proves(tmp_path: Path) -> None:
 
 @pytest.mark.check
 def test_a_rank_that_raises_or_dies_is_reported() -> None:
-    from ulysses_cli.prove.ranks.ranks import RankFailureError
-    from ulysses_cli.prove.ranks.ranks import run_on_ranks as run
+    from ulysses_cli.prove.ranks import RankFailureError
+    from ulysses_cli.prove.ranks import run_on_ranks as run
 
     with pytest.raises(RankFailureError) as raised:
         run(2, raise_on_one)
@@ -236,7 +236,7 @@ def test_a_rank_that_raises_or_dies_is_reported() -> None:
 @pytest.mark.check
 def test_problems_of_an_input_that_a_rank_refuses_are_told() -> None:
     from ulysses_cli.prove.__main__ import prove
-    from ulysses_cli.prove.ranks.ranks import run_on_ranks as run
+    from ulysses_cli.prove.ranks import run_on_ranks as run
 
     def refuse(*_: Any) -> Any:
         return run(1, refuse_input)

@@ -24,7 +24,7 @@ RANGES = {name: {"initializer_range": 0.05} for name in ("qwen3_5_text", "zamba2
 
 
 def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:
-    from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
+    from ulysses_cli.prove.verify import judge, make_reference, make_task
 
     config = {**TINY, **SIZES, **HYBRIDS[model_type], **RANGES.get(model_type, {}), "model_type": model_type}
     proof = make_proof()
@@ -36,7 +36,7 @@ def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:
 
 
 def trace_with(fault: str, task: Any) -> Any:
-    from ulysses_cli.prove.verify.verify import trace_on_rank
+    from ulysses_cli.prove.verify import trace_on_rank
 
     patches = FAULTS[fault]()
     for each in patches:

@@ -32,8 +32,8 @@ ALONE, INSIDE = (1, 2), (2, 2)  # ranks that share heads, ranks of the ring
 def prove_ring(
     layout: tuple[int, int], fault: str, folder: Path, *words: str, config: dict[str, Any] = CONFIG
 ) -> list[Row]:
-    from ulysses_cli.prove.verify.shrink import make_proof_recipe
-    from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
+    from ulysses_cli.prove.shrink import make_proof_recipe
+    from ulysses_cli.prove.verify import judge, make_reference, make_task
 
     ulysses_size, ring_size = layout
     size = ulysses_size * ring_size
@@ -47,7 +47,7 @@ def prove_ring(
 
 
 def trace_with(fault: str, task: Any) -> Any:
-    from ulysses_cli.prove.verify.verify import trace_on_rank
+    from ulysses_cli.prove.verify import trace_on_rank
 
     patches = FAULTS[fault]()
     for each in patches:
@@ -86,8 +86,8 @@ def plant_lost_key_gradient() -> list[Any]:
         return lambda self, joined, after: real(self, joined * 0, after)
 
     return [
-        patch("ulysses_cli.train.attention.gathered.return_gradients", lose_gathered),
-        patch("ulysses_cli.train.attention.blocks.ReturningGradients.send", lose_sent),
+        patch("ulysses_cli.train.attention.ring.return_gradients", lose_gathered),
+        patch("ulysses_cli.train.attention.ring.ReturningGradients.send", lose_sent),
     ]
 
 

@@ -16,13 +16,12 @@ from support.tiers import mark_by
 from support.training import MemoryRows, Trajectory, make_recipe, measure_difference, train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.data.batching import make_batching
-from ulysses_cli.data.steps import plan_step
+from ulysses_cli.data.steps import make_batching, plan_step
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import resolve
-from ulysses_cli.run_folder.manifest import load_state
-from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run.checkpoints import load_state
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.loop import train
 
 NUM_STEPS = 3

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from support.small_run import BYTES_CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.commands.children.answering import FoundModel, ModelQuestion, prepare_model
+from ulysses_cli.commands.children.evaluating import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import Amount, Sources
+from ulysses_cli.prove.machines import MachinePlace, Machines
 from ulysses_cli.prove.quality.evaluation import ModelEvaluation, run_evaluation
-from ulysses_cli.prove.ranks.machines import MachinePlace, Machines
-from ulysses_cli.prove.ranks.rank_server import start_process
-from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
-from ulysses_cli.run_folder.seal import KEY
+from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks, start_process
+from ulysses_cli.run.key import KEY
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.run_folder.manifest import name_share
+from ulysses_cli.run.checkpoints import name_share
 
 RECIPE = {
     "model": {"name_or_path": "owner/model"},

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.byte_counter import ByteCounter
-from ulysses_cli.plan import tiles
+from ulysses_cli.plan import levers as tiles
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.snapshots import walk_snapshots
+from ulysses_cli.plan.ledger.ledger import walk_snapshots
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.train.attention.documents import Documents, make_documents
@@ -31,8 +31,8 @@ from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 from ulysses_cli.train.memory.tiled_mlp import tile_mlps
-from ulysses_cli.train.memory.tiled_norm import tile_norms
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.memory.tiling import tile_norms
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 ENGINE_LINES = {
     "parameters", "parameters_persistent", "parameters_gathered", "parameters_arriving", "gradients",
@@ -128,7 +128,8 @@ def _apply_levers(model: Any, levers: Levers, num_tokens: int) -> Any:
     if not levers.tiled_loss:
         return None
     tile = tiles.compute_loss_tile_tokens(num_tokens, model.config.vocab_size, hidden, is_large=is_large)
-    return make_tiled_loss(model.lm_head, HeadRule(), tile, way="torch")  # a GPU's, where nothing is compiled
+    # A GPU's, where nothing is compiled.
+    return make_tiled_loss(model.lm_head, HeadRule(), tile, implementation="torch")
 
 
 def _count(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.plan.models.config_layers import NUM_EXPERTS
 from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.layers import NUM_EXPERTS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,11 +11,10 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from support.paths import ROOT
-from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS, OTHER_NAMES
-from ulysses_cli.plan.models.dense_families import DENSE
-from ulysses_cli.plan.models.expert_families import EXPERTS
+from ulysses_cli.plan.models.attention_families import DENSE, EXPERTS
+from ulysses_cli.plan.models.families import INEXACT_KEYS
 from ulysses_cli.plan.models.hybrid_families import HYBRIDS
-from ulysses_cli.plan.models.refusals import INEXACT_KEYS
+from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS, OTHER_NAMES
 
 FILE = ROOT / "ulysses_cli" / "plan" / "models" / "defaults" / "transformers.json"
 FIELDS = (

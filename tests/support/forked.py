@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from support import kill_points, networks
-from ulysses_cli.prove.ranks.rank_server import start_process
+from ulysses_cli.prove.ranks import start_process
 
 PRELOADED = (
     *("torch", "deepspeed", "peft", "transformers.models.qwen3.modeling_qwen3", "torch.distributed.run"),
-    *("ulysses_cli.train.agent", "ulysses_cli.train.worker", "ulysses_cli.train.failure"),
+    *("ulysses_cli.train.agent", "ulysses_cli.train.start", "ulysses_cli.train.failure"),
     *(
         "ulysses_cli.commands.children.training",
         "ulysses_cli.data.prepare",
-        "ulysses_cli.report.live.progress",
+        "ulysses_cli.report.live",
         "ulysses_cli.plan.rules.check",
         "ulysses_cli.validate",
         "support.warm",

@@ -18,8 +18,7 @@ from pathlib import Path
 from support.house import ENTRY_MAY_IMPORT, MAY_IMPORT, MODULES, ORDER, PACKAGE, ROOT, parse
 from ulysses_cli.hub import summarize_table
 from ulysses_cli.plan.attention import BACK_ENDS
-from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
+from ulysses_cli.plan.models.families import FAMILIES, REFUSED_FAMILIES
 from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
 from ulysses_cli.report.models import format_gate, format_ring, format_size, format_sizes
 

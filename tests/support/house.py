@@ -13,7 +13,7 @@ PACKAGE = ROOT / "ulysses_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULES = 20
 # never torch, not even inside a function
-LIGHT = ("plan", "readers", "evaluate", "run_folder", "host", "launch", "report", "commands")
+LIGHT = ("plan", "readers", "evaluate", "run", "report", "commands")
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
 
 # Top-level rooms and files -> what else of the package they may import. `__main__.py` of a room is a child process of a
@@ -22,120 +22,57 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": set(),
     "readers": {"plan"},
     "evaluate": {"plan", "readers"},
-    "run_folder": {"plan"},
-    "host": {"plan", "readers"},
+    "run": {"plan", "readers"},
     "data": {"plan", "readers"},
-    "train": {"plan", "evaluate", "run_folder", "data"},
-    "prove": {"plan", "readers", "evaluate", "run_folder", "host", "data", "train"},
+    "train": {"plan", "evaluate", "run", "data"},
+    "prove": {"plan", "readers", "evaluate", "run", "data", "train"},
     "hub": {"plan"},
     "hardware_table": {"plan", "hub"},
     "shipped": {"plan"},
     "validate": {"plan", "hub"},
-    "publishing": {"plan"},
     "report": {"plan", "validate"},
-    "launch": {"plan", "readers", "run_folder", "host"},
-    "commands": {
-        *("plan", "evaluate", "run_folder", "host", "launch", "report", "hub", "hardware_table"),
-        *("shipped", "validate", "publishing", ""),
-    },
-    "cli": {"plan", "host", "commands", "report", ""},
-    "api": {"plan", "host", "launch", "commands", "hardware_table", "validate"},
+    "commands": {"plan", "evaluate", "run", "report", "hub", "hardware_table", "shipped", "validate", ""},
+    "cli": {"plan", "run", "commands", "report", ""},
+    "api": {"plan", "run", "commands", "hardware_table", "validate"},
     "__main__": {"cli"},
-    "": {"api", "plan", "train"},  # loaded when they are used
+    "": set(),
 }
 ENTRY_MAY_IMPORT = {"report", "hardware_table"}
 
 # A room's own rooms and files, lowest first: each imports only what stands before it.
 ORDER: dict[str, list[str]] = {
     "plan": [
-        *(
-            "exit_codes",
-            "sizes",
-            "problem",
-            "layout",
-            "nouns",
-            "files",
-            "hardware",
-            "models",
-            "flops",
-            "rows",
-            "levers",
-            "secrets",
-            "schedule",
-        ),
-        *("units", "recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules"),
-        *("host_time", "speed", "planner"),
+        *("sizes", "problem", "layout", "files", "hardware", "secrets", "units", "models", "flops", "rows"),
+        *("levers", "schedule", "recipe", "attention", "ds_config", "resolved", "ledger", "rules", "speed"),
+        "planner",
     ],
     "readers": [
-        "problems",
-        "expansion",
-        "compressed_files",
-        "decoding",
-        "blocks",
-        "tables",
-        "files",
-        "content_parts",
-        "columns",
-        "pairs",
-        "first_rows",
+        *("problems", "blocks", "files", "columns", "pairs"),
     ],
     "evaluate": [
-        *(
-            "sample",
-            "words",
-            "statistics",
-            "needles",
-            "counting",
-            "documents",
-            "files",
-            "prompt_tokens",
-            "thinking",
-            "prompts",
-            "losses",
-            "suites",
-        ),
-        *("scoring", "summary", "retrieval"),
+        *("sample", "documents", "files", "prompts", "summary", "retrieval", "scoring", "made_tasks", "suites"),
     ],
-    "run_folder": [
-        *("failure_record", "early_stop", "told", "line_files", "manifest", "archive", "whole_disk", "bucket"),
-        *("transfers", "remote_archive", "resume", "run_lock", "seal", "run_key"),
-    ],
-    "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
-    "launch": [
-        *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
-        *("listening", "notification", "downloads", "suite_files", "preflight", "jobs"),
+    "run": [
+        *("data_survey", "environments", "host", "jobs", "key", "kubernetes", "lock", "nodes", "notification"),
+        *("records", "checkpoints", "folder", "launcher", "resume", "whole_disk", "bucket", "remote_checkpoints"),
+        *("downloads", "preflight"),
     ],
     "data": [
-        *("hub_access", "selection", "sources", "steps", "batching", "transaction", "store", "rows"),
-        *("packer", "facts", "tokenizing", "prepare", "__main__"),
+        *("steps", "transaction", "store", "packer", "facts", "sources", "tokenizing", "prepare", "__main__"),
     ],
     "train": [
-        *(
-            "loss",
-            "objective",
-            "finiteness",
-            "processes",
-            "preferences",
-            "guard",
-            "agent",
-            "telemetry",
-            "tensor_file",
-            "optimizer",
-            "elementwise",
-            "memory",
-            "attention",
-            "recurrence",
-        ),
-        *("engine", "generation", "train_state", "loop", "evaluation", "reference", "hooks", "checkpoint"),
-        *("rehearsal", "assembly", "export"),
-        *("inputs", "connection", "completion", "worker", "failure", "__main__"),
-        "sequence_parallel",
+        *("loss", "processes", "preferences", "agent", "tensor_file", "optimizer", "elementwise", "clock"),
+        *("memory", "attention", "recurrence", "engine", "generation", "loop", "reference", "sequence_parallel"),
+        *("metrics", "record", "checkpoint", "evaluation", "model", "export", "inputs", "failure", "start"),
+        "__main__",
     ],
-    "prove": ["ranks", "results", "rows", "doctor", "bench", "trace", "verify", "quality", "__main__"],
+    "prove": [
+        *("ranks", "results", "rows", "trace", "device_checks", "doctor", "machines", "quality", "recorded_run"),
+        *("shrink", "verify", "speed", "bench", "__main__"),
+    ],
     "report": [
-        *("printing", "quantities", "settings", "live", "placement", "ledger", "planner", "traced"),
-        *("resolved_plan", "run_end"),
-        *("data_report", "run_files", "run_summary", "page", "proofs", "quality", "sweep", "models"),
+        *("printing", "quantities", "live", "planner", "run_summary", "page", "ledger", "data_report", "proofs"),
+        *("models", "recipe"),
     ],
 }
 

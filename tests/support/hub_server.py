@@ -20,7 +20,7 @@ import huggingface_hub.constants
 import huggingface_hub.utils._http
 import pytest
 
-from ulysses_cli import publishing
+from ulysses_cli.commands.children import publishing
 
 SHA = "0123456789abcdef0123456789abcdef01234567"  # the one commit of every data set
 TOKEN = "hf_aTokenForTheStandInOfTheHub123"

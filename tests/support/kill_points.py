@@ -117,8 +117,8 @@ def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[st
 
 def watch_phases(note: Callable[[str, int | None], None]) -> None:
     """Calls `note` with each phase that the run or a step enters, and the number of steps done."""
-    from ulysses_cli.train.telemetry.record import Record
-    from ulysses_cli.train.train_state import TrainState
+    from ulysses_cli.train.loop import TrainState
+    from ulysses_cli.train.record import Record
 
     for kind in (TrainState, Record):
         plain = kind.__setattr__
@@ -205,7 +205,7 @@ def write_slowly(seconds: float) -> None:
 
 def upload_slowly(seconds: float) -> None:
     """Makes each file take that long to arrive in a bucket."""
-    from ulysses_cli.run_folder.bucket import Bucket
+    from ulysses_cli.run.bucket import Bucket
 
     put = Bucket.put_file
 

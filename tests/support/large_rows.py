@@ -14,9 +14,8 @@ from torch.nn import functional
 
 from ulysses_cli.train.elementwise import operators
 from ulysses_cli.train.loss import HeadRule, compute_token_losses
-from ulysses_cli.train.memory.pieces import run_in_pieces
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
-from ulysses_cli.train.memory.tiled_mlp import TiledBlock
+from ulysses_cli.train.memory.tiled_mlp import TiledBlock, run_in_pieces
 
 WIDTH, VOCABULARY = 4096, 128256
 NUM_EMBEDDED = 1024  # tokens of the embedding; sums of its gradient are of any size
@@ -102,13 +101,13 @@ def _make_layer_norm(device: torch.device) -> RowFunction:
     return differentiate(model, model)
 
 
-def _make_norm(device: torch.device, way: str = "torch") -> RowFunction:
+def _make_norm(device: torch.device, implementation: str = "torch") -> RowFunction:
     weight = torch.rand(WIDTH, device=device, dtype=torch.bfloat16)
-    way = way if device.type == "cuda" else "blocks"
+    implementation = implementation if device.type == "cuda" else "blocks"
 
     def run(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        out, rstd = operators.normalize(rows, weight, 1e-5, "rounded", way)
-        drows, dweight = operators.normalize_backward(out.sign(), rows, weight, rstd, "rounded", way)
+        out, rstd = operators.normalize(rows, weight, 1e-5, "rounded", implementation)
+        drows, dweight = operators.normalize_backward(out.sign(), rows, weight, rstd, "rounded", implementation)
         return [out, rstd, drows], [dweight.double()]
 
     return run
@@ -157,18 +156,18 @@ def _lose_rows(scores: Tensor) -> Tensor:
 
 
 def _make_gate(device: torch.device) -> RowFunction:
-    way = "compiled" if device.type == "cuda" else "blocks"
-    return lambda rows: ([operators.gate(rows, rows, way), *operators.gate_backward(rows, rows, rows, way)], [])
+    how = "compiled" if device.type == "cuda" else "blocks"
+    return lambda rows: ([operators.gate(rows, rows, how), *operators.gate_backward(rows, rows, rows, how)], [])
 
 
 def _make_rotation(device: torch.device) -> RowFunction:
     """Of heads that are 128 wide; each row has its own angles."""
-    way = "compiled" if device.type == "cuda" else "blocks"
+    implementation = "compiled" if device.type == "cuda" else "blocks"
 
     def run(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         heads = rows.view(1, rows.size(0), -1, 128).transpose(1, 2)
         angles = rows[None, :, :128].float()
-        out = operators.rotate(heads, angles.cos().to(rows.dtype), angles.sin().to(rows.dtype), way)
+        out = operators.rotate(heads, angles.cos().to(rows.dtype), angles.sin().to(rows.dtype), implementation)
         return [out.transpose(1, 2).reshape(rows.shape)], []
 
     return run
@@ -217,7 +216,7 @@ CASES: dict[str, LargeCase] = {
         cpu_dtype=torch.bfloat16,
     ),
     "compiled": LargeCase(_make_gate),
-    "compiled: norm": LargeCase(partial(_make_norm, way="compiled")),
+    "compiled: norm": LargeCase(partial(_make_norm, implementation="compiled")),
     "compiled: rotation": LargeCase(_make_rotation),
     "copy": LargeCase(
         lambda _: lambda rows: ([rows.unflatten(1, (8, -1)).transpose(1, 2).contiguous()], []), cpu_dtype=torch.int8

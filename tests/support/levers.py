@@ -16,19 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from support.families import make_config
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.assembly.build import close_wrapped, take_over_groups
-from ulysses_cli.train.assembly.loss_model import LossModel
-from ulysses_cli.train.attention import gathered
+from ulysses_cli.train.attention import ring
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.loss import HeadRule, Places, PlainLoss
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
-from ulysses_cli.train.memory.last_linear import ShardedLinear, save_before_last_products
 from ulysses_cli.train.memory.offload import Offloader
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
-from ulysses_cli.train.memory.tiled_mlp import tile_mlps
-from ulysses_cli.train.memory.tiled_norm import tile_norms
-from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+from ulysses_cli.train.memory.tiled_mlp import ShardedLinear, save_before_last_products, tile_mlps
+from ulysses_cli.train.memory.tiling import tile_norms
+from ulysses_cli.train.model.build import close_wrapped, take_over_groups
+from ulysses_cli.train.model.loss_model import LossModel
+from ulysses_cli.train.processes.groups import make_sequence_axis
 
 LENGTHS = (21, 1, 30, 12)
 SHARDED = ShardedLinear(linear.zero3_linear_wrap, linear.LinearFunctionForZeroStage3)
@@ -252,17 +251,17 @@ def count_gathers(engine: Any, names: dict[int, str]) -> Iterator[dict[str, int]
 @contextmanager
 def count_attention() -> Iterator[list[int]]:
     """Counts how often the kernel's forward runs."""
-    calls, original = [0], gathered.attend
+    calls, original = [0], ring.attend
 
     def attend(*args: Any) -> Any:
         calls[0] += 1
         return original(*args)
 
-    gathered.attend = attend  # type: ignore[assignment]
+    ring.attend = attend  # type: ignore[assignment]
     try:
         yield calls
     finally:
-        gathered.attend = original
+        ring.attend = original
 
 
 def measure_difference(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:

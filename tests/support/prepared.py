@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ulysses_cli.data.packer import RowSettings, make_rows
-from ulysses_cli.data.selection import Portion
+from ulysses_cli.data.packer import Portion, RowSettings, make_rows
 from ulysses_cli.data.store import Batch, StoreWriter, TokenStore, hash_document
 from ulysses_cli.data.transaction import make_folder
 

@@ -23,9 +23,8 @@ import yaml
 from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.sized.moments import measure_step
-from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
-from ulysses_cli.plan.ledger.snapshots import walk_snapshots
+from ulysses_cli.plan.ledger.ledger import walk_snapshots
+from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, measure_step
 from ulysses_cli.plan.models.families import FAMILIES, list_traits
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -33,7 +32,7 @@ from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.check import check_recipe
-from ulysses_cli.prove.ranks.rank_server import start_process
+from ulysses_cli.prove.ranks import start_process
 from ulysses_cli.prove.trace.trace import join_ranks, list_ranks, prepare_process, trace
 
 # The families of which every size can be drawn.

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder, list_dead_locks, list_locks
-from ulysses_cli.prove.ranks.rank_server import start_process
+from ulysses_cli.prove.ranks import start_process
+from ulysses_cli.run.host import FOLDER, get_builds_folder, list_dead_locks, list_locks
 
 TIME_LIMIT = 300.0
 START_LIMIT = 180.0
@@ -147,7 +147,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from ulysses_cli.train.processes.rank_store import open_file_store
+    from ulysses_cli.train.processes.store import open_file_store
 
     torch.set_num_threads(1)
     store = open_file_store(str(Path(folder) / "rendezvous"), num_ranks)

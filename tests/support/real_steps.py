@@ -12,10 +12,9 @@ from support.byte_counter import ByteCounter
 from support.run_harness import RunHarness
 from support.small_run import CONFIG
 from support.training import MemoryRows, make_recipe
-from ulysses_cli.plan.ledger.device import DEVICE_LINES
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.snapshots import walk_snapshots
+from ulysses_cli.plan.ledger.ledger import compute_ledger, walk_snapshots
+from ulysses_cli.plan.ledger.machine import DEVICE_LINES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import make_layout

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from support.prompters import make_prompter
-from ulysses_cli.evaluate.needles import list_needle_tasks
+from ulysses_cli.evaluate.made_tasks import list_needle_tasks
 from ulysses_cli.evaluate.sample import fill_up
 
 TASK = "niah_single_1"

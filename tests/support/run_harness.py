@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.data.steps import make_eval_batching
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout, settle
-from ulysses_cli.train.assembly.model_config import load_model_config
-from ulysses_cli.train.assembly.run import assemble_run
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves
-from ulysses_cli.train.hooks.bad_steps import BadSteps
+from ulysses_cli.train.evaluation import rehearse
+from ulysses_cli.train.loop import StepResult
+from ulysses_cli.train.metrics import BadSteps
+from ulysses_cli.train.model.build import assemble_run
+from ulysses_cli.train.model.loading import load_model_config
 from ulysses_cli.train.processes.groups import make_groups
-from ulysses_cli.train.rehearsal import rehearse
-from ulysses_cli.train.telemetry.record import Record
-from ulysses_cli.train.train_state import StepResult
-from ulysses_cli.train.worker import choose_objective
+from ulysses_cli.train.record import Record
+from ulysses_cli.train.start import choose_objective
 
 
 class RunHarness:

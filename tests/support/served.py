@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from support import forked, networks
 from support.tiers import FULL, TIER
-from ulysses_cli.prove.ranks.rank_server import start_process
+from ulysses_cli.prove.ranks import start_process
 
 CLIENT = """\
 import json, os, signal, socket, sys

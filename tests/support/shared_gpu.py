@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ulysses_cli.run_folder.seal import KEY
+from ulysses_cli.run.key import KEY
 
 SECONDS, AFTER_FAILURE = 240, 5
 

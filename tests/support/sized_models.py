@@ -13,11 +13,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import ulysses_cli.train.attention.kernels.operators  # noqa: F401 - the trace asks for its operators
 from ulysses_cli.plan.sizes import autograd
-from ulysses_cli.plan.sizes.dtypes import BY_NAME, DEVICE, FLOAT32, INT64
 from ulysses_cli.plan.sizes.library import Unknown, make_torch
-from ulysses_cli.plan.sizes.meter import ByteMeter
 from ulysses_cli.plan.sizes.sources import ModelSources, make_config, make_model
-from ulysses_cli.plan.sizes.tensor import Running, make
+from ulysses_cli.plan.sizes.tensor import BY_NAME, DEVICE, FLOAT32, INT64, ByteMeter, Running, make
 from ulysses_cli.prove.trace.storages import Storages
 
 PHASES = ("forward", "backward")

@@ -7,7 +7,7 @@ A reader knows its template's marks and does not use the product's way to find t
 import re
 from dataclasses import dataclass, field, replace
 
-from ulysses_cli.plan.models.chat_template import SHIPPED, read_template
+from ulysses_cli.plan.models.model_files import SHIPPED, read_template
 
 CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}

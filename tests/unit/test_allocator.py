@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.prove.trace.allocator import count_segment, replay
+from ulysses_cli.prove.trace.storages import count_segment, replay
 
 UNIT, MIB = 512, 1 << 20
 Sizes = st.sampled_from([1, 512, 700 << 10, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB])

@@ -19,12 +19,12 @@ from test_prepare import prepare, write_rows, write_texts
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.evaluate.documents import read_questions
 from ulysses_cli.evaluate.files import read_suite
-from ulysses_cli.launch.suite_files import _unpack
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import Model
-from ulysses_cli.readers import expansion, files
+from ulysses_cli.readers import blocks, files
 from ulysses_cli.readers.problems import DataError
-from ulysses_cli.report.run_files import load_run
+from ulysses_cli.report.run_summary import load_run
+from ulysses_cli.run.downloads import _unpack
 
 SECONDS = 60
 RULER = {"input": "q", "outputs": ["a"]}
@@ -90,7 +90,7 @@ def test_rows_below_data_are_read_as_before(tmp_path: Path) -> None:
 def test_a_table_that_expands_far_is_refused_by_evaluate_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pyarrow import Table, parquet
 
-    monkeypatch.setattr(expansion, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
     rows = [{"input": "z" * 1000, "outputs": ["a"]}] * 20_000
     parquet.write_table(Table.from_pylist(rows), tmp_path / "niah.parquet", compression="zstd")
     assert (tmp_path / "niah.parquet").stat().st_size < 100_000
@@ -98,7 +98,7 @@ def test_a_table_that_expands_far_is_refused_by_evaluate_too(tmp_path: Path, mon
 
 
 def test_an_archive_that_expands_far_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expansion, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.jsonl", b"0" * (8 << 20))
     with pytest.raises(RecipeError, match=r"a\.zip expands to more than"):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.run_directory import write_run
 
-from ulysses_cli.report import run_files, run_summary
+from ulysses_cli.report import run_summary
 from ulysses_cli.report.page import drawing, run_page
 from ulysses_cli.report.page.charts import Mark, Series, draw_bars, draw_lines, draw_stack
 from ulysses_cli.report.page.page import Chart, PageSection, make_page
@@ -155,7 +155,7 @@ def find_working_browser(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def run_html(tmp_path_factory: pytest.TempPathFactory) -> str:
-    run = run_files.load_run(write_run(tmp_path_factory.mktemp("runs") / "qwen3-8b-128k"))
+    run = run_summary.load_run(write_run(tmp_path_factory.mktemp("runs") / "qwen3-8b-128k"))
     return run_page.make_run_page(run, run_summary.summarize_run(run))
 
 

@@ -12,10 +12,10 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.evaluate.prompts import Prompter
-from ulysses_cli.evaluate.scoring.calls import read_calls, score_calls, score_names, write_calls
+from ulysses_cli.evaluate.scoring import read_calls, score_calls, score_names, write_calls
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.readers.columns import read_sample
-from ulysses_cli.train.generation.call_turns import make_call_prompts
+from ulysses_cli.train.generation.questions import make_call_prompts
 
 FIND = ("find", {"path": 'a "b"\nc', "n": 3, "deep": {"x": [1, True, None]}})
 READ = ("read_it", {"flag": False})

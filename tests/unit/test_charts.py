@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ulysses_cli.report import quantities
 from ulysses_cli.report.page import drawing
-from ulysses_cli.report.page.axes import make_axis
 from ulysses_cli.report.page.charts import COLUMN_WIDTH, Mark, Series, draw_bars, draw_lines, draw_stack, thin_points
+from ulysses_cli.report.page.drawing import make_axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLANTED = '</text><script>alert(1)</script>&"\x00\ud800'

@@ -10,7 +10,7 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.store import TARGET
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.plan.models.chat_template import FOLDER, SHIPPED, read_template
+from ulysses_cli.plan.models.model_files import FOLDER, SHIPPED, read_template
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.readers.columns import read_sample
 from ulysses_cli.readers.problems import BadRow

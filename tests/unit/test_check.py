@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 from support.recipes import VALID, check, load, make_shape
 
-from ulysses_cli.plan.files.locks import take_lock
+from ulysses_cli.plan.files import take_lock
 from ulysses_cli.plan.layout import compute_kv_heads
-from ulysses_cli.plan.models.refusals import UNSERVED
+from ulysses_cli.plan.models.families import UNSERVED
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules import check as check_module
 from ulysses_cli.plan.rules import files as check_files
 from ulysses_cli.plan.rules import model as check_model
-from ulysses_cli.plan.rules import positions as check_positions
 from ulysses_cli.plan.rules import training as check_training
 
 RANDOM = {"model_type": "llama", "hidden_size": 8}
@@ -33,8 +32,8 @@ def test_a_valid_recipe_has_no_problem() -> None:
 
 def test_every_rule_is_tested_here() -> None:
     tested = Path(__file__).read_text()
-    groups = (check_module, check_training, check_model, check_positions, check_files)
-    for rule in (rule for group in groups for rule in group.RULES):
+    of_model = (*check_model.MODEL_RULES, *check_model.ADAPTER_RULES, *check_model.POSITION_RULES)
+    for rule in (*check_module.RULES, *of_model, *check_training.TRAINING_RULES, *check_files.RULES):
         assert f"def test_{rule.__name__}" in tested, rule.__name__
 
 
@@ -749,8 +748,8 @@ def test_models_without_rotary_positions_are_not_told_to_stretch(changes: dict[s
         load("data.max_length=1Mi", *words).recipe for words in ((), ("model.rope_scaling.type=yarn",))
     )
     long, refused = (
-        list(check_positions.check_positions(recipe, shape)),
-        list(check_positions.check_rotary(stretched, shape)),
+        list(check_model.check_positions(recipe, shape)),
+        list(check_model.check_rotary(stretched, shape)),
     )
     assert (len(long), len(refused)) == ((1, 0) if is_rotary else (0, 1))
     if not is_rotary:
@@ -794,7 +793,7 @@ def test_check_rope_theta() -> None:
         "command line: model.rope_theta: both auto and rope_scaling without a factor would cover the whole of "
         "max_length\n\nhint: write a number, or a factor in model.rope_scaling"
     )
-    nope = list(check_positions.check_rope_theta(load("model.rope_theta=8e6").recipe, make_shape(**NOPE)))
+    nope = list(check_model.check_rope_theta(load("model.rope_theta=8e6").recipe, make_shape(**NOPE)))
     assert [problem.message for problem in nope] == ["owner/model has no rotary positions, so a base would do nothing"]
 
 

@@ -17,10 +17,10 @@ from support.tokenizers_trained import KINDS, train, wrap
 
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.hub import find_model_config, find_model_shape, find_tokenizer
-from ulysses_cli.plan.models.vocabulary import compute_vocab_size, describe_bytes, predict_vocab_size, read_tokenizer
+from ulysses_cli.plan.models.model_files import compute_vocab_size, describe_bytes, predict_vocab_size, read_tokenizer
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Model
-from ulysses_cli.report.resolved_plan import describe_plan, format_plan
+from ulysses_cli.report.recipe import describe_plan, format_plan
 from ulysses_cli.validate import validate_recipe
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.commands.prepare import prepare_recipe
-from ulysses_cli.host import children
-from ulysses_cli.report.run_end import describe_end
+from ulysses_cli.report.recipe import describe_end
+from ulysses_cli.run import host
 
 SECONDS = 20
 PARENT = """
 import subprocess, sys
-from ulysses_cli.host import children
+from ulysses_cli.run import host as children
 child = children.start_module("timeit", ["-n", "1", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 child.wait()
@@ -45,7 +45,7 @@ with os.fdopen(events, "w") as stream:
 DYING_READER = """
 import os, signal, sys
 from ulysses_cli.data.__main__ import _show
-from ulysses_cli.report.live.preparing import ProgressLine
+from ulysses_cli.report.live import ProgressLine
 (place,) = (int(word.partition("=")[2]) for word in sys.argv if word.startswith("--place="))
 for key in ("data.datasets.0", "data.datasets.1"):
     _show(ProgressLine(), place, {"event": "stage", "stage": "source", "source": key})
@@ -66,7 +66,7 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
 def test_an_export_with_much_output_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    start = children.start_module
+    start = host.start_module
 
     def start_noisy(module: str, words: list[str], **options: Any) -> Any:
         assert module == "ulysses_cli.train.export"
@@ -75,7 +75,7 @@ def test_an_export_with_much_output_ends(tmp_path: Path, monkeypatch: pytest.Mon
         signal.alarm(SECONDS)
         return child
 
-    monkeypatch.setattr(children, "start_module", start_noisy)
+    monkeypatch.setattr(host, "start_module", start_noisy)
     try:
         words = ["export", str(make_checkpoint(tmp_path, 3)), "--to", str(tmp_path / "to"), "--format", "json"]
         result = CliRunner().invoke(app, words)
@@ -89,8 +89,8 @@ def test_an_export_with_much_output_ends(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_killed_export_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying.py").write_text("import os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    start = children.start_module
-    monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("dying", words, **options))
+    start = host.start_module
+    monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("dying", words, **options))
     result = CliRunner().invoke(app, ["export", str(make_checkpoint(tmp_path, 3)), "--to", str(tmp_path / "to")])
     assert result.exit_code == 1
     assert result.stderr.startswith("the export was killed by SIGKILL: most often the system ran out of host memory")
@@ -99,7 +99,7 @@ def test_a_killed_export_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def run_limited(soft: int, hard: int, num_ranks: int) -> str:
     """Runs in a process of its own, since a hard limit cannot be raised again."""
-    code = "import resource; from ulysses_cli.host.children import find_file_shortage as find; "
+    code = "import resource; from ulysses_cli.run.host import find_file_shortage as find; "
     code += f"print(find({num_ranks})); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
 
     def limit() -> None:
@@ -129,7 +129,7 @@ def test_files_get_the_umask_and_no_more_than_their_folder_allows(
     folder.chmod(mode)
     before = os.umask(mask)
     try:
-        os.umask(children.narrow_umask(folder / "model"))
+        os.umask(host.narrow_umask(folder / "model"))
         (folder / "file").write_text("")
     finally:
         os.umask(before)
@@ -147,8 +147,8 @@ def test_a_killed_prepare_worker_names_the_file_that_it_read(
 ) -> None:
     (tmp_path / "dying.py").write_text(DYING_READER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    start = children.start_module
-    monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("dying", words, **options))
+    start = host.start_module
+    monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("dying", words, **options))
     done = prepare_recipe("r.yaml")
     output = "data.datasets.1: the process that read it was killed by SIGBUS: a file that it had mapped into memory was"
     assert done.exit_code == 128 + signal.SIGBUS
@@ -171,8 +171,8 @@ def test_an_interrupted_preparation_says_how_to_go_on(
     (tmp_path / "stopping.py").write_text(STOPPING)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("NUMBER", str(int(number)))
-    start = children.start_module
-    monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("stopping", words, **options))
+    start = host.start_module
+    monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("stopping", words, **options))
     with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
         prepare_recipe("r.yaml")
     assert getattr(end.value, "code", None) == code
@@ -183,7 +183,7 @@ def test_an_interrupted_preparation_says_how_to_go_on(
 
 CRASHING = """
 import os, resource, sys
-from ulysses_cli.host import children
+from ulysses_cli.run import host as children
 resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
 children.refuse_core_files(os.environ)
 print(resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)
@@ -194,7 +194,7 @@ os.abort()
 @pytest.mark.parametrize(("setting", "is_refused"), [(None, True), ("0", True), ("1", False)])
 def test_a_crash_writes_no_core_file_by_default(tmp_path: Path, setting: str | None, is_refused: bool) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environ |= {children.CORE_FILES: setting} if setting else {}
+    environ |= {host.CORE_FILES: setting} if setting else {}
     command = [sys.executable, "-c", CRASHING]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
@@ -205,8 +205,8 @@ def test_a_crash_writes_no_core_file_by_default(tmp_path: Path, setting: str | N
 
 def test_an_interrupt_of_the_command_alone_ends_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal interrupts both; `kill -INT` and editors only the command. The child then gets SIGTERM."""
-    monkeypatch.setattr(children, "INTERRUPT_SECONDS", 0.2)
-    child = children.start_module("http.server", ["0", "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL)
-    with pytest.raises(KeyboardInterrupt), children.ending(child):
+    monkeypatch.setattr(host, "INTERRUPT_SECONDS", 0.2)
+    child = host.start_module("http.server", ["0", "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL)
+    with pytest.raises(KeyboardInterrupt), host.ending(child):
         raise KeyboardInterrupt
     assert child.wait(10) == -signal.SIGTERM

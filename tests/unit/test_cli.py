@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import COMMANDS, app
 from ulysses_cli.commands.options import EXIT_CODES
-from ulysses_cli.launch import downloads, launcher
-from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE, get_signal_code
+from ulysses_cli.plan.problem import DONE, FAILED, STOPPED, USAGE, get_signal_code
 from ulysses_cli.plan.recipe.schema import format_value
+from ulysses_cli.run import downloads, launcher
 
 TINY = str(TINY_RECIPE)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli.commands.asking.completion import complete_gpus, complete_recipe_names, complete_words
+from ulysses_cli.commands.options import complete_gpus, complete_recipe_names, complete_words
 
 
 def ask(words: str, folder: Path) -> list[str]:

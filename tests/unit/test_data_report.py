@@ -15,9 +15,8 @@ from support.served import ServedPopen
 from ulysses_cli.data.facts import compare_length, count_lengths
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.report.data_report import format_report, wrap_line
-from ulysses_cli.report.live.preparing import format_progress
-from ulysses_cli.report.page.data_page import make_data_page
+from ulysses_cli.report.data_report import format_report, make_data_page, wrap_line
+from ulysses_cli.report.live import format_progress
 from ulysses_cli.report.quantities import format_binary, format_share
 
 RECIPE = """\

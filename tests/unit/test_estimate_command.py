@@ -15,7 +15,7 @@ from support.tiers import sample, sample_every
 from ulysses_cli.commands.plan import read_offers
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.plan.step_parts import HOST, PARTS
+from ulysses_cli.plan.speed import HOST, PARTS
 
 RECIPE = str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml")
 ALONE = str(RECIPES / "qwen3-4b-32k-lora-24gb.yaml")  # one GPU

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ulysses_cli.commands.children.place import find_place
+from ulysses_cli.commands.children.evaluating import find_place
 from ulysses_cli.commands.children.training import Machine
 from ulysses_cli.plan.problem import RecipeError
 

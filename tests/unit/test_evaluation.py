@@ -20,12 +20,19 @@ from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
 from ulysses_cli.evaluate.sample import Sample
-from ulysses_cli.evaluate.scoring.scorers import score
-from ulysses_cli.evaluate.statistics import compare_pairs, estimate_mean, find_effective_lengths, weigh_mean
+from ulysses_cli.evaluate.scoring import score
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, order_alike, plan_suites
-from ulysses_cli.evaluate.summary import compare_all, compare_results, summarize
+from ulysses_cli.evaluate.summary import (
+    compare_all,
+    compare_pairs,
+    compare_results,
+    estimate_mean,
+    find_effective_lengths,
+    summarize,
+    weigh_mean,
+)
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.report.quality import format_quality, make_quality_page
+from ulysses_cli.report.proofs import format_quality, make_quality_page
 from ulysses_cli.train.generation.questions import Question, _collect
 
 

@@ -17,9 +17,9 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
-from ulysses_cli.evaluate.needles import MAX_SENTENCE, BookHaystack, list_needle_tasks
+from ulysses_cli.evaluate.made_tasks import MAX_SENTENCE, BookHaystack, list_needle_tasks
 from ulysses_cli.evaluate.sample import Sample
-from ulysses_cli.evaluate.scoring.scorers import score
+from ulysses_cli.evaluate.scoring import score
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, make_source, plan_suites
 from ulysses_cli.plan.problem import RecipeError
 

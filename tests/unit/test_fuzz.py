@@ -30,16 +30,15 @@ from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import encode_block
 from ulysses_cli.hub import find_model_shape, find_tokenizer
-from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metadata
+from ulysses_cli.plan.models.model_files import find_weight_problem, read_metadata
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.changes import list_changes
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.files import walk_blocks
 from ulysses_cli.readers.problems import BadRow, DataError
 from ulysses_cli.report.page.run_page import make_run_page
-from ulysses_cli.report.run_files import load_run
-from ulysses_cli.report.run_summary import format_summary, summarize_run
-from ulysses_cli.run_folder.archive import find_damage, find_newest_valid
+from ulysses_cli.report.run_summary import format_summary, load_run, summarize_run
+from ulysses_cli.run.checkpoints import find_damage, find_newest_valid
 from ulysses_cli.validate import validate_recipe
 
 SECONDS, MAX_BYTES = 10, 200 << 20

@@ -14,9 +14,9 @@ from support.training import CONFIG, make_recipe
 
 from ulysses_cli.commands.children import proving
 from ulysses_cli.commands.options import Format
-from ulysses_cli.host.gpu_list import DriverFacts, ask_driver
-from ulysses_cli.launch import launcher
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.run import launcher
+from ulysses_cli.run.host import DriverFacts, ask_driver
 
 SOURCE = """
 #include <stdlib.h>
@@ -63,7 +63,7 @@ def test_device_files_count_where_the_driver_fails_or_is_missing(driver: str, de
 
 def test_commands_ask_the_driver(driver: str) -> None:
     """A proof without GPUs would run on the CPU in silence."""
-    code = "from ulysses_cli.launch import launcher; import os; print(launcher.count_rank_slots('cuda'), "
+    code = "from ulysses_cli.run import launcher; import os; print(launcher.count_rank_slots('cuda'), "
     code += "launcher.make_environment(os.environ, 'cuda', 1).get('PYTORCH_ALLOC_CONF'))"
     for fakes, expected in (({}, "4 expandable_segments:True"), ({"FAKE_OLD": "1"}, "4 None")):
         environ = {**os.environ, "LD_LIBRARY_PATH": str(Path(driver).parent), "FAKE_GPUS": "4", **fakes}

@@ -20,20 +20,28 @@ OTHERS = re.compile(
     r"^pip |docker|container|torchrun|trackio|benchmarks/gpu|--query|vllm|--max-model-len|--hf-overrides|hf download"
     r"|--repo-type|srun|mpirun|flux run|^--(?:help|version|set|recipe|pretend|place|events|weights|share-prompts)\b"
 )
-OTHER_ROOMS = ("report/page/", "train/export/__main__", "launch/launcher", "launch/jobs/", "train/agent/", "__main__")
+OTHER_ROOMS = (
+    "report/page/",
+    "train/export/__main__",
+    "run/launcher",
+    "run/jobs",
+    "run/kubernetes",
+    "train/agent/",
+    "__main__",
+)
 # a room's messages are shown by these commands alone
 SHOWN_BY = {
     "commands/children/proving.py": ("bench", "verify", "doctor"),
-    "prove/bench/": ("bench",),
-    "prove/verify/": ("verify",),
-    "prove/doctor/": ("doctor",),
+    "prove/bench": ("bench",),
+    "prove/verify": ("verify",),
+    "prove/doctor": ("doctor",),
     "prove/quality/": ("evaluate",),
     "evaluate/": ("evaluate",),
     "plan/rules/merged_models.py": ("merge",),
     "train/export/job": ("export",),
     "train/export/sampling": ("sample",),
 }
-SHARED = ("plan/rules/", "plan/recipe/", "plan/files/")  # many commands check a recipe
+SHARED = ("plan/rules/", "plan/recipe/", "plan/files")  # many commands check a recipe
 EVERYWHERE = {"--online", "--num-processes"}  # they answer an option that was given
 
 
@@ -107,7 +115,7 @@ def test_messages_name_options_that_exist() -> None:
 
 def test_a_wrong_hint_is_found() -> None:
     options = list_options()
-    assert find_problem("prove/bench/bench.py", "add --resume auto", options)
+    assert find_problem("prove/bench.py", "add --resume auto", options)
     assert find_problem("plan/rules/files.py", "--overwrite replaces it", options)
     assert find_problem("commands/bench.py", "leave out --steps-of-time", options)
     assert not find_problem("plan/rules/files.py", "`ulysses train` with --overwrite", options)

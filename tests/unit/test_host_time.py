@@ -12,16 +12,14 @@ from support.paths import ROOT
 
 from ulysses_cli.hardware_table import SHIPPED, load_hardware
 from ulysses_cli.plan.hardware import HostCosts, read_hardware
-from ulysses_cli.plan.host_time import compute_host_seconds, compute_optimizer_host_seconds
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.adapters.modules import Adapters
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.planner.accuracy import HOST_FACTOR, judge_speed
-from ulysses_cli.plan.planner.host_bound import LEAST_GAIN, find_host_bound
+from ulysses_cli.plan.planner.candidates import HOST_FACTOR, judge_speed
+from ulysses_cli.plan.planner.estimate import LEAST_GAIN, find_host_bound
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.speed import compute_speed
-from ulysses_cli.plan.step_parts import HOST
+from ulysses_cli.plan.speed import HOST, compute_host_seconds, compute_optimizer_host_seconds, compute_speed
 
 sys.path.append(str(ROOT / "benchmarks"))
 import host

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli.data import hub_access
-from ulysses_cli.data.sources.hub_sets import load_hub_set
+from ulysses_cli.data import sources
+from ulysses_cli.data.sources import load_hub_set
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Model
+from ulysses_cli.plan.recipe.sections import Dataset
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
@@ -22,9 +22,9 @@ def obstacle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", request.param)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    hub_access.find_obstacle.cache_clear()
+    sources.find_obstacle.cache_clear()
     yield "HF_HUB_OFFLINE forbids downloads" if request.param else f"{NOWHERE} cannot be reached ("
-    hub_access.find_obstacle.cache_clear()
+    sources.find_obstacle.cache_clear()
 
 
 def test_a_data_set_that_cannot_be_downloaded(obstacle: str, capfd: pytest.CaptureFixture[str]) -> None:

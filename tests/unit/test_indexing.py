@@ -21,15 +21,16 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.fit import is_indexable
-from ulysses_cli.plan.rows import census
-from ulysses_cli.plan.rows.census import OPERATORS, IndexedOperator
+from ulysses_cli.plan.rows import indexing
 from ulysses_cli.plan.rows.indexing import (
     BLOCK_TOKENS,
     INT32_LIMIT,
     LINEAR,
+    OPERATORS,
     PIECE_BYTES,
     WRAP_BYTES,
     CallSize,
+    IndexedOperator,
     RowSizes,
     count_indexed,
     count_ring_keys,
@@ -38,8 +39,7 @@ from ulysses_cli.plan.rows.indexing import (
     split_rows,
     wraps,
 )
-from ulysses_cli.plan.rows.order import Ring, deal_rows, plan_keys
-from ulysses_cli.plan.rows.rounds import plan_rounds
+from ulysses_cli.plan.rows.ring import Ring, deal_rows, plan_keys, plan_rounds
 
 SIZES = RowSizes(1 << 20, 8, 1, 1, tiled_mlp=True, is_quantized=False)
 
@@ -82,7 +82,7 @@ def test_the_census_decides_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     call = CallSize(queries=1 << 26, keys=1 << 26, heads=8, kv_heads=8, head_dim=128)
     for name in ("torch_varlen", "quantized_linear", "dora"):
         assert name in {excess.operator for excess in list_excess(LLAMA, sizes)}
-        monkeypatch.setitem(census._VERDICTS, name, "safe")
+        monkeypatch.setitem(indexing._VERDICTS, name, "safe")
         assert name not in {excess.operator for excess in list_excess(LLAMA, sizes)}
     assert find_overrun("flash_attention_2", call)
     assert not find_overrun("torch_varlen", call)

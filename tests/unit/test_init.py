@@ -11,22 +11,22 @@ import yaml
 from support.commands import run
 from support.real_model import READY, needs_real_model
 
-from ulysses_cli.commands.asking import init as command
+from ulysses_cli.commands import init as command
 from ulysses_cli.data.prepare import prepare_data
-from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.store import open_rows
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
-from ulysses_cli.host.data_survey import survey_data
-from ulysses_cli.host.gpu_list import FoundGpu, read_gpus
 from ulysses_cli.plan.planner.first_recipe import suggest_length
 from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
 from ulysses_cli.readers.problems import DataError
+from ulysses_cli.run.data_survey import survey_data
+from ulysses_cli.run.host import FoundGpu, read_gpus
 from ulysses_cli.validate import validate_recipe
 
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ulysses_cli.host.gpu_list.list_gpus", lambda: [])
+    monkeypatch.setattr("ulysses_cli.run.host.list_gpus", lambda: [])
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(30):
@@ -270,7 +270,7 @@ def test_chats_without_a_choice_of_turns_get_a_note_with_both(texts: Path) -> No
 def test_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     table = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n"
     assert read_gpus(table) == [FoundGpu("NVIDIA H100 80GB HBM3", 81559 << 20)] * 2
-    monkeypatch.setattr("ulysses_cli.host.gpu_list.list_gpus", lambda: read_gpus(table))
+    monkeypatch.setattr("ulysses_cli.run.host.list_gpus", lambda: read_gpus(table))
     assert command._find_gpus() == "h100-80gb:2"
     assert read_gpus("No devices were found\n") == []
 

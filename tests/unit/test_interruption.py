@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 from support.paths import ROOT
 
-from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SHARE, UPLOAD_SHARE, Interruption
+from ulysses_cli.train.processes.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SHARE, UPLOAD_SHARE, Interruption
 
 
 class Rank:
@@ -87,7 +87,7 @@ def test_an_early_signal_ends_the_rank_when_nothing_is_left_to_save() -> None:
 
 CHILD = """
     import os, sys, time
-    from ulysses_cli.train.guard.interruption import SignalListener
+    from ulysses_cli.train.processes.interruption import SignalListener
     SignalListener(lambda number: os.write(1, f"{number}\\n".encode())).start()
     os.write(1, f"{os.getpid()}\\n".encode())
     (r, w) = os.pipe()

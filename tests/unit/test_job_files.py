@@ -23,12 +23,19 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.launch.jobs.job import ClusterJob, choose_job_stop_code, make_job, name_job
-from ulysses_cli.launch.jobs.kubernetes import QUEUE_LABEL, write_kubernetes
-from ulysses_cli.launch.jobs.skypilot import ACCELERATORS, write_skypilot
-from ulysses_cli.launch.jobs.slurm import format_time, write_slurm
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.run.jobs import (
+    ACCELERATORS,
+    ClusterJob,
+    choose_job_stop_code,
+    format_time,
+    make_job,
+    name_job,
+    write_skypilot,
+    write_slurm,
+)
+from ulysses_cli.run.kubernetes import QUEUE_LABEL, write_kubernetes
 
 TABLE = load_hardware()
 RECIPE = """

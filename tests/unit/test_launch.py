@@ -17,19 +17,16 @@ import psutil
 import pytest
 
 from ulysses_cli.data import transaction
-from ulysses_cli.host import network
-from ulysses_cli.launch import launcher, rendezvous, results, start_lock
-from ulysses_cli.launch.failures import MachineLogs, find_first_failure
-from ulysses_cli.launch.launcher import make_agent_args, make_environment
-from ulysses_cli.launch.nodes import Nodes
-from ulysses_cli.launch.rendezvous import LOST_SECONDS
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.printing import print_problems
-from ulysses_cli.report.run_end import explain_resume, format_failure, format_interruption, format_missing_lock
-from ulysses_cli.run_folder import run_key
-from ulysses_cli.run_folder.failure_record import SPARE, write_failure_record, write_failures
-from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
-from ulysses_cli.run_folder.seal import KEY, Seal
+from ulysses_cli.report.recipe import explain_resume, format_failure, format_interruption, format_missing_lock
+from ulysses_cli.run import folder, key, launcher, nodes
+from ulysses_cli.run import nodes as rendezvous
+from ulysses_cli.run.key import KEY, Seal
+from ulysses_cli.run.launcher import make_agent_args, make_environment
+from ulysses_cli.run.lock import LostFolderError, RunLock
+from ulysses_cli.run.nodes import LOST_SECONDS, Nodes
+from ulysses_cli.run.records import SPARE, MachineLogs, find_first_failure, write_failure_record, write_failures
 
 
 def test_the_agents_command_line(tmp_path: Path) -> None:
@@ -101,15 +98,15 @@ def test_a_bad_key_is_refused(tmp_path: Path) -> None:
 def test_a_key_is_read_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key"
     file.touch(0o600)
-    monkeypatch.setattr(run_key.time, "sleep", lambda _: file.write_text("b" * 64))
-    assert run_key.share_key(tmp_path) == "b" * 64
-    run_key.drop_key(tmp_path, "another run's")
+    monkeypatch.setattr(key.time, "sleep", lambda _: file.write_text("b" * 64))
+    assert key.share_key(tmp_path) == "b" * 64
+    key.drop_key(tmp_path, "another run's")
     assert file.exists()
     file.write_text("")
-    monkeypatch.setattr(run_key, "WRITE_SECONDS", 0.0)
-    monkeypatch.setattr(run_key.time, "sleep", lambda _: None)
+    monkeypatch.setattr(key, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(key.time, "sleep", lambda _: None)
     with pytest.raises(RecipeError, match="is not complete"):
-        run_key.share_key(tmp_path)
+        key.share_key(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["\0" * 64, "a" * 63, "a" * 65, "A" * 64, "\ufffd" * 64, " " * 64])
@@ -120,9 +117,9 @@ def test_what_a_crash_left_in_the_place_of_a_key_is_no_key(
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(run_key, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(key, "WRITE_SECONDS", 0.0)
     with pytest.raises(RecipeError, match="is not complete"):
-        run_key.share_key(tmp_path)
+        key.share_key(tmp_path)
 
 
 def test_a_key_for_which_the_disk_has_no_room_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +128,7 @@ def test_a_key_for_which_the_disk_has_no_room_is_explained(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(RecipeError, match="the key of this run, cannot be written: No space left on device"):
-        run_key.share_key(tmp_path)
+        key.share_key(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,29 +137,29 @@ def test_machines_that_start_at_once_share_one_key(tmp_path: Path) -> None:
         for number in range(20):
             folder = tmp_path / str(number)
             folder.mkdir()
-            assert len(set(pool.map(run_key.share_key, [folder] * 8))) == 1
+            assert len(set(pool.map(key.share_key, [folder] * 8))) == 1
 
 
 def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """/etc/hosts may give 127.0.1.1 for the machine's own name."""
-    assert network.find_route("127.0.0.1") == network.Route("127.0.0.1", "lo")
-    assert network.find_route("localhost").interface == "lo"
+    assert nodes.find_route("127.0.0.1") == nodes.Route("127.0.0.1", "lo")
+    assert nodes.find_route("localhost").interface == "lo"
     values = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: values)
     with pytest.raises(RecipeError) as refused:
-        network.find_route("gpu01")
+        nodes.find_route("gpu01")
     assert refused.value.problems[0].message == (
         "gpu01 is 127.0.1.1 on this machine, where no other machine can reach it"
     )
     assert "--master-addr" in (refused.value.problems[0].hint or "")
-    monkeypatch.setattr(network, "NAME_SECONDS", 0.0)
+    monkeypatch.setattr(nodes, "NAME_SECONDS", 0.0)
 
     def fail(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(RecipeError, match="gpu01 is the name of no machine"):
-        network.find_route("gpu01")
+        nodes.find_route("gpu01")
 
 
 @pytest.mark.parametrize("meaning", ["127.0.1.1", "nothing"])
@@ -189,20 +186,20 @@ def test_a_master_that_knows_itself_by_a_loopback_address_takes_its_own(
     monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(entries, state))
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(socket, "gethostname", lambda: "zeta.cluster")
-    monkeypatch.setattr(network, "NAME_SECONDS", 0.0)
-    assert network.find_route("zeta", is_here=True) == network.Route("10.0.0.7", "eth0")
+    monkeypatch.setattr(nodes, "NAME_SECONDS", 0.0)
+    assert nodes.find_route("zeta", is_here=True) == nodes.Route("10.0.0.7", "eth0")
     for host, is_here in (("zeta", False), ("alpha", True)):
         with pytest.raises(RecipeError):
-            network.find_route(host, is_here=is_here)
+            nodes.find_route(host, is_here=is_here)
     entries["ib0"] = ["10.1.0.7"]
     with pytest.raises(RecipeError) as refused:
-        network.find_route("zeta", is_here=True)
+        nodes.find_route("zeta", is_here=True)
     (problem,) = refused.value.problems
     assert problem.message.endswith("it has 2 addresses: 10.0.0.7 (eth0), 10.1.0.7 (ib0)")
     assert problem.hint.endswith("--master-addr 10.0.0.7")
     entries |= {"ib0": [], "eth0": []}
     with pytest.raises(RecipeError, match="no interface has an address"):
-        network.find_route("zeta", is_here=True)
+        nodes.find_route("zeta", is_here=True)
 
 
 def test_the_users_environment_wins() -> None:
@@ -295,13 +292,13 @@ def test_a_killed_agent_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_locked_as_long_as_a_process_of_its_run_lives(tmp_path: Path) -> None:
-    lock = start_lock.lock_run(tmp_path / "run", 0)
+    lock = folder.lock_run(tmp_path / "run", 0)
     rank = RunLock(lock.file)
     for end in (lambda: os.close(lock.handle), lambda: os.close(rank.handle)):
         with pytest.raises(RecipeError, match="is in use by a run that is still going on"):
-            start_lock.lock_run(tmp_path / "run", 0)
+            folder.lock_run(tmp_path / "run", 0)
         end()
-    os.close(start_lock.lock_run(tmp_path / "run", 0).handle)
+    os.close(folder.lock_run(tmp_path / "run", 0).handle)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +313,7 @@ def test_a_disk_without_locks_is_used_without_them(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    lock = start_lock.lock_run(tmp_path / "run", 0)
+    lock = folder.lock_run(tmp_path / "run", 0)
     assert not lock.is_locked
     rank = RunLock(lock.file)
     shutil.rmtree(tmp_path / "run")
@@ -329,20 +326,20 @@ def test_a_disk_without_locks_is_used_without_them(
 
 def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    rank = RunLock(start_lock.lock_run(run_dir, 0, {"run": {"seed": 3}}).file)
+    rank = RunLock(folder.lock_run(run_dir, 0, {"run": {"seed": 3}}).file)
     rank.put_back()
     shutil.rmtree(run_dir)
     rank.put_back()
     with pytest.raises(RecipeError, match=r"still going on \(process .*its recipe is the same"):
-        start_lock.lock_run(run_dir, 0, {"run": {"seed": 3}})
+        folder.lock_run(run_dir, 0, {"run": {"seed": 3}})
     shutil.rmtree(run_dir)
-    second = start_lock.lock_run(run_dir, 0)
+    second = folder.lock_run(run_dir, 0)
     with pytest.raises(LostFolderError, match="run was removed, and a second run has begun in it"):
         rank.put_back()
     os.close(second.handle)
     rank.put_back()
     with pytest.raises(RecipeError):
-        start_lock.lock_run(run_dir, 0)
+        folder.lock_run(run_dir, 0)
 
 
 def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,19 +347,19 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path, capsys: pyt
     first = {"model": {"hub_token": "hf_abcdefghijkl"}, "train": {"max_steps": 6, "learning_rate": 1e-4}}
     second = {"model": {"hub_token": "hf_mnopqrstuvwx"}, "train": {"max_steps": 9, "learning_rate": 1e-4}}
     first["run"], second["run"] = dict.fromkeys(start), start
-    lock = start_lock.lock_run(tmp_path, 0, first)
+    lock = folder.lock_run(tmp_path, 0, first)
     with pytest.raises(RecipeError) as result:
-        start_lock.lock_run(tmp_path, 0, second)
+        folder.lock_run(tmp_path, 0, second)
     print_problems(result.value.problems)
     output, _, _ = capsys.readouterr().err.partition("\n\nhint:")
     assert f"(process {os.getpid()} on " in output
     assert output.endswith("this recipe differs from its recipe in:\n  train.max_steps: was 6, is 9")
     with pytest.raises(RecipeError, match="; its recipe is the same"):
-        start_lock.lock_run(tmp_path, 0, first)
+        folder.lock_run(tmp_path, 0, first)
     assert "hf_" not in lock.file.read_text()
     lock.file.write_text("[]")
     with pytest.raises(RecipeError, match="still going on"):
-        start_lock.lock_run(tmp_path, 0, first)
+        folder.lock_run(tmp_path, 0, first)
 
 
 class AgentDouble:
@@ -409,63 +406,63 @@ def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
 
 def test_a_model_without_checkpoints_is_not_continued(tmp_path: Path) -> None:
     """The run would start anew, and the old model would pass for the new run's."""
-    results.check_continued_dir(tmp_path)
+    folder.check_continued_dir(tmp_path)
     (tmp_path / "model").mkdir()
-    results.check_continued_dir(tmp_path)
+    folder.check_continued_dir(tmp_path)
     (tmp_path / "model" / "config.json").touch()
     with pytest.raises(RecipeError, match="no checkpoint to continue it from"):
-        results.check_continued_dir(tmp_path)
+        folder.check_continued_dir(tmp_path)
 
 
 def test_an_earlier_run_is_deleted_only_with_overwrite(tmp_path: Path) -> None:
-    results.check_run_dir(tmp_path, [], overwrite=False)
+    folder.check_run_dir(tmp_path, [], overwrite=False)
     for name, own in (("checkpoints", "mine.pt"), ("model", "weights.bin")):
         (tmp_path / name).mkdir()
         (tmp_path / name / own).touch()
         with pytest.raises(RecipeError, match=f"{name} holds the results of an earlier run"):
-            results.check_run_dir(tmp_path, [], overwrite=False)
-        results.check_run_dir(tmp_path, [], overwrite=True)
+            folder.check_run_dir(tmp_path, [], overwrite=False)
+        folder.check_run_dir(tmp_path, [], overwrite=True)
         with pytest.raises(RecipeError, match="where this run writes"):
-            results.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
+            folder.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
         assert (tmp_path / name / own).exists()
-        results.set_results_aside(tmp_path)
+        folder.set_results_aside(tmp_path)
         assert (tmp_path / "replaced" / "1" / name / own).exists()
-        results.drop_replaced_results(tmp_path)
+        folder.drop_replaced_results(tmp_path)
         assert list(tmp_path.iterdir()) == []
 
 
 def test_an_earlier_run_stays_until_the_new_model_is_complete(tmp_path: Path) -> None:
-    assert results.set_results_aside(tmp_path) is None
+    assert folder.set_results_aside(tmp_path) is None
     (tmp_path / "model").mkdir()
-    assert results.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
+    assert folder.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
     (tmp_path / "model" / "weights").write_text("old")
-    for name in results.RECORDS:
+    for name in folder.RECORDS:
         (tmp_path / name).write_text("old")
 
-    aside = results.set_results_aside(tmp_path)
+    aside = folder.set_results_aside(tmp_path)
     assert aside == tmp_path / "replaced" / "1"
     (tmp_path / "metrics.jsonl").write_text("new")
     (tmp_path / "checkpoints").mkdir()
-    assert results.restore_results(tmp_path, aside), "the new run has left nothing"
+    assert folder.restore_results(tmp_path, aside), "the new run has left nothing"
     assert (tmp_path / "model" / "weights").read_text() == "old"
-    assert {(tmp_path / name).read_text() for name in results.RECORDS} == {"old"}
-    assert "quality.jsonl" in results.RECORDS
+    assert {(tmp_path / name).read_text() for name in folder.RECORDS} == {"old"}
+    assert "quality.jsonl" in folder.RECORDS
 
     for number in (1, 2):
-        aside = results.set_results_aside(tmp_path)
+        aside = folder.set_results_aside(tmp_path)
         assert aside == tmp_path / "replaced" / str(number)
         (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-        assert not results.restore_results(tmp_path, aside), "the new run's checkpoint stays"
+        assert not folder.restore_results(tmp_path, aside), "the new run's checkpoint stays"
     assert (tmp_path / "replaced" / "1" / "model" / "weights").read_text() == "old"
 
 
 def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
-    assert results.find_newest_checkpoint(tmp_path) is None
+    assert folder.find_newest_checkpoint(tmp_path) is None
     for name in ("step-9", "step-10", "step-11.writing"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    match = results.find_newest_checkpoint(tmp_path)
+    match = folder.find_newest_checkpoint(tmp_path)
     assert match == tmp_path / "checkpoints" / "step-10"
-    assert results.find_resumable_checkpoint(tmp_path) is None, "none has a manifest"
+    assert folder.find_resumable_checkpoint(tmp_path) is None, "none has a manifest"
     assert format_interruption({}, match).startswith("interrupted; the newest checkpoint is ")
     assert "--resume auto" in format_interruption({}, match)
     record = {"is_interruption": True, "phase": "loading the model"}
@@ -482,7 +479,7 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match="cannot be written: Not a directory"):
-        start_lock.lock_run(tmp_path / "file" / "run", 0)
+        folder.lock_run(tmp_path / "file" / "run", 0)
 
 
 def test_a_killed_rank_is_the_cause_unless_another_rank_recorded_one(tmp_path: Path) -> None:

@@ -11,17 +11,17 @@ from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.adapters.modules import Adapters
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
-from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
-from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.planner.draft import write_levers
+from ulysses_cli.plan.ledger.modules import Adapters
+from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes, list_sub_groups
+from ulysses_cli.plan.levers import Levers, compute_loss_tile_tokens, compute_num_mlp_tiles
+from ulysses_cli.plan.planner.candidates import write_levers
 from ulysses_cli.plan.planner.estimate import compute_estimate, explain_memory
 from ulysses_cli.plan.planner.fit import find_max_length, fits, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
+    SPENDING,
     choose_for_job,
     choose_levers,
     find_cheapest,
@@ -30,10 +30,8 @@ from ulysses_cli.plan.planner.lever_choice import (
     list_strongest,
     read_levers,
 )
-from ulysses_cli.plan.planner.spending import SPENDING
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.speed import compute_speed
-from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 
 H100 = load_hardware().get_gpu("h100-80gb")
 LLAMA_8B = make_shape(num_hidden_layers=32, max_position_embeddings=2**24)
@@ -50,7 +48,7 @@ def test_none_is_on_where_none_is_needed() -> None:
     assert choice.levers == Levers()
     reasons = dict(choice.reasons)
     assert reasons.pop("large_tiles") == "nothing is tiled"
-    assert reasons.pop("early_groups") == "the optimizer is not in host memory"
+    assert reasons.pop("overlapped_groups") == "the optimizer is not in host memory"
     assert set(reasons) == {
         "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
         "gradient_checkpointing", "offloaded_to",
@@ -325,13 +323,13 @@ def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
     choice = choose_levers(recipe, LLAMA_8B, H200)
     job = make_job(recipe, LLAMA_8B, choice.levers)
     groups = list_sub_groups(job.weights, 1, job.engine.sub_group)
-    assert 0 < choice.levers.early_groups < len(groups) - 1
+    assert 0 < choice.levers.overlapped_groups < len(groups) - 1
     assert fits(job, H200)
-    assert not fits(replace(job, levers=replace(job.levers, early_groups=job.levers.early_groups + 1)), H200)
-    plain = replace(job, levers=replace(job.levers, early_groups=0))
+    assert not fits(replace(job, levers=replace(job.levers, overlapped_groups=job.levers.overlapped_groups + 1)), H200)
+    plain = replace(job, levers=replace(job.levers, overlapped_groups=0))
     copies = compute_ledger(job).host_peak_bytes - compute_ledger(plain).host_peak_bytes
-    assert copies == 12 * sum(groups[-job.levers.early_groups :])
-    assert f"of {len(groups)} groups" in choice.reasons["early_groups"]
+    assert copies == 12 * sum(groups[-job.levers.overlapped_groups :])
+    assert f"of {len(groups)} groups" in choice.reasons["overlapped_groups"]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +342,7 @@ def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
 )
 def test_no_group_steps_early_where_none_can(overrides: tuple[str, ...], reason: str) -> None:
     choice = choose_levers(load(*ONE_GPU, *overrides).recipe, LLAMA_8B, H200)
-    assert (choice.levers.early_groups, choice.reasons["early_groups"]) == (0, reason)
+    assert (choice.levers.overlapped_groups, choice.reasons["overlapped_groups"]) == (0, reason)
 
 
 def test_tiles_are_large_where_there_is_room() -> None:

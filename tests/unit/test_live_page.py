@@ -15,7 +15,7 @@ import pytest
 from support.commands import run
 from support.run_directory import write_run
 
-from ulysses_cli.report import run_files, run_summary
+from ulysses_cli.report import run_summary
 from ulysses_cli.report.page import live_page
 from ulysses_cli.report.page.live_page import LivePage
 from ulysses_cli.report.page.run_page import make_run_page
@@ -38,8 +38,8 @@ class Served:
             self.times += 1
             self.changed.notify_all()
         try:
-            loaded = run_files.load_run(self.folder)
-        except run_files.RecipeError as error:
+            loaded = run_summary.load_run(self.folder)
+        except run_summary.RecipeError as error:
             raise ValueError(str(error)) from None
         return make_run_page(loaded, run_summary.summarize_run(loaded))
 

@@ -13,8 +13,7 @@ from support.recipes import VALID, load
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
-from ulysses_cli.plan.recipe.schema import inspect_annotation, walk_settings
-from ulysses_cli.plan.recipe.yaml_tree import parse_number
+from ulysses_cli.plan.recipe.schema import inspect_annotation, parse_number, walk_settings
 
 
 def complain(text: str, *overrides: str) -> list[str]:

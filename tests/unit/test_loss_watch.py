@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ulysses_cli.train.telemetry.loss_watch import WINDOW, LossWatch
+from ulysses_cli.train.record import WINDOW, LossWatch
 
 
 def watch(losses: list[float]) -> tuple[list[tuple[int, bool]], list[str]]:

@@ -17,12 +17,11 @@ from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.store import TARGET
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import find_lost_parts
-from ulysses_cli.plan.models.chat_template import find_switch
+from ulysses_cli.plan.models.model_files import find_switch
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import read_sample
 from ulysses_cli.readers.problems import DataError
-from ulysses_cli.report.data_report import format_report
-from ulysses_cli.report.page.data_page import make_data_page
+from ulysses_cli.report.data_report import format_report, make_data_page
 
 Row = dict[str, Any]
 IM = ("<|im_start|>", "<|im_end|>")

@@ -17,7 +17,7 @@ from support.generated_docs import DOCS
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
-from ulysses_cli.launch.nodes import Nodes, find_nodes
+from ulysses_cli.run.nodes import Nodes, find_nodes
 
 PAGE = (DOCS / "machines.md").read_text()
 COMMANDS = "".join(list_blocks(PAGE, "sh")).splitlines()
@@ -135,7 +135,7 @@ def test_kubeflows_own_model_reads_the_pytorchjob() -> None:
 def test_machines_started_by_hand_or_from_a_list_know_themselves(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ulysses_cli.launch.hostfile.list_own_names", lambda: {f"10.0.0.{rank + 1}"})
+    monkeypatch.setattr("ulysses_cli.run.nodes.list_own_names", lambda: {f"10.0.0.{rank + 1}"})
     (hosts,) = list_blocks(PAGE, "text hosts")
     (tmp_path / find_file("ulysses train my.yaml --hostfile")).write_text(hosts)
     expected = Nodes(2, rank, "10.0.0.1", 29400, 8)

@@ -12,15 +12,15 @@ from support.tiers import sample_every
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import mlp
-from ulysses_cli.plan.ledger.adapters.modules import Adapters
-from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, make_job, read_engine
 from ulysses_cli.plan.ledger.layer import compute_layer_input
 from ulysses_cli.plan.ledger.ledger import PHASES, compute_ledger
+from ulysses_cli.plan.ledger.machine import list_host_phases
+from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero import states
 from ulysses_cli.plan.ledger.zero.gathering import compute_gathered
-from ulysses_cli.plan.ledger.zero.sub_groups import list_sub_groups
+from ulysses_cli.plan.ledger.zero.states import list_sub_groups
 from ulysses_cli.plan.levers import Levers, count_most_offloaded
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import find_largest, find_max_length, judge
@@ -300,9 +300,9 @@ def test_gathering_is_bounded_by_the_settings() -> None:
 def test_replicas_keep_a_second_shard() -> None:
     job = Job(LLAMA, Layout(2, 1, 8), 4096, Levers())
     whole = 2 * LLAMA.num_parameters / 8  # type: ignore[operator]
-    assert states.compute_second_shard(job, 0) == pytest.approx(whole, rel=1e-4)  # norms are never released
-    assert states.compute_second_shard(job, 8 * 10**9) == pytest.approx(whole - 10**9, rel=1e-4)
-    assert states.compute_second_shard(replace(job, layout=Layout(1, 2, 8)), 0) == 0
+    assert states.compute_secondary_shard(job, 0) == pytest.approx(whole, rel=1e-4)  # norms are never released
+    assert states.compute_secondary_shard(job, 8 * 10**9) == pytest.approx(whole - 10**9, rel=1e-4)
+    assert states.compute_secondary_shard(replace(job, layout=Layout(1, 2, 8)), 0) == 0
 
 
 def test_a_recipe_becomes_a_job() -> None:

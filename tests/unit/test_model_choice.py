@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_checkpoint
 
-from ulysses_cli.plan.models.model_choice import SCORE, choose_best, describe_stall
-from ulysses_cli.report.run_files import load_run
-from ulysses_cli.report.run_summary import list_figures, summarize_run
-from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, prune_checkpoints
-from ulysses_cli.run_folder.bucket import Bucket
-from ulysses_cli.run_folder.manifest import dump_losses, name_share, read_losses
-from ulysses_cli.run_folder.remote_archive import Sending, bring_newest, list_remote_steps, prune_remote
-from ulysses_cli.run_folder.resume import find_resume_point
+from ulysses_cli.plan.schedule import SCORE_MEASURE, choose_best, describe_stall
+from ulysses_cli.report.run_summary import list_figures, load_run, summarize_run
+from ulysses_cli.run.bucket import Bucket
+from ulysses_cli.run.checkpoints import (
+    CheckpointError,
+    choose_checkpoint,
+    dump_losses,
+    name_share,
+    prune_checkpoints,
+    read_losses,
+)
+from ulysses_cli.run.remote_checkpoints import Sending, bring_newest, list_remote_steps, prune_remote
+from ulysses_cli.run.resume import find_resume_point
 
 LOSSES = {2: 2.0, 4: 1.0, 6: math.inf, 8: 3.0}
 
@@ -130,4 +135,7 @@ def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path)
 def test_an_end_without_enough_progress_names_the_threshold() -> None:
     losses = {2: 3.5, 4: 3.2}
     assert describe_stall(None, losses, 5.0) == "evaluation loss has not improved by more than 5 for 1 evaluation"
-    assert describe_stall(SCORE, {2: 0.5, 4: 0.5}, 0.0) == "the score of eval_suite has not improved for 1 evaluation"
+    assert (
+        describe_stall(SCORE_MEASURE, {2: 0.5, 4: 0.5}, 0.0)
+        == "the score of eval_suite has not improved for 1 evaluation"
+    )

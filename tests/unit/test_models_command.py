@@ -9,8 +9,7 @@ from support.model_shapes import get_shape
 from support.paths import ROOT
 from support.recipes import VALID
 
-from ulysses_cli.plan.models.families import FAMILIES, find_text_types
-from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
+from ulysses_cli.plan.models.families import FAMILIES, REFUSED_FAMILIES, find_text_types
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.resolved import choose_layout
 

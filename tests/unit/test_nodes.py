@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.launch import hostfile
-from ulysses_cli.launch.environments import SCHEDULERS, choose_stop_code, expand_host_list
-from ulysses_cli.launch.nodes import Nodes, find_nodes
-from ulysses_cli.plan.exit_codes import DONE, STOPPED
-from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.problem import DONE, STOPPED, RecipeError
+from ulysses_cli.run import nodes
+from ulysses_cli.run.environments import SCHEDULERS, choose_stop_code, expand_host_list
+from ulysses_cli.run.nodes import Nodes, find_nodes
 
 
 def test_one_machine_has_all_processes() -> None:
@@ -218,11 +217,11 @@ def test_a_compressed_list_expands_to_its_machines(numbers: list[int], prefix: s
 def test_a_hostfile_names_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "hosts"
     file.write_text("# two machines\ngpu01 slots=8\n\ngpu02 slots=8  # the second\n")
-    monkeypatch.setattr(hostfile, "list_own_names", lambda: {"gpu02"})
+    monkeypatch.setattr(nodes, "list_own_names", lambda: {"gpu02"})
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
     assert find_nodes(16, {}, hostfile=file) == Nodes(2, 1, "gpu01", 29400, 8)
     assert find_nodes(16, {}, hostfile=file, node_rank=0) == Nodes(2, 0, "gpu01", 29400, 8)
-    monkeypatch.setattr(hostfile, "list_own_names", lambda: {"gpu03"})
+    monkeypatch.setattr(nodes, "list_own_names", lambda: {"gpu03"})
     with pytest.raises(RecipeError, match="no line of 2 name this machine"):
         find_nodes(16, {}, hostfile=file)
     for text, message in (
@@ -239,7 +238,7 @@ def test_a_hostfile_names_the_machines(tmp_path: Path, monkeypatch: pytest.Monke
 def test_this_machine_is_recognised_by_name_and_address(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(f"elsewhere.invalid slots=2\n{socket.gethostname()} slots=2\n")
-    assert hostfile.read_hostfile(file).find_rank() == 1
+    assert nodes.read_hostfile(file).find_rank() == 1
 
 
 def test_an_early_stop_is_no_success_for_a_scheduler() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from support.faults import wait_for_end
 
-from ulysses_cli.launch import notification
-from ulysses_cli.launch.notification import RunEnd, find_unset_webhook, notify
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.run import notification
+from ulysses_cli.run.notification import RunEnd, find_unset_webhook, notify
 
 END = RunEnd("failed", "mine", "runs/mine", "rank 3 failed: out of memory", 1)
 SMALL = "model: {name_or_path: a/b}\ndata: {datasets: [{path: a.jsonl}], max_length: 64}\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.units import format_count
 
 
 @pytest.mark.parametrize(

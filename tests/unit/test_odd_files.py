@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from support.recipes import load
 
-from ulysses_cli.data.sources.fingerprint import FileHashes
-from ulysses_cli.data.sources.sources import open_source
+from ulysses_cli.data.sources import open_source
+from ulysses_cli.data.transaction import FileHashes
 from ulysses_cli.hub import find_model_shape
-from ulysses_cli.plan.files.patterns import expand_pattern
-from ulysses_cli.plan.files.weight_files import find_weight_problem
+from ulysses_cli.plan.files import expand_pattern
+from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rules.files import check_datasets
-from ulysses_cli.readers import expansion
+from ulysses_cli.readers import blocks
 from ulysses_cli.readers.files import list_files, walk_blocks
 from ulysses_cli.readers.problems import DataError
 
@@ -110,7 +110,7 @@ PACKED = ["d.jsonl.gz", "d.json.gz", "d.csv.gz", "d.txt.gz", "d.parquet.gz", "d.
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_file_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(expansion, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
     content = b'{"text": "' + b" " * (8 << 20) + b'"}\n'
     if name.endswith(".zst"):
         import pyarrow
@@ -125,7 +125,7 @@ def test_a_file_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.Mon
     limit = max(1 << 20, 200 * len(packed)) / 2**20
     assert str(problem).startswith(f"{tmp_path / name}: expands to more than {limit:,.0f} MiB")
     assert "hint: leave it out, or unpack it" in str(problem)
-    monkeypatch.setattr(expansion, "FREE_BYTES", 16 << 20)
+    monkeypatch.setattr(blocks, "FREE_BYTES", 16 << 20)
     if name.startswith("d.jsonl"):
         assert sum(len(block.content) for block in walk_blocks([tmp_path / name])) == 1
 

@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli.host import operator_builds
-from ulysses_cli.host.operator_builds import (
-    BuildWatch,
-    find_write_problem,
-    get_builds_folder,
-    read_cpu_kind,
-    watch_builds,
-)
-from ulysses_cli.launch.launcher import make_environment
+from ulysses_cli.run import host
+from ulysses_cli.run.host import BuildWatch, find_write_problem, get_builds_folder, read_cpu_kind, watch_builds
+from ulysses_cli.run.launcher import make_environment
 
 
 def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,10 +26,10 @@ def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkey
     assert get_builds_folder({}) == Path("/me/.cache/ulysses/operators") / folder.name
     for name, other in (("read_cpu_kind", ("an older CPU",)), ("_find_place", "/another/environment/torch")):
         with monkeypatch.context() as patch:
-            patch.setattr(operator_builds, name, lambda *_, other=other: other)
-            operator_builds._name_environment.cache_clear()
+            patch.setattr(host, name, lambda *_, other=other: other)
+            host._name_environment.cache_clear()
             assert get_builds_folder({}).name != folder.name
-    operator_builds._name_environment.cache_clear()
+    host._name_environment.cache_clear()
 
 
 def test_an_image_has_one_folder_for_all_cpus_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +37,10 @@ def test_an_image_has_one_folder_for_all_cpus_with_avx2(monkeypatch: pytest.Monk
     names = {}
     for cpu in (f"{flags} avx512f", f"{flags} sha_ni", "sse avx"):
         with monkeypatch.context() as patch:
-            patch.setattr(operator_builds, "read_cpu_kind", lambda cpu=cpu: ("a maker", cpu))
-            operator_builds._name_environment.cache_clear()
+            patch.setattr(host, "read_cpu_kind", lambda cpu=cpu: ("a maker", cpu))
+            host._name_environment.cache_clear()
             names[cpu] = [get_builds_folder({key: "1"}).name for key in ("ULYSSES_PORTABLE_OPERATORS", "OTHER")]
-    operator_builds._name_environment.cache_clear()
+    host._name_environment.cache_clear()
     (first, first_own), (second, second_own), (old, old_own) = names.values()
     assert first == second
     assert first.endswith("-x86-64-v3")
@@ -115,9 +109,9 @@ def test_a_builder_elsewhere_gives_signs(tmp_path: Path) -> None:
 def test_builds_are_settled_before_a_block_and_watched_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator_builds, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(operator_builds, "FIRST_WORD_SECONDS", 0.0)
-    monkeypatch.setattr(operator_builds, "SIGN_SECONDS", 0.2)
+    monkeypatch.setattr(host, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(host, "FIRST_WORD_SECONDS", 0.0)
+    monkeypatch.setattr(host, "SIGN_SECONDS", 0.2)
     said: queue.Queue[str] = queue.Queue()
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     (dead,) = make_locks(environ, "cpu_adam")

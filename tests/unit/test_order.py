@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.attention import draw_shared
 
 from ulysses_cli.plan.flops import count_pairs
-from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, check_order, cut_runs, deal_row, deal_rows, plan_keys
+from ulysses_cli.plan.rows.ring import Order, Ring, TokenRun, check_order, cut_runs, deal_row, deal_rows, plan_keys
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 WINDOWS = st.none() | st.integers(1, 40)

@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_checkpoint
 
-from ulysses_cli.launch.failures import MachineLogs
-from ulysses_cli.launch.start_lock import lock_run
-from ulysses_cli.plan.files.regular_files import open_own
-from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.plan.files import open_own, write_whole
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.run_folder.archive import prune_checkpoints, put_in_place, set_aside, tidy_folder
-from ulysses_cli.run_folder.failure_record import give_room, keep_room, read_json, write_failure_record
-from ulysses_cli.run_folder.line_files import LineFile
-from ulysses_cli.run_folder.resume import count_restarts, describe_restart
-from ulysses_cli.run_folder.run_key import drop_key, share_key
-from ulysses_cli.run_folder.run_lock import RunLock
-from ulysses_cli.run_folder.told import note_told
-from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
+from ulysses_cli.run.checkpoints import prune_checkpoints, put_in_place, set_aside, tidy_folder
+from ulysses_cli.run.folder import lock_run
+from ulysses_cli.run.key import drop_key, share_key
+from ulysses_cli.run.lock import RunLock
+from ulysses_cli.run.records import (
+    LineFile,
+    MachineLogs,
+    give_room,
+    keep_room,
+    note_notification,
+    read_json,
+    write_failure_record,
+)
+from ulysses_cli.run.resume import count_restarts, describe_restart
+from ulysses_cli.train.optimizer.states import name_folder, open_folder, remove_rank_files
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "lock-0": lambda run: lock_run(run, 0, {}),
@@ -30,7 +34,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "logs/rank-0.room": lambda run: keep_room(run / "logs", 0),
     "logs/.rank-0.error.json.PID.part": lambda run: write_failure_record(run / "logs", 0, {"message": "m"}),
     "metrics.jsonl": lambda run: LineFile(run / "metrics.jsonl").write({"step": 1}),
-    "told.jsonl": lambda run: note_told(run, "hub", "x", "y"),
+    "told.jsonl": lambda run: note_notification(run, "hub", "x", "y"),
     "key": share_key,
     ".run.json.PID.part": lambda run: write_whole(run / "run.json", "x"),
 }

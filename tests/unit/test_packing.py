@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.plan.rows.bins import NumberSet
 from ulysses_cli.plan.rows.packing import (
+    NumberSet,
     Piece,
     RowCost,
     RowPieces,

@@ -16,11 +16,10 @@ from support.tiers import count_examples
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
-from ulysses_cli.data.rows import open_rows
-from ulysses_cli.data.store import WANTED
+from ulysses_cli.data.store import WANTED, open_rows
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.pairs import TokenPair, encode_pair
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.data.tokenizing.workers import TokenPair, encode_pair
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample

@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.launch.nodes import find_nodes
 from ulysses_cli.plan.layout import Layout, Placement, count_near_ranks
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.fit import fits
-from ulysses_cli.plan.planner.machines import find_layout_inside
+from ulysses_cli.plan.planner.rings import find_layout_inside
 from ulysses_cli.plan.speed import compute_speed
-from ulysses_cli.report.placement import CrossingCosts, explain_crossing, format_inside
+from ulysses_cli.report.planner import CrossingCosts, explain_crossing, format_inside
 from ulysses_cli.report.quantities import format_seconds
-from ulysses_cli.report.run_end import format_start
+from ulysses_cli.report.recipe import format_start
+from ulysses_cli.run.nodes import find_nodes
 from ulysses_cli.validate import validate_recipe
 
 

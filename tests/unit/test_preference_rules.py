@@ -4,7 +4,7 @@ import pytest
 from support.recipes import VALID, check, load, make_shape
 
 from ulysses_cli.plan.resolved import find_sharing_obstacle, resolve
-from ulysses_cli.plan.rules import preferences
+from ulysses_cli.plan.rules import training
 
 PAIRS = ("preference.loss=sigmoid", "data.datasets.0.type=preference")
 
@@ -93,4 +93,4 @@ def test_answers_read_one_copy_of_their_prompt_where_that_is_exact(
 
 
 def test_every_rule_is_taken() -> None:
-    assert len(preferences.RULES) == 4
+    assert len(training.PREFERENCE_RULES) == 4

@@ -11,13 +11,12 @@ from support.paths import TINY_RECIPE
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
-from ulysses_cli.launch import launcher, preflight
-from ulysses_cli.plan.files.weight_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
+from ulysses_cli.plan.models.model_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
 from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
-from ulysses_cli.run_folder import archive
-from ulysses_cli.run_folder.bucket import Bucket
-from ulysses_cli.run_folder.manifest import name_share
-from ulysses_cli.run_folder.remote_archive import Sending
+from ulysses_cli.run import checkpoints, launcher, preflight
+from ulysses_cli.run.bucket import Bucket
+from ulysses_cli.run.checkpoints import name_share
+from ulysses_cli.run.remote_checkpoints import Sending
 
 TEXT = """\
 model:
@@ -225,12 +224,12 @@ def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> N
     steps = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
     (steps[2] / "state.json").write_text("{")
     messages: list[str] = []
-    assert archive.choose_checkpoint(tmp_path, messages.append) == steps[1]
+    assert checkpoints.choose_checkpoint(tmp_path, messages.append) == steps[1]
     assert f"{steps[2]} is skipped" in messages[0]
     assert messages[1] == f"the newest valid checkpoint is {steps[1]}"
-    assert archive.choose_checkpoint(steps[0], messages.append) == steps[0]
-    with pytest.raises(archive.CheckpointError, match="is no whole checkpoint"):
-        archive.choose_checkpoint(steps[2], messages.append)
+    assert checkpoints.choose_checkpoint(steps[0], messages.append) == steps[0]
+    with pytest.raises(checkpoints.CheckpointError, match="is no whole checkpoint"):
+        checkpoints.choose_checkpoint(steps[2], messages.append)
 
 
 def test_an_unwritable_builds_folder_is_refused_where_operators_are_built(

@@ -19,8 +19,8 @@ from support.served import ServedPopen
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
-from ulysses_cli.data.rows import open_rows
-from ulysses_cli.data.tokenizing import known_tokenizer
+from ulysses_cli.data.store import open_rows
+from ulysses_cli.data.tokenizing import tokenizer
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.data.transaction import lock
 from ulysses_cli.plan.problem import RecipeError
@@ -123,7 +123,7 @@ def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         loaded.append(load_tokenizer(*words))
         return loaded[-1]
 
-    monkeypatch.setattr(known_tokenizer, "load_tokenizer", load)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", load)
     return loaded
 
 

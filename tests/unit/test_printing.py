@@ -18,9 +18,8 @@ from ulysses_cli.plan.problem import Problem, Where
 from ulysses_cli.readers.problems import MAX_SHOWN, shorten
 from ulysses_cli.report import printing
 from ulysses_cli.report.data_report import format_bad, format_sample
-from ulysses_cli.report.live.preparing import ProgressLine
-from ulysses_cli.report.live.progress import make_display
-from ulysses_cli.report.run_end import format_failure
+from ulysses_cli.report.live import ProgressLine, make_display
+from ulysses_cli.report.recipe import format_failure
 
 EVIL = "a\x1b[2J\x1b]0;title\x07\r\nforged: line\u202e\x9b31m\u2028b"
 CLEAN = r"a\x1b[2J\x1b]0;title\x07\r\nforged: line\u202e\x9b31m\u2028b"

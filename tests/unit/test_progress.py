@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.report.live import screen
-from ulysses_cli.report.live.progress import make_display
+from ulysses_cli.report import live
+from ulysses_cli.report.live import make_display
 
 STEP: dict[str, Any] = {
     "event": "step",
@@ -119,7 +119,7 @@ def test_no_event_hurts_and_every_row_fits(named_events: list[tuple[str, Any]], 
     for name, event in named_events:
         display.emit({**event, "event": name})
         for row in display._draw(width):
-            assert sum(len(text) for text, _ in screen.fit_row(row, width)) <= width
+            assert sum(len(text) for text, _ in live.fit_row(row, width)) <= width
     display.close()
 
 
@@ -152,16 +152,16 @@ def test_an_event_costs_less_than_a_millisecond() -> None:
 
 
 def test_sparks_show_the_losses() -> None:
-    sparks = screen.Screen(io.StringIO(), lambda _: ()).make_sparks
-    assert sparks([1, 2, 3, 4, 5, 6, 7, 8], 8) == screen.SPARKS
-    assert sparks([3.0] * 5, 24) == screen.SPARKS[0] * 5
+    sparks = live.Screen(io.StringIO(), lambda _: ()).make_sparks
+    assert sparks([1, 2, 3, 4, 5, 6, 7, 8], 8) == live.SPARKS
+    assert sparks([3.0] * 5, 24) == live.SPARKS[0] * 5
     assert sparks([], 24) == ""
     assert sparks(range(1000), 4) == "▁▃▆█"
 
 
 SCRIPT = """
 import sys, time
-from ulysses_cli.report.live.progress import make_display
+from ulysses_cli.report.live import make_display
 display = make_display(sys.stderr, 100, 2.5, 8)
 display.emit({"event": "phase", "name": "loading model"})
 input()

@@ -19,13 +19,12 @@ from support.run_directory import write_run
 from support.tiers import sample, sample_every
 
 from ulysses_cli.commands.children import training
-from ulysses_cli.launch.launcher import Outcome
-from ulysses_cli.plan.exit_codes import DONE
-from ulysses_cli.publishing import OF_A_MODEL, HubModels
+from ulysses_cli.commands.children.publishing import OF_A_MODEL, HubModels
+from ulysses_cli.plan.problem import DONE
 from ulysses_cli.report.page.run_page import make_run_page
-from ulysses_cli.report.run_files import load_run
-from ulysses_cli.report.run_summary import summarize_run
-from ulysses_cli.run_folder.manifest import MODEL_FACTS
+from ulysses_cli.report.run_summary import load_run, summarize_run
+from ulysses_cli.run.checkpoints import MODEL_FACTS
+from ulysses_cli.run.launcher import Outcome
 
 CARD = (
     "---\nlibrary_name: transformers\nbase_model: owner/base\n---\n\n# mine\n\nA model.\n\n## Recipe\n\nAll defaults.\n"

@@ -11,8 +11,8 @@ import pytest
 
 from ulysses_cli import api
 from ulysses_cli.api import RecipeError, estimate, plan, train, validate
-from ulysses_cli.launch.listening import StepListener, open_listener
-from ulysses_cli.run_folder.early_stop import name_asker
+from ulysses_cli.run.launcher import StepListener, open_listener
+from ulysses_cli.run.records import name_asker
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes/tiny-cpu.yaml"
@@ -63,7 +63,7 @@ def test_a_plan_is_what_the_command_finds() -> None:
 
 
 def test_ranks_must_be_able_to_import_a_loss() -> None:
-    assert api.name_function(open_listener) == "ulysses_cli.launch.listening:open_listener"
+    assert api.name_function(open_listener) == "ulysses_cli.run.launcher:open_listener"
     assert api.name_function(test_ranks_must_be_able_to_import_a_loss).startswith(os.path.abspath(__file__) + ":test_")
     for function in (lambda losses: losses, StepListener.follow, print):
         with pytest.raises(ValueError, match="define it at the top"):

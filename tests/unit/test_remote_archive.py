@@ -16,17 +16,15 @@ from support.recipes import load
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
-from ulysses_cli.launch import downloads
-from ulysses_cli.launch.preflight import check_bucket
-from ulysses_cli.plan.files.addresses import find_address, find_address_problem, name_local_copy
+from ulysses_cli.plan.files import find_address, find_address_problem, name_local_copy
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.run_folder import remote_archive, transfers
-from ulysses_cli.run_folder.archive import CheckpointError, find_damage
-from ulysses_cli.run_folder.bucket import Bucket, BucketError
-from ulysses_cli.run_folder.manifest import FORMAT, name_share
-from ulysses_cli.run_folder.remote_archive import Sending, bring_newest, list_remote_steps
-from ulysses_cli.run_folder.transfers import format_transfer
+from ulysses_cli.run import bucket as transfers
+from ulysses_cli.run import downloads, remote_checkpoints
+from ulysses_cli.run.bucket import Bucket, BucketError, format_transfer
+from ulysses_cli.run.checkpoints import FORMAT, CheckpointError, find_damage, name_share
+from ulysses_cli.run.preflight import check_bucket
+from ulysses_cli.run.remote_checkpoints import Sending, bring_newest, list_remote_steps
 from ulysses_cli.validate import validate_recipe
 
 FORGED = json.dumps({"format": FORMAT, "files": {"../../evil": {"bytes": 1, "sha256": ""}}}).encode()
@@ -120,7 +118,7 @@ def test_an_unfinished_upload_is_no_checkpoint(bucket: Bucket, tmp_path: Path) -
 
 
 def test_the_manifest_waits_for_every_machine(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_archive, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(remote_checkpoints, "POLL_SECONDS", 0.01)
     folder = make_checkpoint(tmp_path / "here", 2)
     first = threading.Thread(target=lambda: Sending(bucket).send_checkpoint(folder, SHARES[:1], 0, 2))
     first.start()
@@ -146,21 +144,21 @@ def test_an_upload_that_fails_on_another_machine_fails_on_the_first(bucket: Buck
 def test_old_checkpoints_go_and_the_newest_stays(bucket: Bucket, tmp_path: Path) -> None:
     upload(bucket, tmp_path / "here", 2, 4, 6, 8)
     bucket.delete("checkpoints/step-2/manifest.json")  # never finished
-    remote_archive.prune_remote(bucket, 8, 2)
+    remote_checkpoints.prune_remote(bucket, 8, 2)
     assert list_remote_steps(bucket) == [8, 6]
-    assert remote_archive.list_objects(bucket).keys() == {8, 6}
-    remote_archive.prune_remote(bucket, 8, None)
+    assert remote_checkpoints.list_objects(bucket).keys() == {8, 6}
+    remote_checkpoints.prune_remote(bucket, 8, None)
     assert list_remote_steps(bucket) == [8, 6]
 
 
 def test_checkpoints_of_another_attempt_are_kept_and_not_used(bucket: Bucket, tmp_path: Path) -> None:
     upload(bucket, tmp_path / "here", 2, 4, 6)
     lines: list[str] = []
-    remote_archive.set_remote_aside(bucket, 2, lines.append)
+    remote_checkpoints.set_remote_aside(bucket, 2, lines.append)
     assert list_remote_steps(bucket) == [2]
     assert len(lines) == 2
-    remote_archive.prune_remote(bucket, 8, 1)
-    assert remote_archive.list_objects(bucket).keys() == {2, 4, 6}
+    remote_checkpoints.prune_remote(bucket, 8, 1)
+    assert remote_checkpoints.list_objects(bucket).keys() == {2, 4, 6}
 
 
 def test_a_call_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +184,7 @@ def test_a_model_is_complete_when_its_step_is_there(bucket: Bucket, tmp_path: Pa
     (model / "ulysses.json").write_text(json.dumps({"step": 8}))
     bucket.put_bytes(b"", "model/model-00002.safetensors")
     Sending(bucket).send_model(model)
-    assert remote_archive.read_remote_model_steps(bucket) == (8, 8)
+    assert remote_checkpoints.read_remote_model_steps(bucket) == (8, 8)
     assert bucket.list_names("model") == ["model/base/config.json", "model/model.safetensors", "model/ulysses.json"]
 
 

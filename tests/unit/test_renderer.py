@@ -51,7 +51,7 @@ from ulysses_cli.data.tokenizing import renderer
 from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.prompts import Prompter
-from ulysses_cli.plan.models.chat_template import find_switch, read_template
+from ulysses_cli.plan.models.model_files import find_switch, read_template
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.readers.columns import Chat
 from ulysses_cli.readers.problems import BadRow

@@ -23,9 +23,9 @@ from ulysses_cli.plan.recipe.changes import DECIDING, FREE, LENGTHS, list_change
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.schema import list_settings, walk_settings
-from ulysses_cli.run_folder import archive, resume
-from ulysses_cli.run_folder.archive import CheckpointError, find_damage, list_checkpoints
-from ulysses_cli.run_folder.resume import (
+from ulysses_cli.run import checkpoints, resume
+from ulysses_cli.run.checkpoints import CheckpointError, find_damage, list_checkpoints
+from ulysses_cli.run.resume import (
     ResumeError,
     ResumePoint,
     check_changes,
@@ -253,7 +253,7 @@ def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
 
 def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of the same name exists before, during and after."""
-    calls = {"replace": archive.os.replace, "remove_own": archive.remove_own}
+    calls = {"replace": checkpoints.os.replace, "remove_own": checkpoints.remove_own}
     for die_at in range(6):
         run_dir = tmp_path / str(die_at)
         final = make_checkpoint(run_dir, 3)
@@ -271,10 +271,10 @@ def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest
             return call
 
         with monkeypatch.context() as patch:
-            patch.setattr(archive.os, "replace", count("replace"))
-            patch.setattr(archive, "remove_own", count("remove_own"))
+            patch.setattr(checkpoints.os, "replace", count("replace"))
+            patch.setattr(checkpoints, "remove_own", count("remove_own"))
             try:
-                archive.put_in_place(beside, final)
+                checkpoints.put_in_place(beside, final)
             except KeyboardInterrupt:
                 pass
         assert find_resume_point(run_dir, "auto", 0, print).path == final
@@ -285,12 +285,12 @@ def test_pruning_keeps_the_newest_and_can_die(tmp_path: Path, monkeypatch: pytes
     for step in (3, 6, 9, 12):
         make_checkpoint(tmp_path, step)
     with monkeypatch.context() as patch:
-        patch.setattr(archive, "remove_own", lambda _: None)
-        archive.prune_checkpoints(tmp_path, 2)
-    archive.tidy_folder(tmp_path)
+        patch.setattr(checkpoints, "remove_own", lambda _: None)
+        checkpoints.prune_checkpoints(tmp_path, 2)
+    checkpoints.tidy_folder(tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-12", "step-9"]
-    archive.prune_checkpoints(tmp_path, None)
-    archive.prune_checkpoints(tmp_path, 1)
+    checkpoints.prune_checkpoints(tmp_path, None)
+    checkpoints.prune_checkpoints(tmp_path, 1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-12"]
 
 
@@ -298,11 +298,11 @@ def test_checkpoints_after_the_resumed_step_are_set_aside(tmp_path: Path) -> Non
     for step in (3, 6, 9):
         make_checkpoint(tmp_path, step)
     messages: list[str] = []
-    archive.set_aside(tmp_path, tmp_path / "checkpoints" / "step-3", messages.append)
+    checkpoints.set_aside(tmp_path, tmp_path / "checkpoints" / "step-3", messages.append)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-3"]
     assert len(messages) == 2
     assert (tmp_path / "checkpoints" / "step-9.set-aside" / "manifest.json").exists()
-    archive.set_aside(tmp_path, make_checkpoint(tmp_path / "other", 50), messages.append)
+    checkpoints.set_aside(tmp_path, make_checkpoint(tmp_path / "other", 50), messages.append)
     assert list_checkpoints(tmp_path) == []
 
 

@@ -32,7 +32,7 @@ from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.report.quality import format_quality, make_quality_page
+from ulysses_cli.report.proofs import format_quality, make_quality_page
 
 PROMPTER = make_prompter(make_bytes_tokenizer(), with_template=False)
 

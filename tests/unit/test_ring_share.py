@@ -17,8 +17,7 @@ from ulysses_cli.plan.planner import rings
 from ulysses_cli.plan.planner.fit import is_indexable
 from ulysses_cli.plan.planner.rings import BetterRing, explain_own_ring, find_better_ring
 from ulysses_cli.plan.resolved import find_ring_size
-from ulysses_cli.plan.rows.order import Ring
-from ulysses_cli.plan.rows.ring_share import NO_RING, measure_ring
+from ulysses_cli.plan.rows.ring import NO_RING, Ring, measure_ring
 from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes, compute_speed
 from ulysses_cli.report.ledger import format_better_ring
 

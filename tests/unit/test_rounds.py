@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_order import WINDOWS, list_attended, list_tokens, rows
 
-from ulysses_cli.plan.rows.order import Order, Ring, deal_row
-from ulysses_cli.plan.rows.ring_share import measure_ring
-from ulysses_cli.plan.rows.rounds import MAX_SHARES, Round, plan_rounds
+from ulysses_cli.plan.rows.ring import MAX_SHARES, Order, Ring, Round, deal_row, measure_ring, plan_rounds
 
 Row = tuple[tuple[int, ...], int]
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from support.prepared import make_prepared
 from support.tiers import count_examples
 
-from ulysses_cli.data.rows import PackedRows, hash_content, open_rows
-from ulysses_cli.data.selection import Portion
+from ulysses_cli.data.packer import Portion
+from ulysses_cli.data.store import PackedRows, hash_content, open_rows
 from ulysses_cli.data.transaction import read_manifest
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rows.packing import locate_row, share_rows

@@ -12,20 +12,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.run_directory import BUCKETS, FACTS, SECRET, write_run
 
-from ulysses_cli.commands.children.answering import keep_in_run
+from ulysses_cli.commands.children.evaluating import keep_in_run
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.secrets import MASK, mask_secrets, mask_text
-from ulysses_cli.report import run_files, run_summary
+from ulysses_cli.report import run_summary
 from ulysses_cli.report.page import run_page
-from ulysses_cli.report.quality import make_evaluation_blocks
-from ulysses_cli.run_folder.line_files import has_diverged
+from ulysses_cli.report.proofs import make_evaluation_blocks
+from ulysses_cli.run.records import has_diverged
 
 EVIL = "<script>alert('x')</script>"
 
 
 def make(folder: Path) -> tuple[dict[str, Any], str]:
-    run = run_files.load_run(folder)
+    run = run_summary.load_run(folder)
     summary = run_summary.summarize_run(run)
     json.dumps(summary, allow_nan=False)
     return summary, run_page.make_run_page(run, summary)
@@ -237,7 +237,7 @@ def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
         (tmp_path / "file", "is a file"),
     ):
         with pytest.raises(RecipeError, match=words) as caught:
-            run_files.load_run(folder)
+            run_summary.load_run(folder)
         assert "run.output_dir" in caught.value.problems[0].hint
 
 
@@ -328,7 +328,7 @@ def test_the_report_shows_evaluations_of_the_runs_model_and_checkpoints(tmp_path
     assert "results" not in json.loads((folder / "evaluations" / "step-2-vt.json").read_text())
     keep_in_run(str(folder / "model"), ["vt", "lm-eval:a/b"], make_findings("run/model", 0.75))
     (folder / "evaluations" / "torn.json").write_text('{"subject"')
-    run = run_files.load_run(folder)
+    run = run_summary.load_run(folder)
     page = run_page.make_run_page(run, run_summary.summarize_run(run), make_evaluation_blocks(run.evaluations))
     assert page.index("run/model") < page.index("run/checkpoints/step-2")
     assert "75.0 %" in page

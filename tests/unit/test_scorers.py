@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ulysses_cli.evaluate.scoring.scorers import SCORERS
+from ulysses_cli.evaluate.scoring import SCORERS
 
 PACKAGES = {"chinese_f1": "jieba", "rouge_chinese": "jieba", "code_similarity": "rapidfuzz"}
 CASES = [

@@ -15,13 +15,21 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.zero.swapping import compute_activation_file_bytes, compute_node_disk_bytes
+from ulysses_cli.plan.ledger.zero.states import compute_activation_file_bytes, compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
-from ulysses_cli.plan.planner.candidates import MIN_STEPS, TOKENS_PER_STEP, Candidate, Offer, PlanRequest, round_cost
-from ulysses_cli.plan.planner.draft import write_draft
+from ulysses_cli.plan.planner.candidates import (
+    MIN_STEPS,
+    TOKENS_PER_STEP,
+    Candidate,
+    Offer,
+    PlanRequest,
+    find_excess,
+    round_cost,
+    write_draft,
+)
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.fit import Verdict, fits, judge, try_levers
-from ulysses_cli.plan.planner.lever_choice import COSTS, find_cheapest, read_levers
+from ulysses_cli.plan.planner.lever_choice import COSTS, find_cheapest, read_levers, spend_what_is_left
 from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.search import (
     _list_layouts,
@@ -29,8 +37,6 @@ from ulysses_cli.plan.planner.search import (
     search,
     search_longest,
 )
-from ulysses_cli.plan.planner.spending import spend_what_is_left
-from ulysses_cli.plan.planner.walls import find_excess
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rules.model import check_lora_targets
 from ulysses_cli.plan.speed import compute_speed

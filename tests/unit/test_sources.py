@@ -14,12 +14,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ulysses_cli.data.sources.fingerprint import FileHashes
-from ulysses_cli.data.sources.folder import walk_tree
-from ulysses_cli.data.sources.hub_sets import HubSet
-from ulysses_cli.data.sources.sources import Source, open_source
+from ulysses_cli.data.sources import HubSet, Source, open_source, walk_tree
+from ulysses_cli.data.transaction import FileHashes
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.plan.recipe.sections import Dataset
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
 from ulysses_cli.readers.columns import detect_kind, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError

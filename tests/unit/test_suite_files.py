@@ -14,9 +14,9 @@ from support.hub_server import SHA, TOKEN, Hub, serve_hub
 
 from ulysses_cli.evaluate.files import read_suite
 from ulysses_cli.evaluate.suites import Sources, plan_suites
-from ulysses_cli.launch.suite_files import find_suite_path
-from ulysses_cli.plan.files.row_files import list_row_files
+from ulysses_cli.plan.files import list_row_files
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.run.downloads import find_suite_path
 
 TREC = {"input": "q", "context": "c", "answers": ["Cat"], "all_classes": ["Cat", "Dog"], "dataset": "trec"}
 PASSKEY = {"id": 0, "context": "c", "input": "q", "answer": ["71432"], "options": []}

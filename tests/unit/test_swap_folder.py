@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ulysses_cli.train.optimizer import swap_folder
-from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
+from ulysses_cli.train.optimizer import states
+from ulysses_cli.train.optimizer.states import name_folder, open_folder, remove_rank_files
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_a_limit_of_locked_memory_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
-    monkeypatch.setattr(swap_folder, "_may_lock_all", lambda: False)
+    monkeypatch.setattr(states, "_may_lock_all", lambda: False)
     assert open_folder(folder, tmp_path / "run", 1 << 19, 8 << 20) == ""
     assert open_folder(folder, tmp_path / "run", 1 << 19, 16 << 20) == (
         "offload to nvme needs buffers of 16 MiB of locked memory, and this process may lock 8 MiB: "

@@ -9,11 +9,11 @@ import pytest
 from support.recipes import load
 
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.ledger.host import compute_pinned_rounding, compute_save_copy, round_up
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.snapshots import walk_snapshots
+from ulysses_cli.plan.ledger.ledger import walk_snapshots
+from ulysses_cli.plan.ledger.machine import compute_pinned_rounding, compute_save_copy, round_up
 from ulysses_cli.plan.ledger.weights import count_shard
-from ulysses_cli.plan.ledger.zero.swapping import (
+from ulysses_cli.plan.ledger.zero.states import (
     compute_disk_bytes,
     compute_locked_state_bytes,
     compute_locked_weight_bytes,

@@ -13,7 +13,7 @@ from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.planner.estimate import Estimate, compute_estimate
 from ulysses_cli.plan.planner.sweep import LengthSweep
 from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.report.sweep import compute_sweeps, format_sweep, make_sweep_page
+from ulysses_cli.report.ledger import compute_sweeps, format_sweep, make_sweep_page
 
 
 @cache

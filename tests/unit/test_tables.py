@@ -12,11 +12,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from ulysses_cli.readers import expansion
+from ulysses_cli.readers import blocks
 from ulysses_cli.readers.blocks import walk_rows
-from ulysses_cli.readers.files import walk_blocks
+from ulysses_cli.readers.files import measure, walk_blocks
 from ulysses_cli.readers.problems import DataError
-from ulysses_cli.readers.tables import measure
 
 SMALL = 1 << 20
 
@@ -83,7 +82,7 @@ BOMBS = {
 def test_a_table_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     file = tmp_path / name
     BOMBS[name](file)
-    monkeypatch.setattr(expansion, "FREE_BYTES", SMALL)
+    monkeypatch.setattr(blocks, "FREE_BYTES", SMALL)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(DataError) as caught:
         list(walk_blocks([file]))
@@ -94,7 +93,7 @@ def test_a_table_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert problem.message.startswith(f"{expected}expands to more than ")
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     if name != "lie.arrow":
-        monkeypatch.setattr(expansion, "FREE_BYTES", 1 << 30)
+        monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 30)
         num_rows = sum(block.content.num_rows for block in walk_blocks([file]))
         assert num_rows == {"list.parquet": 1, "page.parquet": 1, "nulls.parquet": SMALL}.get(name, 5000)
 

@@ -23,8 +23,7 @@ from support.tiers import count_examples
 from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
-from ulysses_cli.data.rows import open_rows
-from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS
+from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS, open_rows
 from ulysses_cli.data.tokenizing import targets
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import compute_growth
@@ -34,8 +33,7 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError
-from ulysses_cli.report.data_report import format_report, format_sample
-from ulysses_cli.report.page.data_page import make_data_page
+from ulysses_cli.report.data_report import format_report, format_sample, make_data_page
 from ulysses_cli.validate import validate_recipe
 
 Row = dict[str, Any]

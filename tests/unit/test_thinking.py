@@ -6,10 +6,9 @@ import pytest
 from support.prompters import make_prompter
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.evaluate.prompts import Prompter
+from ulysses_cli.evaluate.prompts import Prompter, find_answer
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
-from ulysses_cli.evaluate.thinking import find_answer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.train.generation.questions import Answer, Quiz, _describe, _make_question
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.prove.quality.time_left import FROM_FILES, TimeLeft
+from ulysses_cli.prove.quality.evaluation import FROM_FILES, TimeLeft
 
 
 def take(length: int) -> float:

@@ -122,7 +122,7 @@ def _check_comparison(own_size: int, sizes: str | None, against: Peer | None, *,
 def _check_weights(name: str | None) -> None:
     """The weight files of a local model can be loaded. A model of the hub gets random weights: its speed is the
     same."""
-    from ulysses_cli.plan.files.weight_files import find_weight_problem
+    from ulysses_cli.plan.models.model_files import find_weight_problem
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     folder = Path(os.path.expanduser(name or ""))
@@ -133,7 +133,7 @@ def _check_weights(name: str | None) -> None:
 def read_numbers(key: str, text: str | None, default: list[int]) -> list[int]:
     """Reads numbers with commas between them; each is kept once."""
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.recipe.yaml_tree import parse_number
+    from ulysses_cli.plan.recipe.schema import parse_number
 
     numbers = []
     for word in default if text is None else text.split(","):

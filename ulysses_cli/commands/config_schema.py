@@ -26,10 +26,9 @@ def config_schema(
       ulysses config-schema data.datasets
       ulysses config-schema --format json > recipe.schema.json
     """
-    from ulysses_cli.plan.recipe.complaints import find_settings
-    from ulysses_cli.plan.recipe.schema import make_json_schema
+    from ulysses_cli.plan.recipe.schema import find_settings, make_json_schema
     from ulysses_cli.report import printing
-    from ulysses_cli.report.settings import describe_settings, tabulate_settings
+    from ulysses_cli.report.recipe import describe_settings, tabulate_settings
 
     settings = or_exit(lambda: find_settings(key), output)
     if output is Format.json:

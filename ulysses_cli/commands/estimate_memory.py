@@ -1,36 +1,45 @@
-"""`ulysses estimate-memory`: predicts memory, time and price of a recipe, and what to change if it does not fit."""
+"""`ulysses estimate-memory`: predicts memory, time and price of a recipe, and what to change if it does not fit.
+With --trace a child process traces a step; its result is cached under a hash of all that it depends on."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.asking.completion import complete_gpus
 from ulysses_cli.commands.options import (
     Format,
     FormatOption,
     OnlineOption,
     OptionalRecipeWords,
     check_page,
+    complete_gpus,
     end_with,
     or_exit,
     write_page,
 )
-from ulysses_cli.plan.exit_codes import DONE, FAILED
+from ulysses_cli.plan.problem import DONE, FAILED
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Gpu, Hardware
-    from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
+    from ulysses_cli.plan.ledger.job import MemorySnapshot
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.models.shape import ModelShape
     from ulysses_cli.plan.planner.estimate import Estimate
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.plan.recipe.loader import Loaded
+    from ulysses_cli.plan.recipe.recipe import Recipe
     from ulysses_cli.validate import Validated
+
 
 DEFAULT_GPU = "h100-80gb"
 OPTIONS = {  # by the setting that each makes
@@ -118,7 +127,7 @@ def estimate_memory(
     else:
         _show_estimates(valid, results, notes, output, trace=trace, online=online)
     if html is not None:
-        from ulysses_cli.report.sweep import compute_sweeps, make_sweep_page
+        from ulysses_cli.report.ledger import compute_sweeps, make_sweep_page
 
         write_page(html, make_sweep_page(compute_sweeps(results)))
     raise typer.Exit(FAILED if strict and any(result.fit.verdict != "fits" for result in results) else DONE)
@@ -142,13 +151,13 @@ def _show_estimates(
     valid: Validated, results: list[Estimate], notes: list[str], output: Format, *, trace: bool, online: bool
 ) -> None:
     """Prints one estimate per kind of GPU, each with a trace if one is asked for."""
-    from ulysses_cli.report import ledger, printing, traced
+    from ulysses_cli.report import ledger, printing
 
     if output is Format.json:
         described = [ledger.describe_estimate(result, notes) for result in results]
         for result, description in zip(results, described, strict=True) if trace else ():
             peaks = _trace(valid, result.job.levers, online=online)
-            description["trace"] = traced.describe_trace(peaks, result.ledger)
+            description["trace"] = ledger.describe_trace(peaks, result.ledger)
         printing.print_json({"results": described})
         return
     for number, result in enumerate(results):
@@ -156,12 +165,11 @@ def _show_estimates(
         printing.print_data(f"\n{text}" if number else text)
         if trace:
             peaks = _trace(valid, result.job.levers, online=online)
-            printing.print_data("\n" + traced.format_trace(peaks, result.ledger))
+            printing.print_data("\n" + ledger.format_trace(peaks, result.ledger))
 
 
 def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
     from ulysses_cli import hub
-    from ulysses_cli.commands.children.tracing import trace_recipe
 
     if valid.loaded is None:
         raise AssertionError("no recipe")
@@ -172,16 +180,16 @@ def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
 def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool, online: bool) -> int:
     """For a model that the ledger has no formulas for: the trace alone, with levers that are `auto` switched off."""
     from ulysses_cli.plan.planner.lever_choice import read_levers
-    from ulysses_cli.report import printing, traced
+    from ulysses_cli.report import ledger, printing
 
     if valid.loaded is None or valid.shape is None:
         raise AssertionError("no recipe")
     peaks = _trace(valid, read_levers(valid.loaded.recipe, valid.shape)[0], online=online)
-    results = [traced.judge_trace(peaks, gpu) for gpu in gpus]
+    results = [ledger.judge_trace(peaks, gpu) for gpu in gpus]
     if output is Format.json:
         printing.print_json({"results": results})
     else:
-        printing.print_data(traced.format_verdicts(results) + "\n\n" + traced.format_trace(peaks, None))
+        printing.print_data(ledger.format_verdicts(results) + "\n\n" + ledger.format_trace(peaks, None))
     return FAILED if strict and any(result["verdict"] != "fits" for result in results) else DONE
 
 
@@ -192,7 +200,7 @@ def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, st
     from ulysses_cli.plan.planner.lever_choice import read_levers
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.sizes.tensor import UnknownOperator
-    from ulysses_cli.report import printing, traced
+    from ulysses_cli.report import ledger, printing
 
     if valid.loaded is None or valid.shape is None:
         raise AssertionError("no recipe")
@@ -210,22 +218,22 @@ def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, st
             raise RecipeError([Problem("model.name_or_path", message, hint)]) from None
 
     moments = or_exit(run)
-    results = [traced.judge_moments(moments, gpu) for gpu in gpus]
+    results = [ledger.judge_moments(moments, gpu) for gpu in gpus]
     if output is Format.json:
         printing.print_json({"results": results})
     else:
-        printing.print_data(traced.format_moments(results, moments))
+        printing.print_data(ledger.format_moments(results, moments))
     return FAILED if strict and any(result["verdict"] != "fits" for result in results) else DONE
 
 
 def _show_sweep(results: list[Estimate], output: Format) -> None:
-    from ulysses_cli.report import printing, sweep
+    from ulysses_cli.report import ledger, printing
 
-    sweeps = sweep.compute_sweeps(results)
+    sweeps = ledger.compute_sweeps(results)
     if output is Format.json:
-        printing.print_json({"sweeps": [sweep.describe_sweep(*pair) for pair in sweeps]})
+        printing.print_json({"sweeps": [ledger.describe_sweep(*pair) for pair in sweeps]})
     else:
-        printing.print_data("\n\n".join(sweep.format_sweep(*pair) for pair in sweeps))
+        printing.print_data("\n\n".join(ledger.format_sweep(*pair) for pair in sweeps))
 
 
 def _find_recipe(
@@ -275,13 +283,7 @@ def draft_and_validate(
     """Makes and checks a recipe from a model's name and a length. Sizes in overrides are kept; the others are chosen to
     match them."""
     from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
-    from ulysses_cli.plan.planner.draft import (
-        Draft,
-        find_obstacle,
-        find_sp_size,
-        needs_stretch,
-        write_draft,
-    )
+    from ulysses_cli.plan.planner.candidates import Draft, find_obstacle, find_sp_size, needs_stretch, write_draft
     from ulysses_cli.plan.recipe.loader import parse_recipe
     from ulysses_cli.plan.resolved import find_ring_size
     from ulysses_cli.validate import validate_recipe
@@ -315,7 +317,7 @@ def draft_and_validate(
 def find_shape(model: str, *, online: bool, key: str = "--model") -> ModelShape:
     """A model's shape from its name, without a recipe. `key`: where the name was written."""
     from ulysses_cli import hub
-    from ulysses_cli.plan.planner.draft import quote
+    from ulysses_cli.plan.planner.candidates import quote
     from ulysses_cli.plan.problem import Problem, RecipeError, Where
     from ulysses_cli.plan.recipe.loader import parse_recipe
 
@@ -331,8 +333,8 @@ def find_shape(model: str, *, online: bool, key: str = "--model") -> ModelShape:
 def read_length(key: str, text: str | None) -> int:
     """Reads a number of tokens, written as in a recipe."""
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.recipe.setting import MAX_TOKENS
-    from ulysses_cli.plan.recipe.yaml_tree import parse_number
+    from ulysses_cli.plan.recipe.schema import parse_number
+    from ulysses_cli.plan.recipe.sections import MAX_TOKENS
 
     hint = "write a number of tokens, such as 131072, 128Ki or 1M"
     if text is None:
@@ -341,3 +343,65 @@ def read_length(key: str, text: str | None) -> int:
     if not isinstance(number, int) or not 2 <= number <= MAX_TOKENS:
         raise RecipeError([Problem(key, f"{text} is not a whole number from 2 to {MAX_TOKENS:,}", hint)])
     return number
+
+
+DEPENDS_ON = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
+ROOMS = ("train", "prove", "plan")
+SHOWN_CHARS = 2000
+
+
+def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> dict[str, Any]:
+    """For a recipe that passed its checks. Takes minutes, or no time where the result is in the cache. Raises
+    RecipeError where the trace fails."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.resolved import make_layout
+    from ulysses_cli.run import host
+
+    request = {
+        "recipe": recipe.model_dump(mode="json"),
+        "config": dict(config),
+        "levers": vars(levers),
+        "world_size": make_layout(recipe).world_size,
+    }
+    file = _get_folder() / f"{compute_key(request)}.json"
+    try:
+        return {**json.loads(file.read_text(encoding="utf-8")), "from_cache": True}
+    except (OSError, ValueError):
+        pass
+    with host.start_module("ulysses_cli.prove.trace", [], stdin=PIPE, stdout=PIPE) as child:
+        answer, _ = child.communicate(json.dumps(request))
+    if child.returncode:
+        reason = answer.strip()[-SHOWN_CHARS:] or f"it ended with code {child.returncode}"
+        raise RecipeError([Problem("--trace", f"the traced step failed: {reason}", "see its output above")])
+    result: dict[str, Any] = json.loads(answer)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(result), encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        pass  # without a cache the next trace only takes longer
+    return {**result, "from_cache": False}
+
+
+def compute_key(request: Mapping[str, Any]) -> str:
+    """A hash of the request, of the code that is traced and of the packages that it uses. Paths of data and of the run
+    do not count."""
+    recipe = {name: value for name, value in request["recipe"].items() if name != "run"}
+    recipe["data"] = {name: value for name, value in recipe["data"].items() if name not in ("datasets", "store_dir")}
+    digest = hashlib.sha256(json.dumps({**request, "recipe": recipe}, sort_keys=True, default=str).encode())
+    for package in DEPENDS_ON:
+        try:
+            digest.update(f"{package} {version(package)}".encode())
+        except PackageNotFoundError:
+            digest.update(package.encode())
+    root = Path(__file__).parents[1]
+    for room in ROOMS:
+        for file in sorted((root / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _get_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "ulysses" / "traces"

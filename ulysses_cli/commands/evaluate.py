@@ -136,23 +136,25 @@ def evaluate(
     from dataclasses import replace
 
     from ulysses_cli.commands.bench import read_numbers
-    from ulysses_cli.commands.children.answering import (
+    from ulysses_cli.commands.children.evaluating import (
         ModelQuestion,
         find_base,
         find_model,
+        find_place,
+        list_uncounted,
         name_results,
         note_positions,
+        plan_questions,
+        predict_evaluation,
         prepare_model,
         run,
     )
-    from ulysses_cli.commands.children.place import find_place
-    from ulysses_cli.commands.children.questions import list_uncounted, plan_questions, predict_evaluation
     from ulysses_cli.commands.children.training import Machine
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.suites import CALLS, DEFAULT_SAMPLES, SUITES, Amount, Plan, Sources
-    from ulysses_cli.launch import launcher
     from ulysses_cli.plan.problem import Problem
-    from ulysses_cli.report import printing, quality
+    from ulysses_cli.report import printing, proofs
+    from ulysses_cli.run import launcher
 
     slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
     if device is EvaluationDevice.cuda and not slots:
@@ -219,7 +221,7 @@ def evaluate(
         if output is Format.json:
             printing.print_json({"predictions": predictions, "notes": notes})
         else:
-            printing.print_data(quality.format_predictions(predictions, shape.name, notes))
+            printing.print_data(proofs.format_predictions(predictions, shape.name, notes))
         return
     own, shape = or_exit(lambda: prepare(model, question), output)
     limit, shapes, other = choose_limit(shape), [shape], None

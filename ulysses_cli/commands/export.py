@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, end_with
-from ulysses_cli.plan.exit_codes import DONE, FAILED
+from ulysses_cli.plan.problem import DONE, FAILED
 
 LAST_BYTES = 1 << 16
 
@@ -60,8 +60,8 @@ def export(
       ulysses export runs/mine/checkpoints/step-400 --to model-400
       ulysses export runs/mine/checkpoints/step-400 --to merged --merge-lora --dtype bfloat16
     """
-    from ulysses_cli.launch import preflight
     from ulysses_cli.report import printing
+    from ulysses_cli.run import preflight
 
     if problems := list(preflight.check_export(checkpoint, to)):
         end_with(problems, output)
@@ -76,12 +76,12 @@ def export(
 
 def export_and_exit(words: list[str], to: Path, output: Format) -> NoReturn:
     """Runs the export and shows its result or its problem."""
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.report import printing, recipe
 
     try:
         code, last, log = run_export(words, to)
     except (KeyboardInterrupt, SystemExit):  # SIGTERM ends this process too
-        printing.print_message(run_end.explain_interrupted_export(to))
+        printing.print_message(recipe.explain_interrupted_export(to))
         raise
     if code == DONE and "result" in last:
         for note in ("checked", "carried", "note"):
@@ -92,7 +92,7 @@ def export_and_exit(words: list[str], to: Path, output: Format) -> NoReturn:
         else:
             printing.print_data(last["result"]["folder"])
         raise typer.Exit(DONE)
-    problem = last.get("problem") or f"the export {run_end.describe_end(code)}: {(log or [''])[-1]}"
+    problem = last.get("problem") or f"the export {recipe.describe_end(code)}: {(log or [''])[-1]}"
     printing.print_message(problem)
     if output is Format.json:
         printing.print_json({"problems": [{"message": problem}]})
@@ -102,19 +102,19 @@ def export_and_exit(words: list[str], to: Path, output: Format) -> NoReturn:
 def run_export(words: list[str], to: Path) -> tuple[int, dict[str, Any], list[str]]:
     """Runs the export in a child process and prints its phases. Returns its exit code, its last event, and the last
     lines of its log."""
-    from ulysses_cli.host import children
     from ulysses_cli.report import printing
+    from ulysses_cli.run import host
 
     read_end, write_end = os.pipe()
     environ = {"DS_ACCELERATOR": "cpu", **os.environ}
     last: dict[str, Any] = {}
     with (
         tempfile.TemporaryFile() as log,  # a pipe could fill up before the last event is read
-        children.start_module(
+        host.start_module(
             "ulysses_cli.train.export", [*words, f"--events={write_end}"], pass_fds=(write_end,), env=environ,
-            stdout=log, stderr=log, stdin=subprocess.DEVNULL, umask=children.narrow_umask(to.absolute().parent),
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL, umask=host.narrow_umask(to.absolute().parent),
         ) as child,
-        children.ending(child),
+        host.ending(child),
     ):  # fmt: skip
         os.close(write_end)
         with os.fdopen(read_end, encoding="utf-8") as events:

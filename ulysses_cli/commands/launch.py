@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ulysses_cli.commands.options import Format, OnlineOption, RecipeWords, end_with, or_exit
-from ulysses_cli.plan.exit_codes import USAGE
+from ulysses_cli.plan.problem import USAGE
 
 if TYPE_CHECKING:
-    from ulysses_cli.launch.jobs.job import ClusterJob
     from ulysses_cli.plan.hardware import Gpu
+    from ulysses_cli.run.jobs import ClusterJob
     from ulysses_cli.validate import Validated
 
 MAX_RESTARTS = 10
@@ -52,7 +52,7 @@ def slurm(
       ulysses launch slurm my.yaml --gpu h100 --hours 24 --partition gpu
       ulysses launch slurm my.yaml parallel.dp_shard_size=4 --dry-run
     """
-    from ulysses_cli.launch.jobs.slurm import write_slurm
+    from ulysses_cli.run.jobs import write_slurm
 
     settings = {name: value for name, value in (("partition", partition), ("account", account)) if value is not None}
     job, _ = _make_job(words, gpu, gpus_per_node, hours, online=online)
@@ -86,7 +86,7 @@ def k8s(
       ulysses launch k8s my.yaml --image me/ulysses:1 --claim data --queue team-a --dry-run
       ulysses launch k8s my.yaml run.checkpoint_uri=s3://mine/run --image me/ulysses:1 --max-restarts 100
     """
-    from ulysses_cli.launch.jobs.kubernetes import write_kubernetes
+    from ulysses_cli.run.kubernetes import write_kubernetes
 
     job, text = _make_job(words, gpu, gpus_per_node, max_restarts=max_restarts, online=online)
     target = Target(out or job.recipe.with_suffix(".k8s.yaml"), dry_run, force)
@@ -113,7 +113,7 @@ def sky(
       ulysses launch sky my.yaml --image me/ulysses:1 --bucket s3://mine/runs --gpu h100 --spot
       ulysses launch sky my.yaml --image me/ulysses:1 --volume shared --dry-run
     """
-    from ulysses_cli.launch.jobs.skypilot import write_skypilot
+    from ulysses_cli.run.jobs import write_skypilot
 
     job, _ = _make_job(words, gpu, gpus_per_node, online=online)
     target = Target(out or job.recipe.with_suffix(".sky.yaml"), dry_run, force)
@@ -140,15 +140,15 @@ class Target:
         printing.print_message(f"wrote {self.file}: {job.describe()}")
 
     def _check_name(self) -> None:
-        from ulysses_cli.launch.environments import refuse
-        from ulysses_cli.plan.recipe.setting import find_control
+        from ulysses_cli.plan.recipe.sections import find_control
+        from ulysses_cli.run.environments import refuse
 
         if odd := find_control(str(self.file)):
             raise refuse(f"--out: the file's name holds the control character {odd!r}", "name another file")
 
     def _write_file(self, text: str, recipe: Path) -> None:
-        from ulysses_cli.launch.environments import refuse
-        from ulysses_cli.plan.files.whole_files import write_whole
+        from ulysses_cli.plan.files import write_whole
+        from ulysses_cli.run.environments import refuse
 
         if self.file.is_dir():
             raise refuse(f"{self.file} is a folder", "name a file with --out")
@@ -172,9 +172,9 @@ def _make_job(
     online: bool,
 ) -> tuple[ClusterJob, str]:
     """Returns the job of a valid recipe, and the recipe's text."""
-    from ulysses_cli.launch.jobs.job import make_job
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing
+    from ulysses_cli.run.jobs import make_job
     from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
 
     files, overrides = split_words(words)
@@ -203,10 +203,10 @@ def _choose_gpu(name: str | None, valid: Validated) -> Gpu:
     recipe fits there for sure, else of NVIDIA's kinds that on which a token costs least."""
     from ulysses_cli.commands.estimate_memory import DEFAULT_GPU, find_own_gpu
     from ulysses_cli.hardware_table import load_hardware
-    from ulysses_cli.launch.environments import refuse
     from ulysses_cli.plan.hardware import list_untested
     from ulysses_cli.plan.planner.estimate import find_rate
     from ulysses_cli.report import printing
+    from ulysses_cli.run.environments import refuse
 
     table = load_hardware()
     own = find_own_gpu(valid.loaded, table) if valid.loaded is not None else None

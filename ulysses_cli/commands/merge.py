@@ -37,8 +37,8 @@ def merge(
       ulysses merge runs/a/model runs/b/model --to merged
       ulysses merge runs/mine --last 3 --to merged
     """
-    from ulysses_cli.launch.preflight import check_merge
     from ulysses_cli.plan.rules.merged_models import parse_parts
+    from ulysses_cli.run.preflight import check_merge
 
     if problems := list(check_merge(models, last, to)):
         end_with(problems, output)

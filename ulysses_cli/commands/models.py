@@ -30,9 +30,8 @@ def models(
       ulysses models deepseek_v32
     """
     from ulysses_cli import hub
-    from ulysses_cli.plan.models.families import FAMILIES, find_text_types
-    from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
-    from ulysses_cli.plan.models.summary import summarize
+    from ulysses_cli.plan.models.families import FAMILIES, REFUSED_FAMILIES, find_text_types
+    from ulysses_cli.plan.models.shape import summarize
     from ulysses_cli.plan.resolved import list_auto_rings
     from ulysses_cli.report import models as shown
     from ulysses_cli.report import printing

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ulysses_cli.commands.asking.completion import complete_gpus
 from ulysses_cli.commands.estimate_memory import find_shape, read_length
-from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
-from ulysses_cli.plan.exit_codes import DONE, USAGE
-from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.units import format_usd
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, complete_gpus, or_exit
+from ulysses_cli.plan.problem import DONE, USAGE
+from ulysses_cli.plan.units import format_count, format_usd
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Hardware
@@ -169,8 +167,7 @@ def read_request(
     nvme_path: str | None = None,
     tokens_per_step: str | None = None,
 ) -> tuple[PlanRequest, list[str]]:
-    from ulysses_cli.plan.planner.candidates import PlanRequest
-    from ulysses_cli.plan.planner.draft import find_obstacle, needs_stretch
+    from ulysses_cli.plan.planner.candidates import PlanRequest, find_obstacle, needs_stretch
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if longest and max_length is not None:
@@ -226,11 +223,11 @@ def _describe_step(request: PlanRequest) -> str:
 def _check_model(model: str, shape: ModelShape, length: int) -> None:
     """Raises RecipeError for what no layout can fix: weights, dropout, positions."""
     from ulysses_cli.plan.layout import Layout
-    from ulysses_cli.plan.planner.draft import Draft, needs_stretch, write_draft
+    from ulysses_cli.plan.planner.candidates import Draft, needs_stretch, write_draft
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.plan.recipe.loader import parse_recipe
     from ulysses_cli.plan.rules import model as check_model
-    from ulysses_cli.plan.rules import positions as check_positions
+    from ulysses_cli.plan.rules import model as check_positions
 
     draft = Draft(model, length, Layout(), needs_stretch=needs_stretch(shape, length))
     recipe = parse_recipe(write_draft(draft)).recipe
@@ -292,7 +289,7 @@ def _check_writable(file: Path, force: bool, longest: bool) -> None:
 
 def _write_recipe(best: Candidate, request: PlanRequest, model: str, file: Path, *, online: bool) -> None:
     """Writes the recipe of a plan, after checking it."""
-    from ulysses_cli.plan.planner.draft import write_draft
+    from ulysses_cli.plan.planner.candidates import write_draft
     from ulysses_cli.plan.planner.search import draft_candidate
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.validate import validate_recipe

@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, check_page, or_exit, write_page
-from ulysses_cli.plan.exit_codes import DONE, USAGE, get_signal_code
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.problem import DONE, USAGE, Problem, get_signal_code
 
 ENDED_BY_USER = tuple(code for number in (signal.SIGINT, signal.SIGTERM) for code in (get_signal_code(number), -number))
 
@@ -57,9 +56,8 @@ def prepare(
       ulysses prepare my.yaml --show 0:17
       ulysses prepare my.yaml --format json
     """
-    from ulysses_cli.launch.downloads import bring_inputs
     from ulysses_cli.report import data_report, printing
-    from ulysses_cli.report.page import data_page
+    from ulysses_cli.run.downloads import bring_inputs
     from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
 
     files, overrides = split_words(words)
@@ -86,7 +84,7 @@ def prepare(
         shown = data_report.format_report(done.report) if show is None else data_report.format_row(done.report)
         printing.print_data(printing.color_classes(shown))
     if html is not None and done.exit_code == DONE:
-        write_page(html, data_page.make_data_page(done.report))
+        write_page(html, data_report.make_data_page(done.report))
     raise typer.Exit(done.exit_code)
 
 
@@ -103,8 +101,8 @@ def prepare_recipe(
     stdout."""
     import json
 
-    from ulysses_cli.host import children
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.report import printing, recipe
+    from ulysses_cli.run import host
 
     words = [file, *overrides, "--format", "json", f"--samples={num_samples}"]
     words += [f"--show={show}"] if show else []
@@ -113,10 +111,10 @@ def prepare_recipe(
         words.append(f"--place={place.fileno()}")
         pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}
         try:
-            with children.start_module("ulysses_cli.data", words, **pipes) as child, children.ending(child):
+            with host.start_module("ulysses_cli.data", words, **pipes) as child, host.ending(child):
                 answer, _ = child.communicate()
         except (KeyboardInterrupt, SystemExit):  # SIGTERM ends this process too
-            printing.print_message(run_end.explain_interrupted_data())
+            printing.print_message(recipe.explain_interrupted_data())
             raise
         key = place.read().decode().strip()
     try:
@@ -125,7 +123,7 @@ def prepare_recipe(
         problems = []
         if child.returncode not in (DONE, *ENDED_BY_USER):
             process = f"the process that {'read it' if key else 'prepares the data'}"
-            problems = [Problem(key, f"{process} {run_end.describe_end(child.returncode)}")]
+            problems = [Problem(key, f"{process} {recipe.describe_end(child.returncode)}")]
             printing.print_problems(problems)
         report = {"problems": [problem.as_json() for problem in problems]}
     return PreparedData(child.returncode if child.returncode >= 0 else 128 - child.returncode, report)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ulysses_cli.commands.asking.completion import complete_recipe_names
-from ulysses_cli.commands.options import Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, complete_recipe_names, or_exit
 
 
 def list_recipes(output: FormatOption = Format.text) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from ulysses_cli.commands.export import Dtype
 from ulysses_cli.commands.options import Format, FormatOption, end_with
-from ulysses_cli.plan.exit_codes import FAILED
+from ulysses_cli.plan.problem import FAILED
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.problem import Problem
@@ -133,7 +133,7 @@ def _check_name(model: str, path: Path) -> list[Problem]:
 def _find_problem(folder: Path) -> Problem | None:
     """What is wrong with a model's files, before they are loaded."""
     from ulysses_cli import hub
-    from ulysses_cli.plan.files.weight_files import find_weight_problem
+    from ulysses_cli.plan.models.model_files import find_weight_problem
     from ulysses_cli.plan.problem import Problem, RecipeError, Where
 
     if not (folder / "config.json").is_file():
@@ -148,13 +148,13 @@ def _find_problem(folder: Path) -> Problem | None:
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
     """Runs the model in a child process."""
-    from ulysses_cli.host import children
-    from ulysses_cli.report import run_end
+    from ulysses_cli.report import recipe
+    from ulysses_cli.run import host
 
     environ = {"DS_ACCELERATOR": "cpu", **os.environ}
     with (
         tempfile.TemporaryFile() as log,
-        children.start_module(
+        host.start_module(
             "ulysses_cli.train.export.sampling",
             [],
             env=environ,
@@ -169,5 +169,5 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
         except ValueError:
             log.seek(max(0, log.tell() - LAST_BYTES))
             lines = log.read().decode("utf-8", "replace").strip().splitlines()
-            result = {"problem": f"its process {run_end.describe_end(child.returncode)}: {(lines or [''])[-1]}"}
+            result = {"problem": f"its process {recipe.describe_end(child.returncode)}: {(lines or [''])[-1]}"}
     return result

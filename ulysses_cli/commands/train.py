@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ulysses_cli.commands.asking.completion import complete_words
-from ulysses_cli.commands.options import Format, end_with
+from ulysses_cli.commands.options import Format, complete_words, end_with
 
 
 def train(
@@ -90,9 +89,9 @@ def train(
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
     from ulysses_cli.commands.children.training import Machine, PreparationError, TrainOptions, run_recipe
-    from ulysses_cli.launch.environments import choose_stop_code
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
+    from ulysses_cli.run.environments import choose_stop_code
     from ulysses_cli.validate import no_recipe, several_recipes, split_words
 
     extra = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.asking.completion import complete_gpus, complete_words
-from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
-from ulysses_cli.plan.exit_codes import DONE, USAGE
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, complete_gpus, complete_words, or_exit
+from ulysses_cli.plan.problem import DONE, USAGE
 
 if TYPE_CHECKING:
     from ulysses_cli.validate import Validated
@@ -66,13 +65,13 @@ def validate_config(
       ulysses validate-config my.yaml --nnodes 4 --gpu h100
       ulysses validate-config recipes/*.yaml --format json
     """
-    from ulysses_cli.report import printing, resolved_plan
+    from ulysses_cli.report import printing, recipe
     from ulysses_cli.validate import no_recipe, split_words, validate_recipe
 
     files, overrides = split_words(words)
     results = [validate_recipe(file, overrides, num_processes, online=online) for file in files]
     problems = [problem for result in results for problem in result.list_problems(is_alone=len(files) == 1)]
-    plans = [resolved_plan.describe_plan(result) for result in results if not result.problems]
+    plans = [recipe.describe_plan(result) for result in results if not result.problems]
     if gpu is not None:
         verdicts = or_exit(lambda: _predict_memory(gpu, [result for result in results if not result.problems]))
         plans = [{**plan, "memory": verdict} for plan, verdict in zip(plans, verdicts, strict=True)]
@@ -93,7 +92,7 @@ def validate_config(
 
 
 def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_settings: bool, with_defaults: bool) -> None:
-    from ulysses_cli.report import printing, resolved_plan
+    from ulysses_cli.report import printing, recipe
 
     if quiet:
         for plan in plans:
@@ -101,9 +100,7 @@ def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_settings: boo
             if memory and memory["verdict"] != "fits":
                 printing.print_data(f"{plan['recipe']}: {memory['gpu']}: {memory['text']}")
     elif plans:
-        texts = [
-            resolved_plan.format_plan(plan, with_settings=with_settings, with_defaults=with_defaults) for plan in plans
-        ]
+        texts = [recipe.format_plan(plan, with_settings=with_settings, with_defaults=with_defaults) for plan in plans]
         printing.print_data("\n\n".join(texts))
 
 
@@ -115,7 +112,7 @@ def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:
     from ulysses_cli.plan.layout import Placement
     from ulysses_cli.plan.planner.estimate import compute_estimate
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.report.placement import compute_crossing_costs, describe_placement
+    from ulysses_cli.report.planner import compute_crossing_costs, describe_placement
 
     assert valid.loaded is not None
     assert valid.shape is not None

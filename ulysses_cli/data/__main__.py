@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 from ulysses_cli.data.prepare import prepare_data
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.problem import DONE, FAILED, USAGE, Problem, RecipeError, get_signal_code
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.resolved import compute_pad_multiple
 from ulysses_cli.readers.problems import DataError
 from ulysses_cli.report import data_report, printing
-from ulysses_cli.report.live.preparing import ProgressLine
+from ulysses_cli.report.live import ProgressLine
 
 PLACE_CHARS = 80
 

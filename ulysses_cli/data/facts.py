@@ -16,16 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ulysses_cli.data.packer import WORK
-from ulysses_cli.data.rows import PackedRows
-from ulysses_cli.data.store import SAID, TARGET, Ids, TokenStore
-from ulysses_cli.plan.models.chat_template import CLOCK, DATE
-from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.data.store import SAID, TARGET, Ids, PackedRows, TokenStore
+from ulysses_cli.plan.models.model_files import CLOCK, DATE
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.sections import Dataset
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.rows.packing import Piece, cut_documents, locate_row, pack_alone, pack_documents, share_rows
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.plan.secrets import collect_secrets, mask_document
+from ulysses_cli.plan.units import format_count
 
 Decode = Callable[[NDArray[Any]], str]
 SAMPLED_DOCUMENTS = 20_000

@@ -17,25 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data import facts
-from ulysses_cli.data.packer import RowSettings, make_rows
-from ulysses_cli.data.rows import open_rows
-from ulysses_cli.data.selection import Portion
-from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
-from ulysses_cli.data.sources.sources import Source, open_source
-from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
+from ulysses_cli.data.packer import Portion, RowSettings, make_rows
+from ulysses_cli.data.sources import Source, open_source
+from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore, open_rows
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.known_tokenizer import KnownTokenizer
 from ulysses_cli.data.tokenizing.lost_parts import LostCounts, explain_lost_parts
-from ulysses_cli.data.tokenizing.tokenizer import get_template, name_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import KnownTokenizer, get_template, name_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
-from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
-from ulysses_cli.plan.models.chat_template import explain_no_template, list_variables
+from ulysses_cli.data.transaction import FileHashes, find_damage, hash_parts, make_folder, read_manifest
+from ulysses_cli.plan.models.model_files import explain_no_template, list_variables
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.preference_section import UNPAIRED
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.sections import UNPAIRED
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.columns import Reading
-from ulysses_cli.readers.first_rows import explain_absent
+from ulysses_cli.readers.pairs import explain_absent
 from ulysses_cli.readers.problems import SOURCE, DataError, NoTemplate, explain_bad_rows
 
 MAX_KEPT_BAD = 100

@@ -10,11 +10,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 
-from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task
-from ulysses_cli.evaluate.words import read_words
-from ulysses_cli.plan.files.regular_files import read_regular
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task, read_words
+from ulysses_cli.plan.files import read_regular
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.units import format_count
 
 CODE_FILES = frozenset(read_words(".c .cc .cpp .cs .go .h .hpp .java .js .kt .py .rb .rs .scala .swift .ts"))
 MAX_CODE_BYTES = 64 << 20

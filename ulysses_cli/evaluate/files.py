@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ulysses_cli.evaluate.sample import Metric, Sample, Span
-from ulysses_cli.plan.files.regular_files import describe_special
-from ulysses_cli.plan.files.row_files import list_row_files
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.files import describe_special, list_row_files
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.readers.blocks import walk_rows
 from ulysses_cli.readers.files import has_lines, walk_blocks
 from ulysses_cli.readers.problems import BadRow, DataError, make_where

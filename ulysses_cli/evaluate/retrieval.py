@@ -16,7 +16,7 @@ from typing import Any
 
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.sample import Sample, Span
-from ulysses_cli.evaluate.statistics import compare_pairs, estimate_mean
+from ulysses_cli.evaluate.summary import compare_pairs, estimate_mean
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 CHUNKS = (256, 512, 1024, 2048)  # tokens

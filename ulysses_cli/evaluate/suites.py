@@ -11,17 +11,23 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
 from ulysses_cli.evaluate.documents import CODE_FILES, make_code_task, make_question_task
 from ulysses_cli.evaluate.files import FILE_SUITES, list_file_notes, read_suite
-from ulysses_cli.evaluate.losses import TASK as LOSS
-from ulysses_cli.evaluate.needles import TEXT_TASKS, BookHaystack, draw_sentences, list_needle_tasks
+from ulysses_cli.evaluate.made_tasks import (
+    COUNTING_TASKS,
+    GRAPHS,
+    TEXT_TASKS,
+    BookHaystack,
+    draw_sentences,
+    list_needle_tasks,
+)
 from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, check_draft, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
-from ulysses_cli.evaluate.statistics import RULER_TASKS
-from ulysses_cli.plan.files.regular_files import read_regular
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.evaluate.summary import RULER_TASKS
+from ulysses_cli.evaluate.summary import TASK as LOSS
+from ulysses_cli.plan.files import read_regular
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.units import format_count
 
 NEEDLES = tuple(name for name in RULER_TASKS if name.startswith("niah"))
 QUESTIONS = ("qa_1", "qa_2")

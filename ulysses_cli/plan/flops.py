@@ -89,7 +89,7 @@ def count_layer_weights(shape: ModelShape, layer: Layer) -> int:
 
 def count_vector_weights(shape: ModelShape) -> int:
     """Of a layer with a vector of its own for each token: its part of what projects to them, a gate and an output."""
-    return 3 * shape.hidden_size * shape.token_vectors.size if shape.token_vectors else 0
+    return 3 * shape.hidden_size * shape.per_layer_embeddings.size if shape.per_layer_embeddings else 0
 
 
 def count_idle(shape: ModelShape, layer: Layer, num_tokens: int = 1) -> int:

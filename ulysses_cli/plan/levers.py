@@ -1,8 +1,10 @@
-"""Levers: settings that trade time or host memory for GPU memory, with every `auto` settled. planner/lever_choice.py
-chooses them."""
+"""Levers: settings that trade time or host memory for GPU memory, with every `auto` settled; and how many tokens a
+tile of the MLP or of the loss has. planner/lever_choice.py chooses levers. The ledger and the code that runs both
+read the sizes of tiles here. They follow only from lengths that all ranks share, never from one rank's data."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +16,7 @@ SPELLED = {
     "head_chunks": "attention_head_chunks",
     "offloaded_layers": "activation_offloading",
     "offloaded_to": "activation_offload_device",
-    "early_groups": "overlap_optimizer",
+    "overlapped_groups": "overlap_optimizer",
 }
 ALL_GROUPS = 10_000  # more than any rank has
 
@@ -32,7 +34,7 @@ class Levers:
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
     large_tiles: bool = False  # of tiled_mlp and tiled_loss; spends memory and saves time
-    early_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
+    overlapped_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
     offloaded_to: Device = "cpu"  # where what offloaded layers save waits
 
 
@@ -58,3 +60,33 @@ def swaps_activations(levers: Levers) -> bool:
 def get_key(lever: str) -> str:
     """Its name in a recipe's memory section."""
     return SPELLED.get(lever, lever)
+
+
+LOSS_TILE_BYTES = 256 << 20  # float32 logits of one tile
+LOSS_TILE_MULTIPLE = 128
+# Large tiles (Levers.large_tiles). A weight's gradient is one product per tile, which reads and writes a float32 sum, 8
+# bytes for 2 T operations: with T of 2,048 an H100 or H200 computes for longer than it moves bytes; 512 are too few.
+LARGE_TILE, LARGE_TILE_OF_SMALL = 2048, 4096
+SMALL_HIDDEN = 4096  # models of fewer hidden numbers have smaller products, of which more tokens fill a GPU
+# What layers save goes to a disk in chunks, each by one of these threads: drives reach their rate with a few large
+# transfers at a time.
+SWAP_CHUNK_BYTES, SWAP_THREADS = 64 << 20, 4
+
+
+def compute_num_mlp_tiles(local_tokens: int, hidden_size: int, *, is_large: bool = False) -> int:
+    """Tiles of about hidden_size tokens: large enough for full speed, since each matrix then sees as many tokens as
+    it has columns (the rule of ALST, arXiv 2506.13996, section 3.3.2). At least two: one tile would be the plain MLP,
+    which saves its whole inside, and a slightly longer row in two tiles would then take less memory."""
+    tokens = max(hidden_size, _find_floor(hidden_size)) if is_large else hidden_size
+    return max(2, math.ceil(local_tokens / tokens))
+
+
+def compute_loss_tile_tokens(local_tokens: int, vocab_size: int, hidden_size: int, *, is_large: bool = False) -> int:
+    """Tokens whose float32 logits take at most LOSS_TILE_BYTES, for rows of any length; more in large tiles."""
+    tokens = LOSS_TILE_BYTES // (4 * vocab_size) // LOSS_TILE_MULTIPLE * LOSS_TILE_MULTIPLE
+    floor = _find_floor(hidden_size) if is_large else LOSS_TILE_MULTIPLE
+    return min(local_tokens, max(floor, tokens))
+
+
+def _find_floor(hidden_size: int) -> int:
+    return LARGE_TILE if hidden_size >= SMALL_HIDDEN else LARGE_TILE_OF_SMALL

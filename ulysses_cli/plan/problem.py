@@ -1,7 +1,6 @@
-"""Problem: one mistake in a recipe or another input, its place and a hint. RecipeError carries all problems at once.
-
-Rules make problems, report/ prints them; this file does neither.
-"""
+"""Problem is one mistake in a recipe or another input, with its place and a hint; RecipeError carries all of them.
+A command ends with one of the exit codes below, which docs/faq.md explains.
+Rules make problems and report/ prints them; this file does neither. Standard library only."""
 
 from __future__ import annotations
 
@@ -53,3 +52,15 @@ class RecipeError(Exception):
         self.problems = tuple(problems)
         self.readable = readable
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+DONE = 0
+FAILED = 1  # the run or the proof failed
+USAGE = 2  # the recipe or the command line is wrong
+STOPPED = 75  # stopped with a checkpoint before the last step, under a scheduler; the sysexits' "try again later"
+
+
+def get_signal_code(number: int) -> int:
+    """Of a process that a signal ended before its work was done, as shells report it: 130 after SIGINT, 143 after
+    SIGTERM."""
+    return 128 + number

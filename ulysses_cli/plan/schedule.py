@@ -1,14 +1,13 @@
-"""The learning rate of each step, as a share of the highest. Pure functions of the step: there is no state to save.
-
-The schedules are those of transformers by its names, with its numbers, but for the first step of a warm-up. They stand
-here because transformers' own import PEFT, bitsandbytes and a compiler, which adds more than a second to the start of
-every rank.
-"""
+"""What a run decides by its step and its evaluations: the learning rate of each step, which checkpoint is the best,
+and whether a run that no longer gets better ends. Pure functions: there is no state to save. The schedules are
+those of transformers by its names, with its numbers, but for the first step of a warm-up."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+
+from ulysses_cli.plan.units import format_count
 
 FIRST = 0.5  # where in a warm-up its first step stands; transformers' stands at 0, and changes no weight
 Share = Callable[[int], float]  # from a step (0, 1, ...) to a share of the highest rate
@@ -93,3 +92,49 @@ _AFTER_WARMUP: dict[str, Callable[[int, int, Mapping[str, float], float], Share]
     "inverse_sqrt": _make_inverse_sqrt,
     "warmup_stable_decay": _make_warmup_stable_decay,
 }
+
+
+SCORE_MEASURE = "eval_suite"
+
+
+def invert_score(score: float) -> float:
+    """Returns 1 - score, so that lower is better, as with a loss. The same call turns it back into the score."""
+    return 1.0 - score
+
+
+def name_measure(measure: str | None) -> str:
+    return "the score of eval_suite" if measure == SCORE_MEASURE else "evaluation loss"
+
+
+def describe_measure(measure: str | None, loss: float) -> str:
+    """`evaluation loss 1.5` or `eval_suite score 0.75`."""
+    return f"eval_suite score {invert_score(loss):.4g}" if measure == SCORE_MEASURE else f"evaluation loss {loss:.4g}"
+
+
+def describe_stall(measure: str | None, losses: Mapping[int, float], threshold: float, verb: str = "has") -> str:
+    """`evaluation loss has not improved by more than 0.1 for 2 evaluations`."""
+    margin = f" by more than {threshold:g}" if threshold else ""
+    count = format_count(count_without_progress(losses, threshold), "evaluation")
+    return f"{name_measure(measure)} {verb} not improved{margin} for {count}"
+
+
+def choose_best(losses: Mapping[int, float], steps: Collection[int]) -> int | None:
+    """Returns the one of `steps` with the lowest loss, the earliest of equal ones. None: no finite loss is known."""
+    known = [(losses[step], step) for step in steps if math.isfinite(losses.get(step, math.nan))]
+    return min(known)[1] if known else None
+
+
+def count_without_progress(losses: Mapping[int, float], threshold: float = 0.0) -> int:
+    """Returns the number of evaluations since one was lower than all before it by more than `threshold`."""
+    lowest, count = math.nan, 0
+    for step in sorted(losses):
+        loss = losses[step]
+        has_progress = math.isfinite(loss) and not loss >= lowest - threshold
+        count = 0 if has_progress else count + 1
+        lowest = loss if math.isfinite(loss) and not loss >= lowest else lowest
+    return count
+
+
+def has_stalled(losses: Mapping[int, float], patience: int | None, threshold: float) -> bool:
+    """Whether a run with these settings of early stopping ends after the last of these evaluations."""
+    return patience is not None and count_without_progress(losses, threshold) >= patience

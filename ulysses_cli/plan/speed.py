@@ -1,36 +1,33 @@
-"""Seconds of a training step by part, each as work over a rate.
-
+"""Computes the seconds of a training step by part, each as work over a rate, and those that a processor launches it.
 Rates are a GPU's datasheet numbers times shares that are the same for every model and row length; see hardware.yaml.
-"""
+The list of parts serves what is predicted, what is measured and what is shown. Measures nothing itself."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, list_needs
 from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_vector_weights
-from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.host_time import compute_host_seconds, compute_optimizer_host_seconds
+from ulysses_cli.plan.hardware import Gpu, HostCosts
 from ulysses_cli.plan.layout import count_near_ranks
-from ulysses_cli.plan.ledger import latent
+from ulysses_cli.plan.ledger import attention, recurrence
 from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import count_mlp_elements
-from ulysses_cli.plan.ledger.recurrence import kimi
-from ulysses_cli.plan.ledger.recurrence.kernels import count_values
-from ulysses_cli.plan.ledger.recurrence.speed import (
+from ulysses_cli.plan.ledger.recurrence import (
     compute_recurrence_flops,
     compute_recurrence_seconds,
     count_halos,
     count_norm_passes,
     count_recurrence_exchanged,
+    count_values,
 )
 from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import count_shard
-from ulysses_cli.plan.ledger.zero.states import list_early_groups
-from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
-from ulysses_cli.plan.levers import swaps_activations
+from ulysses_cli.plan.ledger.zero.states import compute_state_file_bytes, list_overlapped_groups
+from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles, swaps_activations
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
@@ -39,12 +36,62 @@ from ulysses_cli.plan.models.layers import (
     KimiDeltaMixer,
     Layer,
     Mixer,
+    count_own_of_shared,
+    count_shared_norms,
 )
-from ulysses_cli.plan.models.parameter_counts import count_own_of_shared, count_shared_norms
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.rows.ring_share import measure_ring
-from ulysses_cli.plan.step_parts import HOST, PARTS
-from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
+from ulysses_cli.plan.rows.ring import measure_ring
+
+PARTS = (
+    "projections",
+    "attention",
+    "recurrence",
+    "mlp",
+    "head_loss",
+    "exchange",
+    "gather_reduce",
+    "offload",
+    "optimizer",
+    "data",
+    "other",
+)
+HOST = "host"  # what the GPU waits for: predicted alone, since a clock finds it inside the other parts
+COMMUNICATION = ("exchange", "gather_reduce")
+
+
+MILLI = 1e-3
+
+
+def compute_host_seconds(job: Job, costs: HostCosts) -> float:
+    """Of a micro-step: forward, recomputation, backward, and what brings gradients together."""
+    levers, tokens, size = job.levers, job.local_tokens, job.shape.hidden_size
+    layer = costs.get_layer(job.zero_stage, job.world_size)
+    if job.shape.query_key_norm:
+        layer += costs.head_norms
+    if job.adapters is not None:
+        layer *= 1 + costs.adapters
+    if levers.gradient_checkpointing:
+        is_full = levers.gradient_checkpointing == "full"
+        layer += costs.recomputation if is_full else costs.part_recomputation
+    if job.layout.sp_size > 1:
+        layer += costs.exchange
+    layer += costs.head_chunk * (levers.head_chunks - 1)
+    if levers.offload_optimizer != "none":
+        layer += costs.offload_optimizer
+    if levers.tiled_mlp:
+        layer += costs.tile * compute_num_mlp_tiles(tokens, size, is_large=levers.large_tiles)
+    total = job.shape.num_layers * layer + costs.offloaded_layer * levers.offloaded_layers
+    if levers.tiled_loss:
+        tile = compute_loss_tile_tokens(tokens, job.shape.vocab_size, size, is_large=levers.large_tiles)
+        total += costs.loss_tile * math.ceil(tokens / tile)
+    return MILLI * costs.on_gpu * total / costs.core_speed
+
+
+def compute_optimizer_host_seconds(job: Job, costs: HostCosts) -> float:
+    """Of an optimizer step on the GPU. DeepSpeed waits for the gradients' norm and goes through parameters one by one,
+    so that the GPU has no other work."""
+    return MILLI * (costs.optimizer + costs.optimizer_layer * job.shape.num_layers) / costs.core_speed
+
 
 GIGA, TERA = 1e9, 1e12
 PACKED_KERNELS, FAST_PACKAGE = ("torch_varlen", "sdpa", "flash_attention_2"), "flash_attention_4"
@@ -54,11 +101,13 @@ BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-
 # 10, scaled 8, Adam 28, weights rounded and put back 10.
 STEP_TRAFFIC_BYTES = 74
 # Per logit: a float32 copy, log_softmax and its backward, each a pass of its own. One compiled function for a tile
-# (train/elementwise/losses.py) would make 4 passes over the logits alone: no GPU has confirmed it.
+# (train/elementwise/operators.py) would make 4 passes over the logits alone: no GPU has confirmed it.
 LOSS_TRAFFIC_BYTES = 42
 NARROW_HEAD = 64
 CPU_ADAM_TRAFFIC_BYTES = 34
-EARLY_COPY_BYTES = 24  # per element that is stepped early: weight and moments read and written (early_steps.py)
+OVERLAP_COPY_BYTES = (
+    24  # per element that is stepped early: weight and moments read and written (overlapped_optimizer.py)
+)
 MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
 
 
@@ -130,13 +179,13 @@ def _count_projected_of(job: Job, mixer: Mixer) -> int:
     hidden = job.shape.hidden_size
     if isinstance(mixer, AttentionMixer):
         if mixer.latent is not None:
-            return latent.count_weights(job, mixer)
+            return attention.count_latent_weights(job, mixer)
         made = mixer.num_inputs * (mixer.num_heads + mixer.num_made * mixer.num_kv_heads)
         return hidden * ((mixer.num_heads + made) * mixer.head_dim + mixer.gate_width)
     if isinstance(mixer, ConvolutionMixer):
         return hidden * 4 * mixer.conv_channels
     if isinstance(mixer, KimiDeltaMixer):
-        return kimi.count_weights(hidden, mixer, is_narrow=job.family.has_narrow_gates)
+        return recurrence.count_kimi_weights(hidden, mixer, is_narrow=job.family.has_narrow_gates)
     small = (1 + isinstance(mixer, DeltaNetMixer)) * mixer.num_heads
     return hidden * (mixer.conv_channels + 2 * count_values(mixer) + small)
 
@@ -195,7 +244,7 @@ def _count_exchanged(job: Job, kind: Layer) -> float:
         return beside
     of_widths = job.dtype_bytes * job.local_tokens * (num_ranks - 1) / num_ranks
     if kind.attention.latent is not None:
-        return beside + of_widths * latent.count_exchanged(job, kind.attention)
+        return beside + of_widths * attention.count_latent_exchanged(job, kind.attention)
     q, r = job.query_width, job.exchanged_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward
@@ -247,7 +296,7 @@ def compute_elementwise_bytes(job: Job) -> float:
 
 def count_normed(shape: ModelShape) -> int:
     """Of a layer's own vectors: the norm of the projected ones, and that of what they make."""
-    return shape.token_vectors.size + shape.hidden_size if shape.token_vectors else 0
+    return shape.per_layer_embeddings.size + shape.hidden_size if shape.per_layer_embeddings else 0
 
 
 def compute_sum_bytes(job: Job) -> float:
@@ -454,5 +503,5 @@ def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> fl
 def _compute_early_seconds(job: Job, gpu: Gpu, window: float) -> float:
     """Seconds of Adam on the host that the backward of the last micro-step hides, in which no gradient is clipped."""
     rate = gpu.efficiency.host_memory_gb_s * GIGA
-    num_early = MOST_HIDDEN * window * rate / (CPU_ADAM_TRAFFIC_BYTES + EARLY_COPY_BYTES)
-    return CPU_ADAM_TRAFFIC_BYTES * min(sum(list_early_groups(job)), num_early) / rate
+    num_overlapped = MOST_HIDDEN * window * rate / (CPU_ADAM_TRAFFIC_BYTES + OVERLAP_COPY_BYTES)
+    return CPU_ADAM_TRAFFIC_BYTES * min(sum(list_overlapped_groups(job)), num_overlapped) / rate

@@ -1,10 +1,10 @@
-"""How numbers are written wherever one is: plain numbers, money, parameters, prefixes of units.
-
-report/quantities.py writes what only reports show."""
+"""Writes numbers as people read them: plain numbers, money, parameters, prefixes of units, and counts with their
+nouns (`1 file`, `3 files`). No other file makes a plural. report/quantities.py writes what only reports show."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 SI_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -56,3 +56,20 @@ def _format_amount(usd: float, digits: int | None) -> str:
         return f"{usd:,.2f}"
     usd = float(f"{usd:.{digits}g}")
     return f"{usd:,.{max(0, digits - 1 - math.floor(math.log10(abs(usd))))}f}"
+
+
+# A noun's head ends where one of these begins: `file that cannot be read` -> `files that cannot be read`.
+TAIL = re.compile(r"( (that|of|in|on|by|with|without|beside|named|ignored|per|for|like)\b|,).*")
+HISSES = ("s", "x", "z", "ch", "sh")
+
+
+def format_count(count: int, noun: str) -> str:
+    """`noun` is the singular, for every count."""
+    return f"{count:,} {noun if count == 1 else make_plural(noun)}"
+
+
+def make_plural(noun: str) -> str:
+    head = TAIL.sub("", noun)
+    if head.endswith("y") and head[-2:-1] not in "aeiou":
+        return f"{head[:-1]}ies{noun[len(head) :]}"
+    return f"{head}{'es' if head.endswith(HISSES) else 's'}{noun[len(head) :]}"

@@ -15,12 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.problem import DONE, FAILED, USAGE, Problem, RecipeError, get_signal_code
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.prove.ranks.rank_server import warm_up
-from ulysses_cli.prove.ranks.ranks import RankFailureError
+from ulysses_cli.prove.ranks import RankFailureError, warm_up
 from ulysses_cli.report import printing
 
 Findings = dict[str, Any]
@@ -84,24 +82,24 @@ def run(task: dict[str, Any], recipe: Recipe | None, report: Callable[[str], Non
         report("loading torch and DeepSpeed")
         warm_up()
     if task["command"] == "verify" and recipe is not None:
-        from ulysses_cli.prove.verify.verify import verify
+        from ulysses_cli.prove.verify import verify
 
         return verify(recipe, task["config"], subject, report, is_all=options["all"]).describe()
     if task["command"] == "bench" and recipe is not None:
         from ulysses_cli.hardware_table import load_hardware
-        from ulysses_cli.prove.bench.bench import BenchSweep, bench
+        from ulysses_cli.prove.bench import BenchSweep, bench
 
         sweep = BenchSweep(tuple(options.pop("lengths")), tuple(options.pop("sp_sizes")), **options)
         return bench(recipe, task["config"], subject, load_hardware(), sweep, report).describe()
     if task["command"] == "doctor":
         from ulysses_cli.hardware_table import load_hardware
         from ulysses_cli.plan.models.shape import read_model_shape
-        from ulysses_cli.prove.doctor.doctor import examine
+        from ulysses_cli.prove.doctor import examine
 
         shape = read_model_shape(task["config"], subject) if recipe is not None else None
         return examine(recipe, shape, load_hardware(), subject, report).describe()
     if task["command"] == "evaluate":
-        from ulysses_cli.prove.quality.task import run_task
+        from ulysses_cli.prove.quality.evaluation import run_task
 
         return run_task(options, task["device"], report)
     raise AssertionError(f"no proof is called {task['command']}")

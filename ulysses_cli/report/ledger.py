@@ -1,4 +1,6 @@
-"""Formats an estimate as plain data and as text: verdict, memory ledger by phase, time, cost, suggestion."""
+"""Formats predicted memory as plain data and as text: an estimate with its ledger by phase, time, cost and
+suggestion; a traced step, alone or beside the formula; and memory by row length, also as a page with a chart.
+Predicts nothing."""
 
 from __future__ import annotations
 
@@ -6,15 +8,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
-from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
-from ulysses_cli.plan.levers import get_key
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.ledger.job import Lines, MemorySnapshot
+from ulysses_cli.plan.ledger.ledger import Ledger
+from ulysses_cli.plan.ledger.machine import (
+    CONTEXT_BYTES,
+    DEVICE_LINES,
+    DEVICE_SHARE_UNSURE,
+    LEDGER_SHARE_UNSURE,
+    compute_uncertainty,
+)
+from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
+from ulysses_cli.plan.levers import SPELLED, get_key
 from ulysses_cli.plan.planner.estimate import Estimate
+from ulysses_cli.plan.planner.fit import compare
 from ulysses_cli.plan.planner.rings import BetterRing
-from ulysses_cli.plan.units import format_range, format_usd
-from ulysses_cli.report.placement import format_inside
+from ulysses_cli.plan.planner.sweep import Curve, LengthSweep, compute_sweep
+from ulysses_cli.plan.units import format_count, format_range, format_usd
+from ulysses_cli.report.page.charts import Mark, Series, draw_lines
+from ulysses_cli.report.page.page import Chart, Note, PageSection, Table, make_page
+from ulysses_cli.report.planner import format_inside
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib, format_step_seconds
 
@@ -211,3 +224,188 @@ def _format_levers(estimate: Estimate) -> str:
         for name, value in values.items()
     ]
     return format_table(("lever", "value", "why"), rows)
+
+
+ON_DISK = {"activations": "what layers save", "states": "the optimizer's states", "weights": "weights"}
+
+
+def describe_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> dict[str, Any]:
+    """`gpu_peak_allocated_bytes` is what torch.cuda.max_memory_allocated would return. `difference` is how far the
+    formula's peak is above the trace's, as a share of the trace's."""
+    phases = dict(trace["device"])
+    peak = max(phases.values())
+    described = {
+        "gpu_peak_allocated_bytes": peak,
+        "gpu_peak_reserved_bytes": trace["reserved"],
+        "phases": phases,
+        "host_phases_per_rank": trace["host"],
+        "disk_bytes_per_rank": trace["disk"],
+        "num_layers": trace["num_layers"],
+        "traced_layers": trace["traced_layers"],
+        "from_cache": trace["from_cache"],
+    }
+    if ledger is not None:
+        formula = list_formula(ledger)
+        described["formula_phases"] = formula
+        described["difference"] = max(formula.values()) / peak - 1
+    return described
+
+
+def list_formula(ledger: Ledger) -> dict[str, int]:
+    """The formula's bytes per phase, without the lines that a trace cannot see: memory outside of torch's tensors."""
+    unseen = (*DEVICE_LINES, "cublas_workspace")
+    return {
+        phase: sum(size for name, size in moment.lines.items() if name not in unseen)
+        for phase, moment in ledger.phases.items()
+    }
+
+
+def judge_trace(trace: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
+    """The verdict by the trace alone: the allocator's memory and the CUDA context. NCCL's buffers are not known."""
+    peak = trace["reserved"]["expandable_segments"] + CONTEXT_BYTES
+    uncertainty = round(LEDGER_SHARE_UNSURE * peak + DEVICE_SHARE_UNSURE * CONTEXT_BYTES)
+    phase = max(trace["device"], key=lambda phase: trace["device"][phase])
+    return {**_judge(gpu, peak, uncertainty), "peak_phase": phase, "trace": describe_trace(trace, None)}
+
+
+def judge_moments(moments: Mapping[str, MemorySnapshot], gpu: Gpu) -> dict[str, Any]:
+    """The verdict by a run of the model's own layers on sizes alone."""
+    fullest = max(moments.values(), key=lambda moment: moment.num_bytes)
+    judged = _judge(gpu, fullest.num_bytes, compute_uncertainty(fullest.lines))
+    phases = {phase: dict(moment.lines) for phase, moment in moments.items()}
+    return {**judged, "peak_phase": fullest.phase, "peak_moment": fullest.name, "phases": phases}
+
+
+def _judge(gpu: Gpu, peak: int, uncertainty: int) -> dict[str, Any]:
+    margin = gpu.memory_bytes - peak
+    return {
+        "gpu": gpu.key,
+        "gpu_name": gpu.name,
+        "verdict": compare(margin, uncertainty),
+        "gpu_peak_bytes": peak,
+        "gpu_capacity_bytes": gpu.memory_bytes,
+        "margin_bytes": margin,
+        "uncertainty_bytes": uncertainty,
+    }
+
+
+def format_moments(results: Sequence[Mapping[str, Any]], moments: Mapping[str, MemorySnapshot]) -> str:
+    fullest = max(moments.values(), key=lambda moment: moment.num_bytes)
+    first = "the GPU's memory alone, of this model's own layers: time, price and host memory are not predicted for it"
+    peak = f"peak in {fullest.phase.replace('_', ' ')}, {fullest.name}"
+    return f"{format_verdicts(results, first)}\n{peak}\n\n{format_phases(moments)}"
+
+
+def format_verdicts(
+    results: Sequence[Mapping[str, Any]],
+    first: str = "no formula describes this model; this is a trace of its real layers",
+) -> str:
+    lines = [first]
+    for result in results:
+        memory = f"{_gib(result['gpu_peak_bytes'])} of {_gib(result['gpu_capacity_bytes'])} GiB"
+        verdict = f"{VERDICTS[result['verdict']]}: {memory}, uncertain by {_gib(result['uncertainty_bytes'])}"
+        lines.append(f"{result['gpu_name']} ({result['gpu']}): {verdict}")
+    return "\n".join(lines)
+
+
+def format_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> str:
+    described = describe_trace(trace, ledger)
+    formula, phases = described.get("formula_phases", {}), described["phases"]
+    rows = []
+    for phase, size in phases.items():
+        predicted, difference = "", ""
+        if phase in formula:
+            predicted, difference = _gib(formula[phase]), f"{formula[phase] / size - 1:+.1%}"
+        rows.append((phase.replace("_", " "), predicted, _gib(size), difference))
+    peak = described["gpu_peak_allocated_bytes"]
+    if formula:
+        rows.append(("peak", _gib(max(formula.values())), _gib(peak), f"{described['difference']:+.1%}"))
+    else:
+        rows.append(("peak", "", _gib(peak), ""))
+    text = format_table(("allocated, GiB per GPU", "formula", "trace", "formula is"), rows)
+    reserved = described["gpu_peak_reserved_bytes"]
+    layers = ", ".join(map(str, described["traced_layers"]))
+    disk = described["disk_bytes_per_rank"]
+    parts = [f"{what} {_gib(disk[name])}" for name, what in ON_DISK.items() if disk.get(name)]
+    on_disk = f"below memory.nvme_path, GiB for each GPU: {', '.join(parts)}\n" if parts else ""
+    return (
+        f"{text}\n\n{on_disk}"
+        f"reserved by the allocator: {_gib(reserved['expandable_segments'])} GiB with expandable segments, "
+        f"{_gib(reserved['fixed_segments'])} without\n"
+        f"traced: {layers} of {format_count(described['num_layers'], 'layer')}, the real model and engine on "
+        "tensors without data"
+        f"{', read from the cache' if described['from_cache'] else ''}"
+    )
+
+
+def _gib(size: float) -> str:
+    return format_gib(size, 2)
+
+
+LEVERS = "with the levers that a run of each length would choose where the recipe leaves them open"
+
+
+def describe_sweep(estimate: Estimate, sweep: LengthSweep) -> dict[str, Any]:
+    return {
+        "gpu": estimate.gpu.key,
+        "gpu_capacity_bytes": estimate.fit.gpu_capacity_bytes,
+        "lengths": list(sweep.lengths),
+        "gpu_peak_bytes": {curve.name: list(curve.peaks) for curve in sweep.curves},
+        "fits": {curve.name: list(curve.fits) for curve in sweep.curves},
+    }
+
+
+def format_sweep(estimate: Estimate, sweep: LengthSweep) -> str:
+    """A table of GiB per GPU. An x marks what does not fit."""
+    capacity = estimate.fit.gpu_capacity_bytes
+
+    def cell(curve: Curve, index: int) -> str:
+        peak = curve.peaks[index]
+        return "-" if peak is None else f"{format_gib(peak)}{'' if curve.fits[index] else ' x'}"
+
+    rows = [
+        (f"{length:,}", *(cell(curve, index) for curve in sweep.curves)) for index, length in enumerate(sweep.lengths)
+    ]
+    gpus = f"{estimate.job.world_size} x {estimate.gpu.key}"
+    head = f"{estimate.job.shape.name} on {gpus}: GiB per GPU, of {format_gib(capacity)}"
+    table = format_table(("tokens per row", *(curve.name for curve in sweep.curves)), rows)
+    return f"{head}\n\n{table}\n\n{_explain_marks(sweep)}"
+
+
+def _explain_marks(sweep: LengthSweep) -> str:
+    cells = [cell for curve in sweep.curves for cell in zip(curve.peaks, curve.fits, strict=True)]
+    lines = [f"{LEVERS}; large tiles stay off"]
+    if any(peak is not None and not fits for peak, fits in cells):
+        lines.append("x: does not fit the GPU or the host with any of them")
+    if any(peak is None for peak, _ in cells):
+        closed = [f"memory.{SPELLED.get(name, name)} is {str(value).lower()}" for name, value in sweep.closed]
+        condition = f" while {' and '.join(closed)}" if closed else ""
+        lines.append(f"-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index{condition}")
+    return "\n".join(lines)
+
+
+def make_sweep_page(sweeps: Sequence[tuple[Estimate, LengthSweep]]) -> str:
+    sections = []
+    for estimate, sweep in sweeps:
+        capacity = estimate.fit.gpu_capacity_bytes
+        limit = 2.5 * capacity  # higher values are not drawn: they would flatten the part of the curves that matters
+        series = [
+            Series(curve.name, sweep.lengths, [p if p is None or p <= limit else None for p in curve.peaks])
+            for curve in sweep.curves
+        ]
+        marks = [Mark(capacity, f"{estimate.gpu.key}")]
+        gpus = f"{estimate.job.world_size} x {estimate.gpu.name}"
+        svg = draw_lines(gpus, series, "tokens per row (tokens)", "memory per GPU (bytes)", x_log=True, marks=marks)
+        rows = [
+            (f"{length:,}", *("-" if (peak := c.peaks[i]) is None else format_gib(peak) for c in sweep.curves))
+            for i, length in enumerate(sweep.lengths)
+        ]
+        table = Table(("tokens per row", *(curve.name for curve in sweep.curves)), rows, "GiB per GPU")
+        note = f"Predicted by formula, {LEVERS}; the last curve has every lever."
+        sections.append(PageSection(f"{estimate.job.shape.name} on {gpus}", [Chart(svg, note, table)]))
+    about = Note("These are predictions made before a run. A rehearsal on the machine measures the peak.")
+    return make_page("Memory by row length", [*sections, PageSection("About this page", [about])])
+
+
+def compute_sweeps(estimates: Sequence[Estimate]) -> list[tuple[Estimate, LengthSweep]]:
+    return [(estimate, compute_sweep(estimate.job, estimate.gpu, estimate.choice.reasons)) for estimate in estimates]

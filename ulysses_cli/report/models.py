@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ulysses_cli.plan.models.refusals import UNSERVED
-from ulysses_cli.plan.models.summary import ModelSummary
-from ulysses_cli.plan.rules.positions import REPLACEABLE
+from ulysses_cli.plan.models.families import UNSERVED
+from ulysses_cli.plan.models.shape import ModelSummary
+from ulysses_cli.plan.rules.model import REPLACEABLE
 from ulysses_cli.plan.units import format_parameters
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_binary

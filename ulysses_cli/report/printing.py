@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.secrets import MASK, collect_secrets, mask_text
+from ulysses_cli.plan.units import format_count
 
 LINES = "\n\t"
 JOINERS = "\u200c\u200d"  # join letters in Persian and Hindi, and parts of emoji

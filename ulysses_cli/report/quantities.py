@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.planner.accuracy import Accuracy
+from ulysses_cli.plan.planner.candidates import Accuracy
 from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, format_bytes, format_usd, pick_scale
 
 NO_VALUE = "\u2013"

@@ -12,14 +12,14 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ulysses_cli.plan.exit_codes import FAILED, get_signal_code
-from ulysses_cli.plan.files.regular_files import open_own
+from ulysses_cli.plan.files import open_own
+from ulysses_cli.plan.problem import FAILED, get_signal_code
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
-from ulysses_cli.run_folder.failure_record import give_room, keep_room, read_json, write_failure_record
-from ulysses_cli.run_folder.run_lock import hold_lock
-from ulysses_cli.train.guard.interruption import Interruption, SignalListener, end_process
-from ulysses_cli.train.guard.masked_log import MaskedStream, open_masked
-from ulysses_cli.train.telemetry.record import Record
+from ulysses_cli.run.lock import hold_lock
+from ulysses_cli.run.records import give_room, keep_room, read_json, write_failure_record
+from ulysses_cli.train.processes.interruption import Interruption, SignalListener, end_process
+from ulysses_cli.train.processes.masked_log import MaskedStream, open_masked
+from ulysses_cli.train.record import Record
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -99,9 +99,9 @@ def main(arguments: Sequence[str]) -> int:
         return code
     # heavy imports come after the listener has started
     from ulysses_cli.hardware_table import load_hardware
-    from ulysses_cli.report.live.progress import RunDisplay, make_display
+    from ulysses_cli.report.live import RunDisplay, make_display
     from ulysses_cli.train.inputs import Launch
-    from ulysses_cli.train.worker import run_worker
+    from ulysses_cli.train.start import run_worker
 
     def open_display(num_steps: int) -> RunDisplay:
         run, world_size = loaded.recipe.run, int(os.environ.get("WORLD_SIZE", "1"))

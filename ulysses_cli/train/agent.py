@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ulysses_cli.plan.exit_codes import FAILED, USAGE, get_signal_code
+from ulysses_cli.plan.problem import FAILED, USAGE, get_signal_code
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.run_folder.failure_record import write_failures
-from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, SignalListener
-from ulysses_cli.train.guard.masked_log import open_masked
+from ulysses_cli.run.records import write_failures
+from ulysses_cli.train.processes.interruption import ORPHAN_SECONDS, ORPHANED, SignalListener
+from ulysses_cli.train.processes.masked_log import open_masked
 
 NOW = signal.SIGINT  # the command sends it to end ranks without a checkpoint
 
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     from torch.distributed.run import config_from_args, parse_args
 
     from ulysses_cli.train.processes import rendezvous
-    from ulysses_cli.train.processes.ending import MeetingError
+    from ulysses_cli.train.processes.store import MeetingError
 
     meeting, failures = rendezvous.register(say), []
     checks.append(LostMachine(signals, meeting.find_lost, failure_file).check)

@@ -1,14 +1,14 @@
-"""Wraps DeepSpeed's engine for the loop: forward and backward of a micro-batch, an update, an evaluation.
-
-Holds the arithmetic of the loss: ranks exchange sums, divided once by what the objective counts in the step. Takes no
-Recipe.
-"""
+"""Wraps DeepSpeed's engine for the loop: forward and backward of a micro-batch, an update, an evaluation. Copies
+weights inside a replica (DeepSpeed's hpZ) without a wait of the host for each.  Holds the arithmetic of the loss:
+ranks exchange sums, divided once by what the objective counts in the step. Takes no Recipe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,57 @@ from torch import Tensor
 
 from ulysses_cli.data.steps import IGNORE_INDEX, MicroBatch, Numbers
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.loss import Places
-from ulysses_cli.train.objective import Objective
-from ulysses_cli.train.optimizer.early_steps import EarlySteps
+from ulysses_cli.train.clock import part_of_step
+from ulysses_cli.train.loss import Objective, Places
+from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer
 from ulysses_cli.train.optimizer.states import reset_moments
 from ulysses_cli.train.processes.groups import Groups
-from ulysses_cli.train.telemetry.clock import part_of_step
+
+
+class OrderedCopies:
+    """One rank's. `parameters`: of ZeRO-3. Nothing changes on a device that runs everything in order."""
+
+    def __init__(self, parameters: Iterable[Any], accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.events: dict[Any, Any] = {}  # of each weight's last copy
+        if accelerator.resolves_data_dependency():
+            return
+        # DeepSpeed asks this before it waits. Other threads, which fetch weights, get the device's own answer.
+        self.copying = threading.local()
+        self.own_answer, accelerator.resolves_data_dependency = accelerator.resolves_data_dependency, self.is_ordered
+        for parameter in parameters:
+            parameter.partition = partial(self.partition, parameter, parameter.partition)
+            parameter.all_gather_coalesced = partial(self.gather, parameter.all_gather_coalesced)
+
+    def is_ordered(self) -> bool:
+        return getattr(self.copying, "is_ordered", False) or bool(self.own_answer())
+
+    def partition(self, parameter: Any, own: Any, param_list: Any = None, **options: Any) -> None:
+        """In place of a parameter's `partition`, which makes the copies that are missing."""
+        released = [parameter] if param_list is None else list(param_list)
+        before = [each.ds_secondary_tensor for each in released]
+        self.copying.is_ordered = True
+        try:
+            own(param_list=released, **options)
+        finally:
+            self.copying.is_ordered = False
+        made = [
+            each
+            for each, copy in zip(released, before, strict=True)
+            if options.get("has_been_updated") or each.ds_secondary_tensor is not copy
+        ]
+        if made:
+            event = self.accelerator.Event()
+            event.record(self.accelerator.current_stream())
+            self.events.update(dict.fromkeys(made, event))
+
+    def gather(self, own: Any, params: Iterable[Any], **options: Any) -> Any:
+        """In place of `all_gather_coalesced`, which DeepSpeed calls on the stream that gathers."""
+        gathered = list(params)
+        stream = self.accelerator.current_stream()
+        for event in {self.events[each] for each in gathered if each in self.events}:
+            stream.wait_event(event)
+        return own(gathered, **options)
 
 
 @dataclass(frozen=True)
@@ -34,7 +79,9 @@ class Update:
     was_applied: bool
     grad_norm: float
     learning_rate: float
-    early_share: float | None = None  # of the optimizer's groups on the host that may step before the backward's end
+    overlapped_share: float | None = (
+        None  # of the optimizer's groups on the host that may step before the backward's end
+    )
 
 
 class Engine:
@@ -48,11 +95,11 @@ class Engine:
         learning_rate_at: Callable[[int], float],
         clean_up: Callable[[], None],
         end: Callable[[Any], None],
-        early_steps: EarlySteps | None = None,
+        overlapped_optimizer: OverlappedOptimizer | None = None,
     ) -> None:
         self.objective: Objective = wrapped.module.objective
         self.wrapped, self.groups, self.device = wrapped, groups, device
-        self.early_steps = early_steps
+        self.overlapped_optimizer = overlapped_optimizer
         self.learning_rate_at, self.clean_up, self.end = learning_rate_at, clean_up, end
 
     def train_micro_step(self, batch: MicroBatch, divisor: int) -> Tensor:
@@ -78,7 +125,12 @@ class Engine:
         norm = self.wrapped.get_global_grad_norm()
         norm = float(norm) if norm is not None else math.nan
         was_applied = bool(self.wrapped.was_step_applied()) and math.isfinite(norm)
-        return Update(was_applied, norm, learning_rate, self.early_steps.read_share() if self.early_steps else None)
+        return Update(
+            was_applied,
+            norm,
+            learning_rate,
+            self.overlapped_optimizer.read_share() if self.overlapped_optimizer else None,
+        )
 
     def evaluate_micro_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same sharded forward as in training. Returns (losses, positions) of this slice's targets."""

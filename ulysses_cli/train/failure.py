@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ulysses_cli.plan.exit_codes import FAILED, USAGE
-from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.run_folder.archive import CheckpointError
-from ulysses_cli.run_folder.resume import ResumeError
-from ulysses_cli.run_folder.run_lock import LostFolderError
-from ulysses_cli.train.assembly.loading import BuildError
+from ulysses_cli.plan.problem import FAILED, USAGE, RecipeError
+from ulysses_cli.run.checkpoints import CheckpointError
+from ulysses_cli.run.lock import LostFolderError
+from ulysses_cli.run.resume import ResumeError
 from ulysses_cli.train.attention.interface import UnservedError
-from ulysses_cli.train.hooks.bad_steps import BadStepsError
-from ulysses_cli.train.memory.disk import OffloadDiskError
+from ulysses_cli.train.memory.offload import OffloadDiskError
+from ulysses_cli.train.metrics import BadStepsError
+from ulysses_cli.train.model.loading import BuildError
 from ulysses_cli.train.processes.consistency import DisagreementError
 from ulysses_cli.train.processes.device import GpuMemoryError, StartError
+from ulysses_cli.train.record import TrackerError
 from ulysses_cli.train.reference import ReferenceMismatchError
-from ulysses_cli.train.telemetry.trackers import TrackerError
 
 ANTICIPATED = (
     BadStepsError, CheckpointError, DisagreementError, LostFolderError, OffloadDiskError, ReferenceMismatchError,

@@ -1,46 +1,165 @@
-"""First stage of a rank: reads files, packages and the machine, and reports their faults before the ranks connect."""
+"""The first two stages of a rank. Reads files, packages and the machine, and reports their faults before ranks
+connect; then connects to the other ranks, after which all share one resume point, one plan and its prediction.
+
+What decides a collective is rank 0's value or a comparison of all ranks, never what one rank's disk says."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from datetime import timedelta
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.batching import count_rows, make_batching
-from ulysses_cli.data.rows import PackedRows, open_rows
-from ulysses_cli.data.steps import Batching
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ulysses_cli.data.steps import Batching, count_rows, make_batching
+from ulysses_cli.data.store import PackedRows, hash_content, open_rows
 from ulysses_cli.data.tokenizing.targets import list_turn_ends
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
-from ulysses_cli.plan.files.weight_files import find_weight_problem
-from ulysses_cli.plan.hardware import Gpu, Hardware
+from ulysses_cli.plan.hardware import GIB, Gpu, Hardware
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.zero.states import compute_swap_need
+from ulysses_cli.plan.levers import Levers, get_key, uses_disk
+from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.planner.estimate import find_host_bound
+from ulysses_cli.plan.planner.lever_choice import LeverChoice, choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import Resolved, resolve
+from ulysses_cli.plan.resolved import Resolved, RunPlan, resolve
 from ulysses_cli.plan.secrets import mask_secrets
-from ulysses_cli.run_folder.bucket import Bucket, BucketError
-from ulysses_cli.run_folder.remote_archive import has_checkpoint, read_remote_model_steps
-from ulysses_cli.run_folder.resume import (
-    FRESH,
-    ResumePoint,
-    adapt,
-    count_restarts,
-    describe_restart,
-    find_resume_point,
+from ulysses_cli.plan.speed import PACKED_KERNELS, explain_packed
+from ulysses_cli.run.bucket import Bucket, BucketError
+from ulysses_cli.run.checkpoints import CheckpointError, tidy_folder
+from ulysses_cli.run.remote_checkpoints import has_checkpoint, read_remote_model_steps
+from ulysses_cli.run.resume import FRESH, ResumePoint, adapt, count_restarts, describe_restart, find_resume_point
+from ulysses_cli.train.checkpoint.collection import Collector, Disks, find_disks
+from ulysses_cli.train.loop import StopConditions
+from ulysses_cli.train.model.build import RunLength
+from ulysses_cli.train.model.loading import load_model_config, read_shape
+from ulysses_cli.train.optimizer.states import name_folder, open_folder, remove_rank_files
+from ulysses_cli.train.processes.consistency import compare_machines, gather_values
+from ulysses_cli.train.processes.device import StartError, choose_device, find_least, recognise_gpu
+from ulysses_cli.train.processes.groups import Groups, make_groups
+from ulysses_cli.train.processes.host import (
+    find_missing_compiler,
+    find_missing_operator,
+    find_missing_package,
+    settle_cpu_flags,
 )
-from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
-from ulysses_cli.train.assembly.run import RunLength
-from ulysses_cli.train.guard.interruption import Interruption
-from ulysses_cli.train.processes.device import StartError, choose_device, recognise_gpu
-from ulysses_cli.train.processes.requirements import find_missing_package
-from ulysses_cli.train.telemetry.record import Display, Record
-from ulysses_cli.train.telemetry.trackers import make_trackers
+from ulysses_cli.train.processes.interruption import Interruption
+from ulysses_cli.train.processes.store import join_ranks
+from ulysses_cli.train.record import Display, Record, list_versions, make_trackers
+
+NUM_CALLS, NUM_REPEATS = 4, 100
+
+
+class Yardstick:
+    """A fixed piece of work, of about a millisecond: a small module is called with a hook, computes next to nothing and
+    runs its backward."""
+
+    def __init__(self) -> None:
+        self.module, self.rows = nn.Linear(4, 4), torch.ones(2, 4)
+        self.module.register_forward_pre_hook(self._note)
+        self.notes: dict[str, tuple[int, bool]] = {}
+
+    def measure(self) -> float:
+        """Milliseconds of CPU time of this thread."""
+        began = time.thread_time()
+        with torch.enable_grad():
+            for number in range(NUM_CALLS):
+                self.notes = {f"{number}": (number, isinstance(self.rows, nn.Parameter))}
+                self.module(self.rows).sum().backward()
+                self.module.zero_grad(set_to_none=True)
+        return 1e3 * (time.thread_time() - began)
+
+    def _note(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        for name, parameter in module.named_parameters():
+            self.notes[name] = (parameter.numel(), hasattr(parameter, "ds_id"))
+
+
+def measure_core_milliseconds() -> float:
+    """The least of some repetitions: other work on the machine only adds to it."""
+    yardstick = Yardstick()
+    return min(yardstick.measure() for _ in range(NUM_REPEATS))
+
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`gpu` is None where ranks compute on a CPU: no lever is turned on automatically there."""
+
+    choice: LeverChoice
+    gpu: Gpu | None
+    is_known_gpu: bool
+
+    @property
+    def peak_tflops(self) -> float | None:
+        return self.gpu.tflops if self.gpu is not None and self.is_known_gpu else None
+
+    def list_levers(self) -> dict[str, Any]:
+        reasons = self.choice.reasons
+        return {
+            get_key(name): {"value": value, "reason": reasons.get(name, "as the recipe says")}
+            for name, value in vars(self.choice.levers).items()
+        }
+
+    def list_prediction(self) -> dict[str, Any] | None:
+        fit = self.choice.fit
+        return None if fit is None else {"peak_memory_bytes": fit.gpu_peak_bytes, **vars(fit)}
+
+    def report_to(self, record: Record) -> None:
+        if self.gpu is None:
+            return
+        for name, reason in self.choice.reasons.items():
+            record.report(f"memory.{get_key(name)}: {getattr(self.choice.levers, name)}, {reason}")
+        if num_layers := self.choice.levers.offloaded_layers:
+            record.report(
+                f"host memory for what {num_layers} layers save is page-locked in the first step, which takes longer"
+            )
+        fit = self.choice.fit
+        if fit is not None and fit.verdict != "fits":
+            record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")
+        if not any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
+            record.report("expandable segments are off: the allocator loses memory to fragments at long rows")
+
+    def explain_host(self, plan: RunPlan) -> list[str]:
+        """What to know where the GPU would wait for this machine's processor; [] where it does not, or is unknown."""
+        if self.gpu is None or not self.is_known_gpu:
+            return []
+        costs = self.gpu.host
+        costs = replace(costs, core_speed=costs.yardstick / measure_core_milliseconds())
+        job = make_job(plan.recipe, plan.shape, plan.levers, gpus_per_node=self.gpu.gpus_per_node)
+        bound = find_host_bound(job, replace(self.gpu, host=costs))
+        return [] if bound is None else [f"steps are limited {bound.explain()[0]}", bound.explain()[1]]
+
+    def explain_attention(self, plan: RunPlan, kernels: Collection[str], lengths: Sequence[int]) -> list[str]:
+        """What the run's kernels cost where a package has a faster one; [] where none has, or it is unknown.
+        `lengths`: of the documents in a typical row."""
+        if self.gpu is None or not self.is_known_gpu or not set(kernels) & set(PACKED_KERNELS) or not sum(lengths):
+            return []
+        job = make_job(plan.recipe, plan.shape, plan.levers, gpus_per_node=self.gpu.gpus_per_node)
+        as_long = max(
+            1, sum(length * length for length in lengths) // sum(lengths)
+        )  # equal ones with as much attention
+        words = explain_packed(replace(job, document_tokens=as_long), self.gpu)
+        return [f"attention: {words}"] if words else []
+
+    def format_peak(self) -> str:
+        fit = self.choice.fit
+        return f" (predicted {fit.gpu_peak_bytes / GIB:.2f} of {fit.gpu_capacity_bytes / GIB:.2f})" if fit else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,3 +314,157 @@ def settle_rows_per_step(resolved: Resolved, batching: Batching) -> Resolved:
 def list_settings(launch: Launch) -> dict[str, Any]:
     """Returns the recipe's settings, by key, that all machines must share; secrets are masked, since they are shown."""
     return list_shared_settings(mask_secrets(launch.loaded.recipe.model_dump(mode="json")))
+
+
+START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
+
+
+@dataclass(frozen=True, eq=False)
+class Connected:
+    """The process groups, and the plan, length and resume point that all ranks share."""
+
+    groups: Groups
+    plan: RunPlan
+    batching: Batching
+    length: RunLength
+    resume_point: ResumePoint
+    forecast: Forecast
+    stop: StopConditions
+    disks: Disks
+    swap_folder: Path | None
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing is left to do. The same on all ranks: the resume point is rank 0's."""
+        point = self.resume_point
+        best = point.best_step if self.plan.recipe.run.export_best else None
+        wanted = (point.step if best is None else best, point.step)
+        return point.path is not None and point.step == self.length.num_steps and point.model_steps == wanted
+
+    @property
+    def has_steps_ahead(self) -> bool:
+        return self.resume_point.step < self.length.num_steps
+
+
+def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
+    """Collective over all ranks."""
+    record.set_phase("meeting the other ranks")
+    layout, is_simulated = inputs.resolved.layout, launch.options.pretend
+    if is_simulated:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    else:
+        join_ranks(inputs.device, START_TIMEOUT)
+        check_machines(launch, inputs)
+    groups = make_groups(layout, START_TIMEOUT)
+    resume_point, disks = inputs.resume_point, Disks((0,) * layout.world_size)
+    if count_machines() > 1 and not is_simulated:
+        disks = compare_disks(launch, groups, record)
+        resume_point = choose_resume_point(launch, groups, disks, record)
+        remaining = plan_remaining(launch, inputs, resume_point, record.warn)
+    else:
+        if not is_simulated:
+            resume_point = gather_values(resume_point, groups.host_group)[0]
+        remaining = plan_remaining(launch, inputs, resume_point)
+    forecast = settle_levers(launch, inputs, groups)
+    swap_folder = open_swap_folder(launch, inputs, groups, forecast.choice.levers)
+    resolved = settle_rows_per_step(inputs.resolved, remaining.batching)
+    plan = RunPlan(remaining.recipe, inputs.shape, resolved, forecast.choice.levers)
+    run = remaining.recipe.run
+    usd_per_hour = (run.price_per_gpu_hour or 0.0) * layout.world_size
+    stop = StopConditions(run.max_hours, run.max_cost, usd_per_hour, lambda: launch.interruption.is_asked)
+    return Connected(
+        groups, plan, remaining.batching, remaining.length, resume_point, forecast, stop, disks, swap_folder
+    )
+
+
+def settle_levers(launch: Launch, inputs: Inputs, groups: Groups) -> Forecast:
+    """Collective over all ranks. GPU memory and free host memory differ from rank to rank; levers must not."""
+    gpu = find_least(gather_values(inputs.gpu, groups.host_group))
+    choice = choose_levers(launch.loaded.recipe, inputs.shape, gpu)
+    forecast: Forecast = gather_values(Forecast(choice, gpu, inputs.is_known_gpu), groups.host_group)[0]
+    return forecast
+
+
+def open_swap_folder(launch: Launch, inputs: Inputs, groups: Groups, levers: Levers) -> Path | None:
+    """Collective over all ranks. Returns the folder for what is offloaded to a disk, None where nothing is. What a
+    machine lacks of what the levers need is raised on all ranks."""
+    recipe = launch.loaded.recipe
+    folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir) if uses_disk(levers) else None
+    steps_on_host = levers.offload_optimizer == "cpu" and not launch.options.pretend
+    settle_cpu_flags()
+    problem = find_missing_compiler() if steps_on_host else ""
+    if folder is not None:
+        launch.leftovers.callback(remove_rank_files, folder)
+        swaps_states = "nvme" in (levers.offload_optimizer, levers.offload_param)
+        problem = problem or (find_missing_operator() if swaps_states else "")
+        problem = problem or open_folder(folder, launch.run_dir, *compute_swap_need(recipe, inputs.shape, levers))
+    problems = [each for each in gather_values(problem, groups.host_group) if each]
+    if problems:
+        raise StartError(problems[0])
+    return folder
+
+
+def compare_disks(launch: Launch, groups: Groups, record: Record) -> Disks:
+    """Collective over all ranks. Says whether machines share the run's folder and the data. Returns whose run folder is
+    on whose disk."""
+    gather = partial(gather_values, group=groups.host_group)
+    disks = find_disks(launch.run_dir, groups.rank, gather)
+    record.report(disks.describe("run.output_dir", "each rank saves its share where it is"))
+    try:
+        store = find_disks(launch.options.data.parent, groups.rank, gather)
+        record.report(store.describe("data.store_dir", "each machine has prepared the data, with the same hash"))
+    except OSError as error:  # raised on all ranks: prepared data may be on a disk that can only be read
+        record.report(f"whether machines share data.store_dir is unknown, since it cannot be written: {error}")
+    return disks
+
+
+def choose_resume_point(launch: Launch, groups: Groups, disks: Disks, record: Record) -> ResumePoint:
+    """Collective over all ranks. Rank 0 decides from its disk. Where machines have disks of their own, the checkpoint
+    is brought together on all of them first."""
+    if launch.options.dry_run:
+        return FRESH
+    rank, wanted = groups.rank, launch.options.resume
+    restarts = report_restart(launch, record.warn) if rank == 0 else 0
+    restarts = gather_values(restarts, groups.host_group)[0]
+    if not disks.is_shared:
+        collector = Collector(disks.owners, rank, groups.host_group)
+        if rank in disks.owners:
+            tidy_folder(launch.run_dir)
+        if wanted == "auto" or restarts:
+            collector.collect_newest(launch.run_dir, record.warn)
+        elif wanted is not None and (problem := collector.collect(Path(os.path.expanduser(wanted)), disks.owners)):
+            raise CheckpointError(f"{wanted} cannot be resumed from: {problem}")
+    found: ResumePoint | Exception = FRESH
+    if rank == 0:
+        try:
+            found = find_checkpoint(launch, restarts, record.warn)
+        except (CheckpointError, OSError) as error:
+            found = error
+    found = gather_values(found, groups.host_group)[0]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _read_content(prepared: Path) -> str:
+    """What cannot be read here is a value like another one: this rank must not end before the others compare theirs."""
+    try:
+        return hash_content(prepared)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable ({error})"
+
+
+def check_machines(launch: Launch, inputs: Inputs) -> None:
+    """Collective over all ranks. Machines with other versions, recipes or data would train something else."""
+    facts = {
+        "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
+        "layout": str(inputs.resolved.layout),
+        **list_settings(launch),
+        "data": launch.options.data.name,
+        "the content of the data": _read_content(launch.options.data),
+        **list_versions(),
+    }
+    name = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', '0')})"
+    compare_machines(gather_values((name, facts), dist.group.WORLD))

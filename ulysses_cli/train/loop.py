@@ -1,17 +1,111 @@
-"""The training loop. One for every recipe: a feature is a value in TrainState or a hook, never a condition here."""
+"""The training loop, its state, and the reasons to stop before the last step: a signal, run.max_hours, run.max_cost.
+If one rank has a reason, all stop.
+
+One loop for every recipe: a feature is a value in TrainState or a hook, never a condition here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ulysses_cli.data.steps import StepPlan, plan_step, read_micro_batch
+from ulysses_cli.data.steps import Batching, Rows, StepPlan, plan_step, read_micro_batch
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.schedule import SCORE_MEASURE
+from ulysses_cli.train.clock import part_of_step
+from ulysses_cli.train.engine import Engine, Update
 from ulysses_cli.train.processes.consistency import compare_facts
-from ulysses_cli.train.telemetry.clock import part_of_step
-from ulysses_cli.train.train_state import StepResult, TrainState
+from ulysses_cli.train.processes.groups import Groups
+
+SIGNAL = "a signal"
+LIMITS = ("run.max_hours", "run.max_cost")
+REASONS = (SIGNAL, *LIMITS)
+
+
+def check_progress(reason: str, num_steps: int) -> None:
+    """Refuses a start that a limit ended before it made a step: a scheduler would begin the same again and again. All
+    ranks know the same reason and number."""
+    if reason in LIMITS and not num_steps:
+        text = "was over before this start made a step, so that there is nothing new to save"
+        raise RecipeError([Problem(reason, text, f"set a larger {reason}")])
+
+
+class StopConditions:
+    """This rank's reasons to stop."""
+
+    def __init__(
+        self,
+        max_hours: float | None = None,
+        max_cost: float | None = None,
+        usd_per_hour: float = 0.0,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.max_hours, self.max_cost, self.usd_per_hour, self.is_asked = max_hours, max_cost, usd_per_hour, is_asked
+        self.hours_before = 0.0  # of the run that is resumed
+        self.started = time.monotonic()
+
+    @property
+    def hours(self) -> float:
+        return self.hours_before + (time.monotonic() - self.started) / 3600
+
+    def read_flags(self) -> tuple[int, ...]:
+        is_late = self.max_hours is not None and self.hours >= self.max_hours
+        is_over_cost = self.max_cost is not None and self.hours * self.usd_per_hour >= self.max_cost
+        return int(self.is_asked()), int(is_late), int(is_over_cost)
+
+    def decide(self, group: dist.ProcessGroup) -> str:
+        """Collective over all ranks, on the host. Returns the reason to stop that any rank has, or '' to continue."""
+        return self.name(compare_facts({}, group, *self.read_flags()))
+
+    @staticmethod
+    def name(flags: Sequence[int]) -> str:
+        return next((reason for reason, flag in zip(REASONS, flags, strict=True) if flag), "")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one optimizer step."""
+
+    plan: StepPlan
+    loss: float
+    update: Update
+    micro_losses: tuple[float, ...]  # this rank's own
+    measures: dict[str, Any] = field(default_factory=dict)  # what the objective names beside the loss
+
+
+@dataclass(eq=False)
+class TrainState:
+    """One rank's training run: fixed parts first, then counters that change with each step."""
+
+    engine: Engine
+    groups: Groups
+    rows: Rows
+    batching: Batching
+    num_steps: int  # an early stop lowers it
+    end: int  # rows of the whole run
+    stop: StopConditions
+    pre_step_hooks: Sequence[Callable[[TrainState], None]] = ()
+    post_step_hooks: Sequence[Callable[[TrainState, StepResult], None]] = ()
+    step: int = 0
+    position: int = 0
+    optimizer_steps: int = 0
+    last_eval_step: int = -1
+    last_sample_step: int = -1
+    eval_losses: dict[int, float] = field(default_factory=dict)  # by step, the same on all ranks
+    eval_lacks: dict[int, float] = field(default_factory=dict)  # what scores of run.eval_suite lack to 1: the same
+    measure: str | None = None  # run.keep_best
+    step_seconds: float = 0.0  # of the previous step, on this rank
+    phase: str = ""
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """By step, what the best model and early stopping go by; lower is better."""
+        return self.eval_lacks if self.measure == SCORE_MEASURE else self.eval_losses
+
 
 LONG_STEP_SECONDS = 10  # a step that takes longer can be left between its micro-steps
 

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from ulysses_cli.data.steps import MicroBatch, Numbers, StepPlan
 from ulysses_cli.data.store import WANTED
 from ulysses_cli.train.loss import Loss, Places
-from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
+from ulysses_cli.train.processes.groups import NO_AXIS, SequenceAxis
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import NO_ROW, Batching, Rows, StepPlan, get_shared, plan_step, read_micro_batch
 from ulysses_cli.train.engine import Engine
-from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.loop import StepResult, StopConditions, TrainState
 from ulysses_cli.train.preferences import PreferenceObjective
 from ulysses_cli.train.processes.consistency import compare_facts
 from ulysses_cli.train.processes.groups import Groups
-from ulysses_cli.train.train_state import StepResult, TrainState
 
 SAVE_SECONDS = 60
 TOLERANCE = 0.01  # of a log-probability, for another layout's rounding; another model differs by more

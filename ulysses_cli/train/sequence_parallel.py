@@ -24,13 +24,16 @@ from ulysses_cli.plan.attention import BACK_ENDS, list_needs
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.train.attention.documents import Documents, make_documents
-from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, KernelSearch, choose_kernel
-from ulysses_cli.train.attention.kernels.presence import join_presence, read_presence
-from ulysses_cli.train.attention.rotary import serve_rotary
+from ulysses_cli.train.attention.interface import register_attention, serve_rotary
+from ulysses_cli.train.attention.kernels.choice import (
+    BrokenDeviceError,
+    KernelSearch,
+    choose_kernel,
+    join_presence,
+    read_presence,
+)
 from ulysses_cli.train.processes.consistency import gather_values, share_seal
-from ulysses_cli.train.processes.groups import Groups, make_groups
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.processes.groups import Groups, SequenceAxis, make_groups
 
 TIMEOUT = timedelta(minutes=30)
 

@@ -1,7 +1,7 @@
-"""Writes safetensors files one tensor at a time, hashed and synced: host memory holds one tensor, not all.
+"""Writes safetensors files one tensor at a time, hashed and synced: host memory holds one tensor, not all. Checks
+that tensors are finite: one NaN in a weight spoils all that is computed from it, hours before anyone sees it.
 
-The format is the library's own; files are read back with the library.
-"""
+The format is the library's own; files are read back with the library. A check is one pass, without a copy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils import cached_file
 
-from ulysses_cli.plan.files.regular_files import open_own
-from ulysses_cli.train.guard.disk_progress import MOVED
+from ulysses_cli.plan.files import open_own
+from ulysses_cli.plan.models.model_files import list_weight_files, read_header
+from ulysses_cli.train.processes.watchdog import MOVED
+
+WORDS = "NaN or infinity"
+
+
+def is_finite(tensor: Tensor) -> bool:
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
+
+
+def find_nonfinite(module: nn.Module) -> str:
+    """The first parameter whose part on this rank holds NaN or infinity, or ''. Parts on a disk are not checked."""
+    return next((name for name, part in _walk_parts(module) if not is_finite(part)), "")
+
+
+def _walk_parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        shard = getattr(parameter, "ds_tensor", None)
+        yield name, parameter.data if shard is None else shard.data
+
+
+def find_file(path: str, name: str, revision: str | None = None) -> Path | None:
+    """The weight file that holds a tensor of this name. None where the files use another name."""
+    try:
+        folder = Path(str(cached_file(os.path.expanduser(path), "config.json", revision=revision))).parent
+        return next((file for file in list_weight_files(folder) if name in read_header(file)), None)
+    except (OSError, ValueError):
+        return None
+
 
 DTYPES = {
     torch.float64: "F64",

@@ -1,1 +1,1 @@
-"""Child processes of commands: what verify, bench and doctor start, and traces."""
+"""What commands do around their child processes: a run, an evaluation, a proof, and what is published of a run."""

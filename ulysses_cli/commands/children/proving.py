@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ulysses_cli.commands.options import Format, check_page, end_with, or_exit, write_page
-from ulysses_cli.plan.exit_codes import FAILED, get_signal_code
+from ulysses_cli.plan.problem import FAILED, get_signal_code
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
@@ -64,10 +64,10 @@ def prove(
     save: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Runs a proof, prints its findings, and exits with its exit code."""
-    from ulysses_cli.host.operator_builds import watch_builds
-    from ulysses_cli.launch import launcher, preflight
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
+    from ulysses_cli.run import launcher, preflight
+    from ulysses_cli.run.host import watch_builds
 
     or_exit(lambda: check_page(html), output)
     wants_cpu = subject is not None and subject.recipe.run.device == "cpu"
@@ -124,9 +124,9 @@ def _end(child: subprocess.Popen[str]) -> None:
 def run_child(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
     """Runs the child in a session of its own, so that it and its ranks are ended together when this process ends.
     Returns its findings ({} when it wrote none) and its exit code."""
-    from ulysses_cli.host import children
+    from ulysses_cli.run import host
 
-    child = children.start_module(
+    child = host.start_module(
         "ulysses_cli.prove", [], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, start_new_session=True
     )
 

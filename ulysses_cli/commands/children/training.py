@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
+from ulysses_cli.plan.problem import DONE, FAILED, USAGE, get_signal_code
 
 if TYPE_CHECKING:
-    from ulysses_cli.launch.launcher import Outcome
-    from ulysses_cli.launch.listening import StepListener
-    from ulysses_cli.launch.nodes import Nodes
-    from ulysses_cli.launch.start_lock import NewLock
     from ulysses_cli.plan.recipe.loader import Loaded
     from ulysses_cli.plan.recipe.recipe import Recipe, Run
     from ulysses_cli.plan.resolved import Resolved
+    from ulysses_cli.run.folder import NewLock
+    from ulysses_cli.run.launcher import Outcome, StepListener
+    from ulysses_cli.run.nodes import Nodes
     from ulysses_cli.validate import Validated
 
 
@@ -124,7 +123,7 @@ def run_recipe(
 @contextmanager
 def _telling_interruption() -> Iterator[None]:
     """While a run begins, which may take minutes of downloads: Ctrl-C and SIGTERM end it with a message."""
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.report import printing, recipe
 
     def stop(number: int, _: object) -> None:
         sys.exit(get_signal_code(number))
@@ -133,7 +132,7 @@ def _telling_interruption() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        printing.print_message(run_end.explain_interrupted_start())
+        printing.print_message(recipe.explain_interrupted_start())
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -141,7 +140,7 @@ def _telling_interruption() -> Iterator[None]:
 
 def _check_hub(valid: ValidRecipe) -> None:
     """Asks the hub for the account before anything is trained: a refused token is reported in the first minute."""
-    from ulysses_cli.publishing import HubModels
+    from ulysses_cli.commands.children.publishing import HubModels
     from ulysses_cli.report import printing
 
     HubModels(printing.print_message).complete_name(valid.recipe.run.hub_model_id or valid.run_dir.name)
@@ -149,7 +148,7 @@ def _check_hub(valid: ValidRecipe) -> None:
 
 def _push(valid: ValidRecipe, outcome: Outcome) -> Outcome:
     """Publishes the model. A failure fails the command; the model stays on disk."""
-    from ulysses_cli.commands.results.push import push_run
+    from ulysses_cli.commands.push import push_run
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
 
@@ -168,7 +167,7 @@ def _push(valid: ValidRecipe, outcome: Outcome) -> Outcome:
 
 
 def _summarize_end(outcome: Outcome, model_dir: Path | None) -> tuple[Literal["done", "stopped", "failed"], str]:
-    from ulysses_cli.run_folder.line_files import has_diverged
+    from ulysses_cli.run.records import has_diverged
 
     if outcome.stopped_by:
         return "stopped", f"by {outcome.stopped_by}, with a checkpoint"
@@ -183,9 +182,9 @@ def _tell_end(
     valid: ValidRecipe, place: RunPlace, event: Literal["done", "stopped", "failed"], message: str, exit_code: int
 ) -> None:
     """On the first machine: sends the notifications that the recipe asks for."""
-    from ulysses_cli.launch.notification import RunEnd, notify
     from ulysses_cli.report import printing
-    from ulysses_cli.run_folder.told import note_told
+    from ulysses_cli.run.notification import RunEnd, notify
+    from ulysses_cli.run.records import note_notification
 
     run = valid.recipe.run
     if place.nodes.rank or not (run.notify_command or run.notify_webhook):
@@ -198,13 +197,13 @@ def _tell_end(
     for name in ("notify_command", "notify_webhook"):
         if getattr(run, name):
             failed = next((complaint for complaint in complaints if complaint.startswith(f"run.{name}")), "")
-            note_told(valid.run_dir, "run's end", f"run.{name}", failed or f"told: {event}")
+            note_notification(valid.run_dir, "run's end", f"run.{name}", failed or f"told: {event}")
 
 
 def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRecipe:
-    from ulysses_cli.launch.downloads import bring_inputs
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing
+    from ulysses_cli.run.downloads import bring_inputs
     from ulysses_cli.validate import validate_recipe
 
     if options.resume and options.overwrite:
@@ -228,14 +227,14 @@ def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRe
 
 def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, stack: ExitStack) -> RunPlace:
     """Finds this machine's part in the run, locks the run's folder, and reports what would stop the run later."""
-    from ulysses_cli.launch import preflight
-    from ulysses_cli.launch.downloads import bring_checkpoint
-    from ulysses_cli.launch.nodes import find_nodes
-    from ulysses_cli.launch.notification import find_unset_webhook
-    from ulysses_cli.launch.results import check_continued_dir, check_run_dir
-    from ulysses_cli.launch.start_lock import lock_run
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.report import printing
+    from ulysses_cli.report import recipe as run_end
+    from ulysses_cli.run import preflight
+    from ulysses_cli.run.downloads import bring_checkpoint
+    from ulysses_cli.run.folder import check_continued_dir, check_run_dir, lock_run
+    from ulysses_cli.run.nodes import find_nodes
+    from ulysses_cli.run.notification import find_unset_webhook
 
     recipe, world_size = valid.recipe, valid.resolved.layout.world_size
     nodes = find_nodes(world_size, os.environ, **vars(machine))
@@ -288,7 +287,7 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
     """Prepares the data. Returns the folder of rows; all their tokens are in the model's vocabulary."""
     from ulysses_cli.commands.prepare import prepare_recipe
     from ulysses_cli.plan.problem import RecipeError
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.report import printing, recipe
 
     data = prepare_recipe(valid.file, valid.overrides, shares_prompts=valid.resolved.shares_prompts)
     if data.exit_code != DONE:
@@ -298,7 +297,7 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
     vocabulary = valid.result.shape.vocab_size if valid.result.shape else 0
     outside = [source for source in data.report["sources"] if source["max_id"] >= vocabulary]
     if outside:
-        raise RecipeError([run_end.explain_tokens(valid.loaded, outside[0], vocabulary)])
+        raise RecipeError([recipe.explain_tokens(valid.loaded, outside[0], vocabulary)])
     return Path(data.report["path"])
 
 
@@ -307,13 +306,12 @@ def _launch(
 ) -> tuple[Outcome, Path | None]:
     """Starts the ranks, waits for them, and reports how the run ended. Returns the outcome and the complete model's
     folder."""
-    from ulysses_cli.host.operator_builds import watch_builds
-    from ulysses_cli.launch import launcher
-    from ulysses_cli.launch.failures import MachineLogs
-    from ulysses_cli.launch.nodes import Nodes
-    from ulysses_cli.launch.rendezvous import open_rendezvous
-    from ulysses_cli.launch.results import set_results_aside
     from ulysses_cli.report import printing
+    from ulysses_cli.run import launcher
+    from ulysses_cli.run.folder import set_results_aside
+    from ulysses_cli.run.host import watch_builds
+    from ulysses_cli.run.nodes import Nodes, open_rendezvous
+    from ulysses_cli.run.records import MachineLogs
 
     run, nodes, device = valid.recipe.run, place.nodes, valid.recipe.run.device
     rank_args = ["--recipe", valid.file, "--data", str(rows), *(f"--set={text}" for text in valid.overrides)]
@@ -343,23 +341,23 @@ def _launch(
 def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_run: bool) -> Path | None:
     """Deletes an earlier run's results when the new model is complete, or restores them; then reports the end. Returns
     the complete model's folder."""
-    from ulysses_cli.launch import results
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.report import printing, recipe
+    from ulysses_cli.run import folder
 
-    is_complete = outcome.exit_code == DONE and not is_dry_run and results.is_model_of_newest(run_dir)
+    is_complete = outcome.exit_code == DONE and not is_dry_run and folder.is_model_of_newest(run_dir)
     if is_complete:
-        results.drop_replaced_results(run_dir)
+        folder.drop_replaced_results(run_dir)
     elif aside is not None:
-        is_restored = results.restore_results(run_dir, aside)
+        is_restored = folder.restore_results(run_dir, aside)
         where = "are restored" if is_restored else f"are kept in {aside} until a new model is complete"
         printing.print_message(f"the earlier run's results {where}")
-    checkpoint = results.find_resumable_checkpoint(run_dir)
+    checkpoint = folder.find_resumable_checkpoint(run_dir)
     if outcome.exit_code > FAILED + USAGE:
-        printing.print_message(run_end.format_interruption(outcome.failure, checkpoint))
+        printing.print_message(recipe.format_interruption(outcome.failure, checkpoint))
     elif outcome.exit_code != DONE:
-        printing.print_message(run_end.format_failure(outcome.failure, run_dir / "logs"))
+        printing.print_message(recipe.format_failure(outcome.failure, run_dir / "logs"))
         if outcome.exit_code == FAILED and checkpoint is not None:
-            printing.print_message(run_end.explain_resume(checkpoint))
+            printing.print_message(recipe.explain_resume(checkpoint))
     elif outcome.stopped_by and checkpoint is not None:
-        printing.print_message(run_end.explain_resume(checkpoint, outcome.stopped_by))
+        printing.print_message(recipe.explain_resume(checkpoint, outcome.stopped_by))
     return run_dir / "model" if is_complete else None

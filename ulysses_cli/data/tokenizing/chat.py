@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from ulysses_cli.data.tokenizing.lost_parts import list_calls, split_content
-from ulysses_cli.data.tokenizing.marks import MARKS, MarkedChat
-from ulysses_cli.plan.models.chat_template import THINKING_SWITCHES, THOUGHT_MARKS
+from ulysses_cli.data.tokenizing.lost_parts import MARKS, MarkedChat, list_calls, split_content
+from ulysses_cli.plan.models.model_files import THINKING_SWITCHES, THOUGHT_MARKS
 from ulysses_cli.readers.problems import BadRow
 
 Messages = Sequence[dict[str, Any]]

@@ -23,7 +23,7 @@ from ulysses_cli.data.tokenizing.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRu
 from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
 from ulysses_cli.data.tokenizing.targets import ChatText, TargetChoice, count_thoughts
 from ulysses_cli.data.tokenizing.tokenizer import get_template
-from ulysses_cli.plan.models.chat_template import THINKING_SWITCHES, list_variables
+from ulysses_cli.plan.models.model_files import THINKING_SWITCHES, list_variables
 from ulysses_cli.readers.columns import Chat, Completion, PlainText, Sample, Tokens
 from ulysses_cli.readers.problems import SOURCE, BadRow, NoTemplate
 

@@ -25,7 +25,7 @@ from typing import Any
 from ulysses_cli.data.tokenizing.chat import cut_message, make_render
 from ulysses_cli.data.tokenizing.lost_parts import LostPart
 from ulysses_cli.data.tokenizing.targets import ChatText, RenderedChat, TargetChoice, count_ends, render_chat
-from ulysses_cli.plan.models.chat_template import CLOCK, read_date
+from ulysses_cli.plan.models.model_files import CLOCK, read_date
 
 SECONDS = 30.0  # for one chat; a chat of a million tokens takes about one second
 MEMORY_BYTES = 3 << 30  # on top of what this process has

@@ -105,7 +105,7 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     inner, k = mlp.inner_size, mlp.num_per_token
     matrix = b * mlp.num_experts * inner * hidden * trained
     result_bytes, down = _count_result_bytes(job), k * b * inner * tokens + matrix
-    results = max(3 * k * result_bytes * hidden * tokens, _compute_again(job, mlp, tokens))
+    results = max(3 * k * result_bytes * hidden * tokens, _compute_recomputed(job, mlp, tokens))
     if mlp.is_gated:
         gate_up = compute_first_backward(job, mlp, tokens)
         waiting = matrix if mlp.num_experts * inner * hidden > job.engine.reduce_bucket else 0
@@ -123,7 +123,7 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     widest += b * hidden * tokens - compute_shared_saved(job, mlp, tokens) - _compute_input_gone(job, tokens)
     views = 3 * _count_kept_views(job) * b * mlp.num_experts * inner * hidden
     own = b * mlp.shared_size * (tokens + max(tokens, hidden * trained))
-    return scaled + max(widest, max(own, _compute_shared_again(job, mlp, tokens)) - views)
+    return scaled + max(widest, max(own, _compute_recomputed_shared(job, mlp, tokens)) - views)
 
 
 def compute_first_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
@@ -134,7 +134,7 @@ def compute_first_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     return matrices - mlp.num_per_token * b * (hidden + 2 * inner) * tokens
 
 
-def _compute_shared_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+def _compute_recomputed_shared(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved, while a shared expert that runs last is computed again with adapters: a frozen
     matrix's result and its adapter's beside their sum, the residual, the other experts' result and the adapter's
     gradient that waits."""
@@ -163,7 +163,7 @@ def _compute_input_gone(job: Job, tokens: int) -> int:
     return job.dtype_bytes * job.shape.hidden_size * tokens if is_alone and not is_tiled(job) else 0
 
 
-def _compute_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+def _compute_recomputed(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved, while the inside is computed again. The results' gradient is there before that: the
     sum over a token's experts copies it for each of them. With it the token's copy, if frozen matrices have not saved
     it, and at the end the weighted results and the biases. Or the first biases, 2 i b, and one more tensor of the inner
@@ -174,9 +174,9 @@ def _compute_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     b, hidden, has_bias = job.dtype_bytes, job.shape.hidden_size, job.family.experts_have_bias
     result = _count_result_bytes(job) * hidden
     copies, ending = b * hidden * (job.adapters is not None), result + b * hidden * has_bias
-    again = mlp.num_per_token * (result + copies + max(ending, 3 * b * mlp.inner_size * has_bias))
+    recomputed = mlp.num_per_token * (result + copies + max(ending, 3 * b * mlp.inner_size * has_bias))
     waiting = mlp.shared_size > 0 and is_shared_first(job) and not job.family.has_shared_gate
-    return (again + b * hidden * (1 + waiting) * (not is_tiled(job))) * tokens
+    return (recomputed + b * hidden * (1 + waiting) * (not is_tiled(job))) * tokens
 
 
 def _count_result_bytes(job: Job) -> int:

@@ -13,9 +13,9 @@ from ulysses_cli.plan.ledger.layer import (
     compute_norm_saved,
     saves_norm_input,
 )
+from ulysses_cli.plan.levers import compute_loss_tile_tokens
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.rows.indexing import EMBEDDING, LINEAR, runs_in_pieces
-from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
 
 def count_head_elements(job: Job) -> int:
@@ -51,7 +51,7 @@ def compute_final_norm_backward(job: Job) -> int:
 
 def compute_proof_logits(job: Job) -> int:
     """Before training the head is checked on a few tokens: the model's logits and those of the loss, in float32, and
-    those in the model's dtype or transformed (train/assembly/head.py: check_head)."""
+    those in the model's dtype or transformed (train/model/loss_model.py: check_head)."""
     return PROOF_TOKENS * job.shape.vocab_size * (8 + (4 if _transforms_logits(job) else job.dtype_bytes % 4))
 
 
@@ -144,6 +144,6 @@ def compute_logits_gradient(job: Job) -> int:
 
 def compute_pieces_sum(job: Job, name: str, row_bytes: int) -> int:
     """A row of so many bytes passes embedding or head in pieces, whose gradients are summed in float32: 4 V h
-    (train/memory/pieces.py)."""
+    (train/memory/tiled_mlp.py)."""
     operators = LINEAR if name == "lm_head" else EMBEDDING
     return 4 * count_head_elements(job) if job.trains(name) and runs_in_pieces(row_bytes, *operators) else 0

@@ -1,5 +1,5 @@
-"""Job: one run with everything settled, as plain numbers. It is the input of the ledger and of the speed model, which
-read no recipe."""
+"""What goes into the ledger and what comes out: Job is one run with everything settled, as plain numbers, which the
+speed model reads too; MemorySnapshot is a rank's memory at one time, as lines that add up. Neither reads a recipe."""
 
 from __future__ import annotations
 
@@ -7,29 +7,47 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
-from ulysses_cli.plan.ledger.adapters.modules import Adapters, trains
+from ulysses_cli.plan.ledger.modules import Adapters, trains
 from ulysses_cli.plan.ledger.weights import Weights, count_norms, find_alike, list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
-from ulysses_cli.plan.models.layers import (
-    AttentionMixer,
-    DenseMlp,
-    Layer,
-    Mamba2Mixer,
-    Mixer,
-)
+from ulysses_cli.plan.models.layers import AttentionMixer, DenseMlp, Layer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe.lora_section import Lora
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, make_layout, shares_prompts
-from ulysses_cli.plan.rows.order import Ring
-from ulysses_cli.plan.rows.ring_share import RingShare, measure_ring
+from ulysses_cli.plan.rows.ring import Ring, RingShare, measure_ring
+
+Lines = dict[str, int]
+
+# Names of snapshots that other rules test for.
+LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
+HEAD_SNAPSHOTS = ("final norm", LEAVES, HEAD_SENT)
+EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
+MAKING, BETWEEN, RECOMPUTATION = "master weights are made", "between micro-steps", "recomputation"
+PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
+BEFORE_ATTENTION = ("the MLP's last matrix", "gate and up", "mlp", "norm")
+
+
+class MemorySnapshot(NamedTuple):
+    """The phase, what happens in it, every line alive, and the number of the layer in whose backward it is, where that
+    matters. A tuple because one search makes hundreds of thousands."""
+
+    phase: str
+    name: str
+    lines: Lines
+    layer: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.lines.values())
+
 
 BYTES = {"bfloat16": 2, "bf16": 2, "fp16": 2, "float32": 4, "fp32": 4}
 
@@ -99,7 +117,7 @@ class Job:
     shares_prompts: bool = False  # answers read one copy of their prompt
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
     model: ModelShape | None = None  # the whole model's, in a view of one kind of layer
-    borrows_kv: bool = False  # in a view: an earlier layer's keys and values are used
+    shares_kv: bool = False  # in a view: an earlier layer's keys and values are used
     widest_window: int | None = None  # in a view: of these layers, in tokens
 
     def __hash__(self) -> int:
@@ -137,12 +155,12 @@ class Job:
         if attention is not None:
             heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
             sizes |= {**heads, "head_dim": attention.head_dim, "model_type": find_alike(shape, kind)}
-        borrows = attention is not None and attention.borrows_kv
+        borrows = attention is not None and attention.shares_kv
         window = shape.find_widest_window(kind) if self.layout.ring_size > 1 else None
         if all(getattr(shape, name) == size for name, size in sizes.items()) and not borrows:
             return self if window == self.widest_window else replace(self, widest_window=window)
         whole, shape = self.model or shape, replace(shape, **sizes)
-        return replace(self, shape=shape, model=whole, borrows_kv=borrows, widest_window=window)
+        return replace(self, shape=shape, model=whole, shares_kv=borrows, widest_window=window)
 
     @cached_property
     def world_size(self) -> int:
@@ -164,7 +182,7 @@ class Job:
     @property
     def own_kv_width(self) -> int:
         """Of the keys that a layer makes itself."""
-        return 0 if self.borrows_kv else self.kv_width
+        return 0 if self.shares_kv else self.kv_width
 
     @cached_property
     def row_kv_width(self) -> int:
@@ -287,7 +305,7 @@ def read_adapters(recipe: Recipe, shape: ModelShape) -> Adapters | None:
     family = FAMILIES.get(shape.model_type)
     targets = tuple(names if family is None else (name_linear(name, family) for name in names))
     saved = tuple(sorted(lora.modules_to_save))
-    return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=saved, has_lengths=lora.use_dora)
+    return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=saved, has_magnitudes=lora.use_dora)
 
 
 def make_job(

@@ -1,22 +1,22 @@
-"""Bytes that all parts of a decoder layer share, per rank and micro-step: its input, norms, tiles, what adapters save.
-
-The layer is transformers' with our attention. Widths count elements per token: h hidden, q queries, k keys (or values),
-r keys after the exchange, i inner; b bytes of the dtype, S local tokens. The terms of attention are in attention.py,
-those of the MLP in mlp.py; tests/one_process/test_ledger.py compares all of them with real models.
-"""
+"""Bytes that all parts of a decoder layer share, per rank and micro-step: its input, norms, tiles, what adapters
+save; and beside them Gemma's per-layer inputs and the keys that later layers borrow (transformers:
+modeling_gemma4.py). Widths count elements per token: h hidden, q queries, k keys (or values), r keys after the
+exchange, i inside the MLP; p one layer's vector of a token, w those of all layers. S local tokens, b bytes of the
+dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.job import Job, Lines
+from ulysses_cli.plan.ledger.modules import VECTOR_GATE, VECTOR_OUTPUT, VECTOR_PROJECTION
+from ulysses_cli.plan.levers import compute_num_mlp_tiles
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.rows.indexing import LINEAR, runs_in_pieces
-from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 DROPOUT_MASK_BYTES = 1  # of an element
-PROOF_TOKENS = 8  # train/assembly/head.py: PROBE_TOKENS
+PROOF_TOKENS = 8  # train/model/loss_model.py: PROBE_TOKENS
 
 
 def compute_layer_input(job: Job) -> int:
@@ -52,9 +52,9 @@ def is_tiled(job: Job) -> bool:
 
 def compute_weight_gradient(job: Job, inputs: int, outputs: int) -> int:
     """Of a linear layer while its backward ends: b elements. Where a row of its inputs or outputs passes it in pieces,
-    also their sum in float32: 4 elements (train/memory/pieces.py: _Pieces; train/memory/tiling.py: WeightSums). Weights
-    of adapters are narrow. Attention's projections need no line: where they run in pieces, the attention kernel's
-    tensors of the same layer are larger than such a sum."""
+    also their sum in float32: 4 elements (train/memory/tiled_mlp.py: _Pieces; train/memory/tiling.py: WeightSums).
+    Weights of adapters are narrow. Attention's projections need no line: where they run in pieces, the attention
+    kernel's tensors of the same layer are larger than such a sum."""
     is_pieced = runs_in_pieces(job.dtype_bytes * max(inputs, outputs) * job.local_tokens, *LINEAR)
     return (job.dtype_bytes + 4 * is_pieced) * inputs * outputs * (job.adapters is None)
 
@@ -128,7 +128,7 @@ def is_one_kernel(job: Job) -> bool:
 
 
 def saves_norm_input(job: Job) -> bool:
-    """In one kernel, or in tiles, which a norm without weights has not (train/memory/tiled_norm.py: _is_norm)."""
+    """In one kernel, or in tiles, which a norm without weights has not (train/memory/tiling.py: _is_norm)."""
     return is_one_kernel(job) or (is_tiled(job) and job.family.norm_parts > 0)
 
 
@@ -177,3 +177,120 @@ def _list_adapters(job: Job, kind: Layer) -> Iterator[tuple[str, int, bool]]:
         if module.layer == number and module.name.endswith(".a"):
             width = job.dtype_bytes * rank + own * (module.weights[0][1] // rank)
             yield module.name.removesuffix(".a"), width, module.in_mlp
+
+
+def is_kv_source(job: Job) -> bool:
+    return any(layer.attention and layer.attention.shares_kv for layer in job.shape.layer_kinds)
+
+
+def find_kv_sources(job: Job) -> dict[int, tuple[int, int]]:
+    """By the number of a layer whose keys later ones use: (the last of those, the width of its keys)."""
+    kv_sources: dict[bool, int] = {}
+    found: dict[int, tuple[int, int]] = {}
+    for number, layer in enumerate(job.shape.layers):
+        attention = layer.attention
+        if attention is None:
+            continue
+        slides = attention.window_tokens is not None
+        if not attention.shares_kv:
+            kv_sources[slides] = number
+        else:
+            found[kv_sources[slides]] = number, attention.num_kv_heads * attention.head_dim
+    return found
+
+
+def compute_lent_keys(job: Job) -> int:
+    """2 k b S for each lending layer: every layer's recomputation may read them."""
+    return sum(2 * job.dtype_bytes * width * job.local_tokens for _, width in find_kv_sources(job).values())
+
+
+def compute_lent_keys_waiting(job: Job, num_left: int) -> int:
+    """2 k b S: in the backward when the first `num_left` layers are left, the gradients of borrowed keys wait for the
+    layer that made them."""
+    waiting = (width for at, (last, width) in find_kv_sources(job).items() if at < num_left <= last)
+    return sum(2 * job.dtype_bytes * width * job.local_tokens for width in waiting)
+
+
+def count_vectors_width(job: Job) -> int:
+    return job.shape.per_layer_embeddings.width if job.shape.per_layer_embeddings else 0
+
+
+def have_vectors_gradient(job: Job) -> bool:
+    """Whether what makes the vectors is trained, or their projection's input."""
+    is_adapted = job.adapters is None or job.adapters.adapts(VECTOR_PROJECTION)
+    return is_adapted or job.trains("embed_tokens") or job.trains("norm")
+
+
+def compute_vectors(job: Job) -> int:
+    """b w S: one tensor, of which each layer's vector is a view."""
+    return job.dtype_bytes * count_vectors_width(job) * job.local_tokens
+
+
+def list_vectors_saved(job: Job) -> Lines:
+    """From the forward on: the vectors, which a layer that leaves for the host takes with it, what their norm saved,
+    and with recomputation the keys and values that layers lend."""
+    if job.shape.per_layer_embeddings is None:
+        return {"lent_keys": compute_lent_keys(job)} if is_kv_source(job) else {}
+    leaves = job.levers.offloaded_layers >= job.shape.num_layers
+    norm = compute_norm_saved(job, count_vectors_width(job)) * have_vectors_gradient(job)
+    saved = {"token_vectors": compute_vectors(job) * (not leaves), "token_vectors_norm": norm}
+    return saved | ({"lent_keys": compute_lent_keys(job)} if is_kv_source(job) else {})
+
+
+def list_vectors_used(job: Job) -> Lines:
+    """The same in a forward without a backward."""
+    return {"token_vectors": compute_vectors(job), "lent_keys": compute_lent_keys(job)}
+
+
+def list_vectors_gradients(job: Job, num_left: int) -> Lines:
+    """In the backward when the first `num_left` layers are left: the vectors' gradient, to which each layer that is
+    done has added its own, and the gradients of borrowed keys, which wait for the layer that made them."""
+    lines = {}
+    if job.shape.per_layer_embeddings and have_vectors_gradient(job) and num_left < job.shape.num_layers:
+        lines["token_vectors_gradient"] = compute_vectors(job)
+    if is_kv_source(job):
+        lines["borrowed_gradients"] = compute_lent_keys_waiting(job, num_left)
+    return lines
+
+
+def compute_own_vector(job: Job) -> int:
+    """b p S: one layer's vector."""
+    size = job.shape.per_layer_embeddings.size if job.shape.per_layer_embeddings else 0
+    return job.dtype_bytes * size * job.local_tokens
+
+
+def compute_vector_saved(job: Job) -> int:
+    """At the end of a layer: the gate's input, the gate, the activated gate where the vector has a gradient, the
+    product and what the norm saves."""
+    if job.shape.per_layer_embeddings is None:
+        return 0
+    num = 1 + have_vectors_gradient(job) + saves_input(job, VECTOR_OUTPUT)
+    gate_input = compute_layer_input(job) * saves_input(job, VECTOR_GATE)
+    return gate_input + num * compute_own_vector(job) + compute_norm_saved(job, job.shape.hidden_size)
+
+
+def compute_vectors_waiting(job: Job) -> int:
+    """Until the end of a layer's backward its vector's gradient waits."""
+    return compute_own_vector(job) * have_vectors_gradient(job) if job.shape.per_layer_embeddings else 0
+
+
+def compute_vectors_embedding_forward(job: Job) -> int:
+    """What was looked up, and the same scaled: 2 b w S."""
+    return 2 * compute_vectors(job)
+
+
+def compute_vector_forward(job: Job) -> int:
+    """What was looked up, and the norm of what was projected."""
+    return compute_vectors(job) + compute_norm_forward(job, count_vectors_width(job))
+
+
+def compute_vector_backward(job: Job) -> int:
+    """The vectors' gradient, which waits for the embedding, and the norm's backward with what it saved."""
+    width = count_vectors_width(job)
+    return compute_vectors(job) + compute_norm_saved(job, width) + compute_norm_backward(job, width)
+
+
+def compute_vectors_embedding_gradient(job: Job) -> int:
+    """b V w: whole on every rank until it is reduced; not of a frozen one."""
+    vectors = job.shape.per_layer_embeddings
+    return job.dtype_bytes * vectors.vocab_size * vectors.width if vectors and job.adapters is None else 0

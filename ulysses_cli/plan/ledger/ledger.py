@@ -1,19 +1,385 @@
-"""The ledger: bytes per rank on the GPU and per node on the host, by phase and by line.
-
-A phase is as large as its fullest snapshot, and the lines of a snapshot add up to it. Each line is a function in
-plan/ledger/. Takes a Job, returns values.
-"""
+"""The ledger: bytes per rank on the GPU and per node on the host, by phase and by line. Walks every time at which a
+rank's memory may be fullest, in the order of a run: load, step, evaluation, save. A phase is as large as its fullest
+snapshot, and the lines of a snapshot add up to it. Each line is a function in plan/ledger/. Takes a Job."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ulysses_cli.plan.ledger import device
-from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_phases
-from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
-from ulysses_cli.plan.ledger.snapshots import walk_snapshots
+from ulysses_cli.plan.ledger import adapters as adapters_of
+from ulysses_cli.plan.ledger import adapters as quantized
+from ulysses_cli.plan.ledger import head, layer, machine, mixers, mlp
+from ulysses_cli.plan.ledger.job import (
+    BETWEEN,
+    EMBEDDED,
+    FIRST,
+    HEAD_SENT,
+    LAST_SENT,
+    LEAVES,
+    MAKING,
+    RECOMPUTATION,
+    Job,
+    Lines,
+    MemorySnapshot,
+)
+from ulysses_cli.plan.ledger.layer_backward import (
+    SENT,
+    get_snapshot_place,
+    make_inside,
+    settle,
+    walk_flushes,
+    walk_layer_backward,
+    walk_sent,
+)
+from ulysses_cli.plan.ledger.machine import compute_host_uncertainty, list_host_phases
+from ulysses_cli.plan.ledger.modules import VECTOR_EMBEDDING
+from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
+from ulysses_cli.plan.ledger.weights import INPUT_NORM
+from ulysses_cli.plan.ledger.zero import gradients, states
+from ulysses_cli.plan.ledger.zero.gathering import Gathered, compute_gathered
+from ulysses_cli.plan.ledger.zero.gradients import find_filled, list_last_filled
+from ulysses_cli.plan.models.family import Trait
+from ulysses_cli.plan.models.layers import Layer
+
+INPUT_BYTES = 24  # of a token: its number, label and position
+
+
+def walk_snapshots(job: Job) -> Iterator[MemorySnapshot]:
+    """Every time at which a rank's memory may be fullest, in order."""
+    return (settle(job, snapshot) for snapshot in _walk_all(job))
+
+
+def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
+    gathered = compute_gathered(job)
+    yield from _walk_load(job, gathered)
+    held, saved_results = _list_held(job, gathered), list_saved(job)
+    yield from _walk_start(job, held, gathered, "forward")
+    inside = {**saved_results, "embedded": count_embedded(job)}
+    recomputes = job.levers.gradient_checkpointing is not False
+    for kind in job.shape.layer_kinds:
+        is_saved = job.shape.last_of_kind[kind] >= job.weights.first_trained
+        for place, work in _list_forward_work(job, kind):
+            view = job.view(kind)
+            if is_saved and not recomputes:  # most of it is part of what is saved
+                saved = {"attention": mixers.compute_saved(view, kind), "mlp": mlp.compute_mlp_saved(view, kind)}
+                work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
+            snapshot = MemorySnapshot("forward", place, {**held, **inside, **work})
+            if place == "attention" and is_saved and layer.saves_result(job):  # which is still being made
+                snapshot.lines["saved_attention_results"] -= mixers.compute_result(view, kind)
+            yield from _gather(job, kind, snapshot, gathered, place)
+    norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
+    yield MemorySnapshot("forward", "final norm", {**held, **inside, **norm})
+    fetched = _list_fetched(job, gathered.head, min(gathered.head, head.count_head_elements(job)))
+    yield MemorySnapshot(
+        "forward",
+        "the head is gathered",
+        {**held, **saved_results, **fetched, "final_norm": head.compute_final_norm(job)},
+    )
+    at_loss = {**held, **saved_results, "parameters_gathered": job.dtype_bytes * gathered.loss}
+    yield from _walk_loss(job, at_loss, _list_logits(job, gathered))
+    tied = {"tied_gradient": head.compute_head_gradient(job) if job.shape.tie_word_embeddings else 0}
+    saved = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
+    norm = {"norm_backward": head.compute_final_norm_backward(job)}
+    at_norm = {**at_loss, "parameters_gathered": job.dtype_bytes * gathered.norm}
+    yield MemorySnapshot("backward", "final norm", {**at_norm, **saved, **tied, **norm})
+    if leaves := states.compute_head_flush(job):  # when the final norm's gradient comes
+        residual = {"residual_gradient": layer.compute_layer_input(job)}
+        yield MemorySnapshot("backward", HEAD_SENT, {**at_norm, **residual, "reduce_flush": leaves})
+    base = {**held, **saved_results, **tied, "residual_gradient": layer.compute_layer_input(job)}
+    base["retained_gradients"] = gradients.compute_retained_gradients(job, 1)
+    for kind in job.shape.layer_kinds:
+        if job.shape.last_of_kind[kind] < job.weights.first_trained:
+            continue
+        for place, snapshot in _walk_layer(job, kind, base):
+            yield from _gather(job, kind, snapshot, gathered, place)
+            if job.zero_stage < 3:
+                yield from walk_sent(job, kind, snapshot)
+            for lower in _list_lower(job, kind):
+                lines = drop_layers(job, snapshot.lines, lower + 1, is_recomputing=snapshot.name == RECOMPUTATION)
+                yield MemorySnapshot(snapshot.phase, snapshot.name, lines, lower)
+            for below, num_sent in gradients.list_layers_below(job).items():
+                number = job.shape.find_last_of_kind(kind, below)
+                if number is None or number < job.weights.first_trained:
+                    continue
+                lines = drop_layers(job, snapshot.lines, number + 1)
+                large = {"retained_gradients": gradients.compute_retained_gradients(job, num_sent)}
+                large[gradients.FREED_GRADIENTS] = gradients.compute_freed_gradients(job, num_sent)
+                yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", {**lines, **large})
+        yield from walk_flushes(job, kind, base, gathered)
+    yield from _walk_ends(job, held, gathered)
+
+
+def _walk_layer(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, MemorySnapshot]]:
+    """A layer's backward, and its end, where its vectors' gradient is filled up with zeros to that of all layers."""
+    yield from walk_layer_backward(job, kind, base)
+    if job.shape.per_layer_embeddings and layer.have_vectors_gradient(job):
+        name, filled = "gradient of token vectors", {"token_vectors_filled": layer.compute_vectors(job)}
+        place = get_snapshot_place(job, kind, name)
+        yield INPUT_NORM, make_inside(job.view(kind), kind, base, name, place, 0, 0, filled)
+
+
+def _walk_start(job: Job, held: Lines, gathered: Gathered, phase: str) -> Iterator[MemorySnapshot]:
+    """Before the first layer."""
+    if not job.shape.per_layer_embeddings:
+        start = {"parameters_gathered": job.dtype_bytes * gathered.start}
+        yield MemorySnapshot(phase, "the embedding is gathered", {**held, **start})
+        return
+    embedded, b = {"embedded": layer.compute_layer_input(job)}, job.dtype_bytes
+    for name, num_gathered, work in (
+        ("vectors are looked up", gathered.start, layer.compute_vectors_embedding_forward(job)),
+        ("vectors are normed", gathered.vectors, layer.compute_vector_forward(job)),
+    ):
+        lines = {"parameters_gathered": b * num_gathered, "token_vectors": work}
+        yield MemorySnapshot(phase, name, {**held, **embedded, **lines})
+
+
+def _list_forward_work(job: Job, kind: Layer, *, trains: bool = True) -> Iterator[tuple[str, Lines]]:
+    """(Place in a layer, tensors in use there) of a forward."""
+    job = job.view(kind)
+    yield "attention", {"attention": mixers.compute_forward(job, kind)}
+    for place, around, work in adapters_of.list_dora_forward(job, kind, trains=trains):
+        yield place, {place: around, "lora": work}
+    if kind.shared:
+        yield "mlp", {"mlp": mixers.compute_block_mlp_forward(job, kind)}
+        return
+    if kind.mlp is None:
+        return
+    # before any of the MLP is computed
+    yield "fetch", {"mlp": mlp.count_around(job) * layer.compute_layer_input(job)}
+    adapters = {"lora": mlp.compute_adapter_work(job, kind)}
+    restored, beside = (
+        quantized.compute_quantized_work(job, kind),
+        quantized.compute_quantized_work(job, kind, adapters["lora"]),
+    )
+    in_tile = beside if layer.is_tiled(job) else {}
+    if kind.num_experts and not layer.is_tiled(job):
+        yield from ((place, {"mlp": size, **adapters}) for place, size in mlp.list_experts_forward(job, kind))
+        return
+    yield "mlp", {"mlp": mlp.compute_mlp_forward(job, kind), **adapters, **in_tile}
+    if not job.levers.tiled_mlp:
+        yield "first", {"mlp": mlp.compute_first_forward(job), **adapters, **beside}
+        if job.family.is_mlp_gated:
+            yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters, **beside}
+        yield "down", {"mlp": mlp.compute_down_forward(job), **restored}
+
+
+def _gather(
+    job: Job, kind: Layer, snapshot: MemorySnapshot, gathered: Gathered, place: str
+) -> Iterator[MemorySnapshot]:
+    """The same snapshot in each layer of that kind in which more is gathered than in any of them above it."""
+    numbers, first = job.shape.numbers_of_kind[kind], job.weights.first_trained
+    if snapshot.phase == "backward" and first:
+        numbers = frozenset(number for number in numbers if number >= first)
+    grows = job.shape.per_layer_embeddings or layer.is_kv_source(job) or mixers.has_blocks(job)
+    if snapshot.phase == "backward" and grows:
+        maxima = gathered.list_backward(place, numbers)  # what waits for lower layers grows
+    else:
+        maxima = gathered.list_maxima(snapshot.phase, place, numbers)
+    for number, num_elements in maxima or ((job.shape.last_of_kind[kind], 0),):
+        lines = drop_layers(job, snapshot.lines, number + 1, is_recomputing=snapshot.name == RECOMPUTATION)
+        if snapshot.phase == "backward":
+            lines = {**lines, **states.list_unswapped(job, number)}
+        lines = {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
+        yield MemorySnapshot(snapshot.phase, snapshot.name, lines, number)
+
+
+def _list_lower(job: Job, kind: Layer) -> list[int]:
+    """Below ZeRO-3 with adapters, the last layers of that kind in which the first gradient is made, and in which
+    gradients have come before."""
+    if job.zero_stage == 3 or job.adapters is None:
+        return []
+    last = min(job.weights.last_trained, job.shape.num_layers - 1)
+    numbers = {job.shape.find_last_of_kind(kind, number) for number in (last, last - 1) if number >= 0}
+    return sorted(number for number in numbers if number is not None and number >= job.weights.first_trained)
+
+
+def _list_logits(job: Job, gathered: Gathered) -> Lines:
+    """While the loss is computed of all logits, the head has been left. In tiles it is read again for each."""
+    num_elements = gathered.loss if job.levers.tiled_loss else gathered.logits
+    return {"parameters_gathered": job.dtype_bytes * num_elements}
+
+
+def _walk_loss(job: Job, at_loss: Lines, of_logits: Lines) -> Iterator[MemorySnapshot]:
+    """Head and loss. In tiles the forward computes the gradients, and the backward only passes them on. `of_logits`:
+    what is gathered until the head's backward."""
+    tiled, final = job.levers.tiled_loss, {"final_norm": head.compute_final_norm(job)}
+    tiles = {
+        "head_accumulator": head.compute_head_accumulator(job),
+        "hidden_gradient": head.compute_hidden_gradient(job),
+    }
+    line = "loss_tile" if tiled else "logits"
+    # the sum of the head's gradients is allocated when the first tile is done
+    first, phase = {**tiles, "head_accumulator": 0}, "forward" if tiled else "backward"
+    own = {**at_loss, **of_logits}
+    yield MemorySnapshot("forward", "loss", {**own, **final, **first, line: head.compute_loss_forward(job)})
+    if not tiled:
+        final = {"final_norm": head.compute_final_norm_saved(job)}
+    yield MemorySnapshot(phase, "loss", {**own, **final, **first, line: head.compute_loss_backward(job)})
+    if tiled:
+        a_tile = head.count_loss_tokens(job)
+        if second := min(a_tile, job.local_tokens - a_tile):
+            yield MemorySnapshot(
+                phase, "loss", {**at_loss, **final, **tiles, line: head.compute_loss_tile(job, second)}
+            )
+        added = {line: head.compute_added_gradient(job)}
+        yield MemorySnapshot(phase, "head's gradient is added", {**at_loss, **final, **tiles, **added})
+        final = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
+    gradient, logits = {"head_gradient": head.compute_head_gradient(job)}, {line: head.compute_logits_gradient(job)}
+    if job.dtype_bytes < 4:  # a float32 sum is the gradient itself
+        yield MemorySnapshot("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
+    tiles["head_accumulator"] = 0  # the sum is freed when its cast leaves
+    yield MemorySnapshot("backward", LEAVES, {**at_loss, **final, **tiles, **gradient, **logits})
+
+
+def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
+    """After the layers' backward: the embedding's gradient, the optimizer's step, evaluation and saving."""
+    b, embedding = job.dtype_bytes, head.compute_embedding_gradient(job)
+    end = {**held, "parameters_gathered": b * gathered.embedding, **states.list_unswapped(job, -1)}
+    end["retained_gradients"] = gradients.compute_retained_gradients(job, job.weights.num_trained)
+    if job.shape.per_layer_embeddings and layer.have_vectors_gradient(job):
+        yield from _walk_vectors_backward(job, end)
+    came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
+    came["embedding_sum"] = head.compute_pieces_sum(job, "embed_tokens", came["residual_gradient"])
+    before, last = list_last_filled(job.weights, job.engine.reduce_bucket)
+    # gradients that wait in the bucket have left their own memory
+    num_moved = before.num_before + (before.num_elements or last.num_elements - embedding // b)
+    came[gradients.FREED_GRADIENTS] = gradients.compute_freed_gradients(job, num_moved)
+    at_embedding = EMBEDDED if before.num_before else f"{FIRST}gradients, of the {EMBEDDED}"
+    added = dict(came)
+    if job.shape.tie_word_embeddings:  # its two gradients are added to a third, when the embedding's backward is over
+        added |= {"embedding_gradient": 3 * embedding, "residual_gradient": 0}
+    yield MemorySnapshot("backward", at_embedding, {**end, **added})
+    yield MemorySnapshot("backward", at_embedding, {**end, **came, "reduce_flush": states.compute_flush(job, *before)})
+    flush = {"reduce_flush": states.compute_flush(job, *last)}
+    flush[gradients.FREED_GRADIENTS] = gradients.compute_freed_gradients(job, last.num_before + last.num_elements)
+    at_end = LAST_SENT if last.num_before else f"{FIRST}and {LAST_SENT}"
+    yield MemorySnapshot("backward", at_end, {**end, **flush})
+    between = {**held, "inputs": 0}  # nothing reads them any more
+    if job.zero_stage == 1 and gradients.accumulates(job):
+        yield MemorySnapshot("optimizer_step", BETWEEN, between)
+    left = {"parameters_gathered": b * gathered.left}
+    yield MemorySnapshot("optimizer_step", "before the step", {**between, **left})
+    # persistent weights too are released before the step and gathered after it (stage3.py: step)
+    work = {"optimizer_transients": states.compute_step_transients(job), "parameters_persistent": 0}
+    yield MemorySnapshot("optimizer_step", "the step", {**between, **work})
+    if job.zero_stage == 3 and job.world_size > 1:  # all in one collective (_allgather_params_coalesced)
+        shares = {"parameters_arriving": states.compute_arriving(job, gathered.persistent)}
+        yield MemorySnapshot("optimizer_step", "persistent weights are gathered", {**between, **shares})
+    if job.evaluates:
+        yield from _walk_evaluation(job, held, compute_gathered(job, trains=False))
+    largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
+    yield MemorySnapshot("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})
+
+
+def _walk_vectors_backward(job: Job, end: Lines) -> Iterator[MemorySnapshot]:
+    """After all layers: the norm of all vectors, then their embedding."""
+    residual = {"residual_gradient": layer.compute_layer_input(job)}
+    tied = {"tied_gradient": head.compute_head_gradient(job) if job.shape.tie_word_embeddings else 0}
+    norm = {"token_vectors": layer.compute_vector_backward(job)}
+    yield MemorySnapshot("backward", "vectors are normed", {**end, **residual, **tied, **norm})
+    if size := layer.compute_vectors_embedding_gradient(job):
+        filled = find_filled(job.weights, job.engine.reduce_bucket, VECTOR_EMBEDDING)
+        lines = {"token_vectors": 2 * layer.compute_vectors(job), "embedding_gradient": size}
+        yield MemorySnapshot("backward", EMBEDDED, {**end, **residual, **tied, **lines})
+        lines["token_vectors"] //= 2
+        lines["reduce_flush"] = states.compute_flush(job, *filled)
+        yield MemorySnapshot("backward", EMBEDDED, {**end, **residual, **tied, **lines})
+
+
+def compute_prefill(job: Job) -> int:
+    """What generation holds besides weights and cache while it reads a prompt: the rotation's cosines and sines,
+    vectors of layers and lent keys, the residual, and the tensors in use at the fullest place of a layer. An MLP's
+    count the residual. Where rows are exchanged, the result of attention has its memory before the exchange
+    (train/generation/cache.py)."""
+    rotation = 2 * job.dtype_bytes * job.shape.head_dim * job.local_tokens
+    return (
+        rotation
+        + sum(layer.list_vectors_used(job).values())
+        + mixers.compute_kept_embedding(job)
+        + max(
+            sum(work.values()) + (0 if "mlp" in work else _compute_beside_mixer(job.view(kind)))
+            for kind in job.shape.layer_kinds
+            for _, work in _list_forward_work(job, kind, trains=False)
+        )
+    )
+
+
+def _compute_beside_mixer(job: Job) -> int:
+    result = job.dtype_bytes * job.query_width * job.local_tokens if job.layout.ulysses_size > 1 else 0
+    return layer.compute_layer_input(job) + result
+
+
+def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
+    """A forward that saves only the embedding's output and a layer's input."""
+    residual = {
+        "residual": 2 * layer.compute_layer_input(job),
+        **layer.list_vectors_used(job),
+        **mixers.list_kept_embedding(job),
+    }
+    yield from _walk_start(job, held, gathered, "evaluation")
+    works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind, trains=False))
+    for kind, place, work in works:
+        maxima = gathered.list_maxima("forward", place, job.shape.numbers_of_kind[kind])
+        most = {"parameters_gathered": job.dtype_bytes * (maxima[-1][1] if maxima else 0)}
+        yield MemorySnapshot("evaluation", place, {**held, **residual, **most, **work})
+    loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
+    at_loss = {**_list_logits(job, gathered), "residual": layer.compute_layer_input(job)}
+    yield MemorySnapshot("evaluation", "loss", {**held, **at_loss, **loss})
+    all_came = {"parameters_gathered": job.dtype_bytes * gathered.end}
+    yield MemorySnapshot("evaluation", "gathered weights are let go", {**held, **all_came})
+
+
+def _walk_load(job: Job, gathered: Gathered) -> Iterator[MemorySnapshot]:
+    loaded = {**_list_loaded(job, gathered), "parameters_persistent": 0}  # the first step gathers them
+    if job.zero_stage == 3:
+        parameters = {"parameters": loaded["parameters"], "weight_made": states.compute_weight_made(job)}
+        yield MemorySnapshot("load", "weights are made and drawn", parameters)
+    made = {name: size for name, size in loaded.items() if name not in ("gradients", "reduce_bucket")}
+    yield MemorySnapshot("load", MAKING, {**made, "load_transients": states.compute_load_transients(job)})
+    if job.levers.offload_param != "none":
+        largest, by_hook = job.weights.largest, job.weights.largest_trained
+        one = by_hook if job.world_size == 1 else largest
+        hook = {"parameters_arriving": states.compute_arriving(job, one), "parameters_gathered": job.dtype_bytes * one}
+        yield MemorySnapshot("load", "a weight is gathered alone", {**loaded, **hook})
+    proof = {"parameters_gathered": job.dtype_bytes * gathered.proof, "logits": head.compute_proof_logits(job)}
+    yield MemorySnapshot("load", "the head is proven", {**loaded, **proof, "lora": adapters_of.compute_dora_proof(job)})
+    restored = max(
+        (quantized.compute_restored_weights(job.view(kind), kind) for kind in job.shape.layer_kinds), default=0
+    )
+    if restored and job.quantized == "nf4":  # on a few tokens 8 bits restore nothing
+        yield MemorySnapshot("load", "a weight is restored", {**loaded, "restored_weights": restored})
+
+
+def _list_fetched(job: Job, num_elements: int, num_arriving: int) -> Lines:
+    """What is gathered while a weight arrives of which nothing was available on the GPU."""
+    arriving = states.compute_arriving(job, num_arriving) if job.world_size > 1 else 0
+    return {"parameters_gathered": job.dtype_bytes * num_elements, "parameters_arriving": arriving}
+
+
+def _list_loaded(job: Job, gathered: Gathered) -> Lines:
+    return {
+        "parameters": states.compute_parameters(job),
+        "parameters_persistent": job.dtype_bytes * gathered.persistent,
+        "gradients": states.compute_gradients(job),
+        "optimizer_master": states.compute_master(job),
+        "reduce_bucket": states.compute_reduce_bucket(job),
+        "cublas_workspace": machine.compute_cublas(job),
+    }
+
+
+def _list_held(job: Job, gathered: Gathered) -> Lines:
+    """What stays between snapshots after the first step."""
+    is_precise = Trait.PRECISE_ROTARY in job.shape.traits
+    widths = {mixer.head_dim for mixer in job.shape.attentions} if job.family.has_global_heads else {job.shape.head_dim}
+    rotary = 2 * (4 if is_precise else job.dtype_bytes) * sum(widths)
+    return {
+        **_list_loaded(job, gathered),
+        "optimizer_adam": states.compute_adam(job),
+        "inputs": (rotary + INPUT_BYTES) * job.local_tokens,
+    }
+
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
 
@@ -37,7 +403,7 @@ class Ledger:
     @property
     def gpu_allocated_bytes(self) -> int:
         """What torch.cuda.max_memory_allocated would say."""
-        own = device.DEVICE_LINES
+        own = machine.DEVICE_LINES
         return max(sum(n for name, n in snap.lines.items() if name not in own) for snap in self.phases.values())
 
     @cached_property
@@ -50,7 +416,7 @@ class Ledger:
 
     @cached_property
     def uncertainty_bytes(self) -> int:
-        return device.compute_uncertainty(self.peak.lines)
+        return machine.compute_uncertainty(self.peak.lines)
 
 
 def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
@@ -66,8 +432,8 @@ def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
     }
     allocated = max(sizes.values())
     fragmentation = {
-        "expandable_segments": device.compute_allocator(job, allocated, expandable=True),
-        "fixed_segments": device.compute_allocator(job, allocated, expandable=False),
+        "expandable_segments": machine.compute_allocator(job, allocated, expandable=True),
+        "fixed_segments": machine.compute_allocator(job, allocated, expandable=False),
     }
     return Ledger(phases, list_host_phases(job, phases), fragmentation)
 
@@ -75,8 +441,8 @@ def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
 def _complete(job: Job, snapshot: MemorySnapshot, *, expandable: bool) -> MemorySnapshot:
     """Adds what the GPU holds besides torch's tensors, and leaves out lines that are zero."""
     lines = {name: size for name, size in snapshot.lines.items() if size}
-    lines["allocator"] = device.compute_allocator(job, sum(lines.values()), expandable=expandable)
-    lines["cuda_context"] = device.compute_context(job)
+    lines["allocator"] = machine.compute_allocator(job, sum(lines.values()), expandable=expandable)
+    lines["cuda_context"] = machine.compute_context(job)
     if job.world_size > 1:
-        lines["nccl"] = device.compute_nccl(job)
+        lines["nccl"] = machine.compute_nccl(job)
     return MemorySnapshot(snapshot.phase, snapshot.name, lines)

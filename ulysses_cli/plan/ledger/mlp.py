@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ulysses_cli.plan.ledger import experts
-from ulysses_cli.plan.ledger.adapters import lengths
-from ulysses_cli.plan.ledger.adapters.quantized import compute_product as compute_int8_product
+from ulysses_cli.plan.ledger import adapters, experts
+from ulysses_cli.plan.ledger import layer as vectors
+from ulysses_cli.plan.ledger.adapters import compute_quantized_product as compute_int8_product
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
@@ -23,7 +23,6 @@ from ulysses_cli.plan.ledger.layer import (
     saves_input,
     saves_norm_input,
 )
-from ulysses_cli.plan.ledger.token_vectors import vectors
 from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind, is_fused_mlp
 from ulysses_cli.plan.models.family import HYBRID, Trait
 from ulysses_cli.plan.models.layers import DenseMlp, ExpertsMlp, Layer
@@ -38,7 +37,7 @@ class Activation:
     saved: float
     saved_for_weights: float
     forward: float
-    again: float
+    recomputed: float
     backward: float
 
 
@@ -73,7 +72,7 @@ def compute_mlp_saved(job: Job, layer: Layer) -> int:
     counted with its attention."""
     if layer.mlp is None or layer.shared:
         return 0
-    return compute_own_saved(job, layer) + vectors.compute_layer_saved(job)
+    return compute_own_saved(job, layer) + vectors.compute_vector_saved(job)
 
 
 def compute_own_saved(job: Job, layer: Layer) -> int:
@@ -100,10 +99,10 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
 def _compute_saved_of(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp, tokens: int) -> int:
     """4 i b: gate, activated gate, up and, for the last matrix, their product. A matrix's input is saved only for its
     gradient."""
-    of_lengths = lengths.compute_saved(job, layer, tokens, in_mlp=True)
+    of_magnitudes = adapters.compute_dora_saved(job, layer, tokens, in_mlp=True)
     if isinstance(block, ExpertsMlp):
-        return experts.compute_saved(job, block, tokens) + of_lengths
-    return compute_dense_saved(job, tokens) + of_lengths
+        return experts.compute_saved(job, block, tokens) + of_magnitudes
+    return compute_dense_saved(job, tokens) + of_magnitudes
 
 
 def compute_dense_saved(job: Job, tokens: int) -> int:
@@ -235,7 +234,7 @@ def _count_mixer_results(job: Job) -> int:
     return 2 * (HYBRID in job.family.other_kinds)
 
 
-def compute_end_again(job: Job) -> int:
+def compute_recomputed_end(job: Job) -> int:
     """At the end of the MLP's recomputation, in addition to what is saved: the last matrix's output, with adapters also
     the adapter's and the sum, and results of two mixers. The recomputation begins when the last matrix, or its adapter,
     computes its gradient: that of a scaled result, and of an adapter's scaled one, waits (torch/utils/checkpoint.py:
@@ -245,7 +244,7 @@ def compute_end_again(job: Job) -> int:
     return num_hidden * compute_layer_input(job) + compute_last_input(job)
 
 
-def compute_product_again(job: Job, layer: Layer) -> int:
+def compute_recomputed_product(job: Job, layer: Layer) -> int:
     """In the recomputation of an MLP whose base is in 8 bits, at the second of its first matrices, in addition to what
     is saved: what that product takes, the residual, and its input where that is not saved. The last matrix's input is
     not made yet. Without an adapter that matrix saves nothing, so that its own backward comes before: its input's
@@ -265,13 +264,13 @@ def compute_last_input(job: Job) -> int:
     return job.dtype_bytes * read * job.local_tokens
 
 
-def compute_activation_again(job: Job) -> int:
+def compute_recomputed_activation(job: Job) -> int:
     """At its activation instead, where the MLP has no gates: what that makes, and the residual; with adapters also the
     gradient that waits."""
     activation = find_activation(job)
     if activation is None:
         return 0
-    num = activation.again - saves_input(job, "down_proj")
+    num = activation.recomputed - saves_input(job, "down_proj")
     inner = round(num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens)
     return inner + (1 + _adapts_last(job)) * compute_layer_input(job)
 
@@ -317,9 +316,9 @@ def _compute_tile_backward(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp)
     tile = count_mlp_tile_tokens(job)
     sums = 4 * _count_elements(job, block) * (job.adapters is None)
     saved = _compute_saved_of(job, layer, block, tile)
-    inside = saved - lengths.compute_last_saved(job, layer, in_mlp=True) + _compute_backward_of(job, block, tile)
+    inside = saved - adapters.compute_last_dora_saved(job, layer, in_mlp=True) + _compute_backward_of(job, block, tile)
     inside += compute_tile_adapter_saved(job, layer, of_last=False)  # that of the last matrix has gone
-    inside = max(inside, lengths.compute_tile_again(job, layer, saved))
+    inside = max(inside, adapters.compute_dora_tile_again(job, layer, saved))
     is_dense = isinstance(block, DenseMlp)
     if job.adapters is not None and job.adapters.drops and is_dense:
         inside = max(inside, saved + _compute_dropped(job, layer))

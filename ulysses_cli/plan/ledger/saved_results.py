@@ -5,12 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger import layer, mixers, mlp
-from ulysses_cli.plan.ledger.adapters.modules import Module
-from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.memory_snapshot import Lines
-from ulysses_cli.plan.ledger.recurrence import convolution
-from ulysses_cli.plan.ledger.shared_blocks import block, waiting
-from ulysses_cli.plan.ledger.token_vectors import vectors
+from ulysses_cli.plan.ledger.job import Job, Lines
+from ulysses_cli.plan.ledger.modules import Module
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, LAST_PROJECTIONS, has_norm_before
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import Layer
@@ -25,8 +21,8 @@ def list_saved(job: Job) -> Lines:
     num_layers = job.shape.num_layers
     before = {
         "saved_embedding_norm": _compute_embedding_norm(job),
-        **vectors.list_saved(job),
-        **waiting.list_saved(job),
+        **layer.list_vectors_saved(job),
+        **mixers.list_kept_embedding(job),
     }
     if job.levers.gradient_checkpointing is False:
         return {"saved_layers": _sum_saved_inside(job, num_layers), **before}
@@ -65,7 +61,7 @@ def _sum_saved(job: Job, start: int, stop: int) -> Lines:
     kinds_before, first = job.shape.kinds_before, job.weights.first_trained
     start, stop = max(start, first), max(stop, first)
     results = outputs = 0
-    own = vectors.compute_own(job) * (job.levers.offloaded_layers > 0)  # else it is a view
+    own = layer.compute_own_vector(job) * (job.levers.offloaded_layers > 0)  # else it is a view
     for kind, (result, output) in _list_kept(job).items():
         num = kinds_before[kind][stop] - kinds_before[kind][start]
         results += num * result
@@ -84,7 +80,7 @@ def _list_kept(job: Job) -> dict[Layer, tuple[int, int]]:
     kept = {}
     for kind in job.shape.layer_kinds:
         view = job.view(kind)
-        output = block.compute_saved_output(view) if kind.shared else mlp.compute_saved_outputs(view, kind)
+        output = mixers.compute_block_saved_output(view) if kind.shared else mlp.compute_saved_outputs(view, kind)
         kept[kind] = mixers.compute_result(view, kind) * saves, output
     return kept
 
@@ -116,7 +112,7 @@ def compute_first_unsaved(job: Job) -> int:
     first = job.shape.layers[job.weights.first_trained]
     if mlp.is_parallel(job) and not job.adapters.adapts(*job.family.mlp_modules):
         unsaved += mlp.compute_mlp_saved(job.view(first.without_window()), first)
-    return unsaved + (convolution.compute_first_unsaved(job.view(first)) if mixers.is_convolution(first) else 0)
+    return unsaved + (mixers.compute_convolution_first_unsaved(job.view(first)) if mixers.is_convolution(first) else 0)
 
 
 def _is_trained_in_first_mixer(job: Job, module: Module) -> bool:
@@ -148,7 +144,7 @@ def _skips_first_norm(job: Job) -> bool:
 def compute_offloaded(job: Job) -> int:
     """What the layers that keep it in host memory have there. What all of them read is there once."""
     own = sum(_sum_saved(job, 0, min(job.levers.offloaded_layers, job.shape.num_layers)).values())
-    return own + waiting.compute_embedding(job) * (job.levers.offloaded_layers > 0)
+    return own + mixers.compute_kept_embedding(job) * (job.levers.offloaded_layers > 0)
 
 
 def count_on_device(job: Job, num_left: int) -> int:
@@ -171,15 +167,15 @@ def count_embedded(job: Job) -> int:
     return 0 if is_counted else layer.compute_layer_input(job)
 
 
-def drop_layers(job: Job, lines: Lines, num_left: int, *, is_again: bool = False) -> Lines:
+def drop_layers(job: Job, lines: Lines, num_left: int, *, is_recomputing: bool = False) -> Lines:
     """`lines` when only the first `num_left` layers are left: without what the layers above had saved, and in a
     backward with the gradients that they left for others. `is_again`: the last of them is being recomputed."""
     if "residual_gradient" in lines:
-        lines = {**lines, **vectors.list_gradients(job, num_left), **waiting.list_gradients(job, num_left)}
-    return _drop_saved(job, lines, num_left, is_again=is_again)
+        lines = {**lines, **layer.list_vectors_gradients(job, num_left), **mixers.list_block_gradients(job, num_left)}
+    return _drop_saved(job, lines, num_left, is_recomputing=is_recomputing)
 
 
-def _drop_saved(job: Job, lines: Lines, num_left: int, *, is_again: bool) -> Lines:
+def _drop_saved(job: Job, lines: Lines, num_left: int, *, is_recomputing: bool) -> Lines:
     """An input that came back from the host is freed at the end of the layer's forward, unless a norm has saved it
     unchanged."""
     num_layers = job.shape.num_layers
@@ -195,6 +191,6 @@ def _drop_saved(job: Job, lines: Lines, num_left: int, *, is_again: bool) -> Lin
     is_unsaved = not layer.saves_input_unchanged(job) or (
         num_left == job.weights.first_trained + 1 and _skips_first_norm(job)
     )
-    if came_back and is_unsaved and not is_again:
+    if came_back and is_unsaved and not is_recomputing:
         left["saved_layer_inputs"] -= layer.compute_layer_input(job)
     return {**lines, **left}

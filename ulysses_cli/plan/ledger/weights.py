@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from ulysses_cli.plan.ledger.adapters.modules import (
+from ulysses_cli.plan.ledger.modules import (
     ATTENTION,
     BIAS,
     EMBEDDING,
@@ -15,19 +15,20 @@ from ulysses_cli.plan.ledger.adapters.modules import (
     UNREAD_EMBEDDING,
     Adapters,
     Module,
+    list_copied_adapters,
     make_beside,
     make_linear,
+    name_block,
     trains,
-)
-from ulysses_cli.plan.ledger.recurrence.modules import (
+    walk_all_vectors,
     walk_convolution,
     walk_delta_net,
     walk_kimi_delta,
     walk_latent_attention,
+    walk_own_vector,
     walk_scan,
+    walk_shared_layer,
 )
-from ulysses_cli.plan.ledger.shared_blocks.modules import list_copied_adapters, name_block, walk_shared_layer
-from ulysses_cli.plan.ledger.token_vectors.modules import walk_all_vectors, walk_own_vector
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family, Trait
 from ulysses_cli.plan.models.layers import (
@@ -149,7 +150,7 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
     yield Module("", -1, 0, "with_loss")
     yield Module("", -1, 1, "model")
     yield Module(EMBEDDING, -1, 2, "embed_tokens", (("embedding", embedding),), trains(adapters, "embed_tokens"))
-    if vectors := shape.token_vectors:
+    if vectors := shape.per_layer_embeddings:
         make = partial(make_beside, adapters)
         yield from walk_all_vectors(shape.hidden_size, vectors, make, make_linear(make, adapters))
     if shape.rope_type:
@@ -243,7 +244,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         yield from of_mlp("down_proj", inner, hidden)
     if behind:
         yield norm(NORM_BEHIND)
-    if vectors := shape.token_vectors:
+    if vectors := shape.per_layer_embeddings:
         yield from walk_own_vector(hidden, vectors, make, linear)
 
 
@@ -324,7 +325,7 @@ def _walk_attention(
         yield from linear("q_proj", hidden, wide, num_biases=query * biases.qkv)
         if shape.query_key_norm and not together:
             yield q_norm
-        if attention.borrows_kv:
+        if attention.shares_kv:
             yield from linear("o_proj", query, hidden, num_biases=hidden * biases.out)
             return
         yield from linear("k_proj", hidden, kv, num_biases=kv * biases.qkv)

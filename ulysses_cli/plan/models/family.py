@@ -1,13 +1,83 @@
-"""What a model family is, as facts: which parts its layers have, and the fields of config.json that decide."""
+"""What a model family is, as facts: which parts its layers have, and the fields of config.json that decide; and
+config.json itself with transformers' defaults for what it leaves out. A value that cannot be used raises a
+RecipeError that names the model and the field. Knows no family by its name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
 
-from ulysses_cli.plan.models.config_facts import ConfigFacts
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+
+@dataclass
+class ConfigFacts:
+    """`key`: the recipe's key that named the model."""
+
+    values: Mapping[str, Any]
+    name: str
+    key: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def find(self, *names: str) -> Any:
+        """The first of the fields that config.json has, else the first that has a default."""
+        for source in (self.values, self.defaults):
+            for name in names:
+                if name in source:
+                    return source[name]
+        return None
+
+    def find_number(self, *names: str) -> float | None:
+        value = self.find(*names)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+            return value
+        raise self.complain(f"{self._choose_name(names)} is {value!r}, not a number")
+
+    def find_count(self, *names: str) -> int | None:
+        number = self.find_number(*names)
+        if number is None:
+            return None
+        if number != int(number) or number < 0 or number > 2**40:
+            raise self.complain(f"{self._choose_name(names)} is {number}, not a count")
+        return int(number)
+
+    def find_list(self, name: str) -> list[Any]:
+        items = self.find(name)
+        if items is None or isinstance(items, list | tuple):
+            return list(items or ())
+        raise self.complain(f"{name} is {items!r}, not a list")
+
+    def find_mapping(self, name: str) -> Mapping[str, Any]:
+        value = self.find(name)
+        return value if isinstance(value, Mapping) else {}
+
+    def get_count(self, *names: str) -> int:
+        count = self.find_count(*names)
+        if not count:
+            name = self._choose_name(names)
+            raise self.complain(f"{name} is missing" if count is None else f"{name} is {count}")
+        return count
+
+    def get_text(self, name: str) -> str:
+        text = self.find(name)
+        if not isinstance(text, str) or not text:
+            raise self.complain(f"{name} is {'missing' if text is None else repr(text)}")
+        return text
+
+    def decide(self, flag: bool | str) -> bool:
+        """A fact of the family, or the field that decides."""
+        return bool(self.find(flag)) if isinstance(flag, str) else flag
+
+    def complain(self, what: str) -> RecipeError:
+        hint = "a model's config.json gives model_type, sizes and head counts"
+        return RecipeError([Problem(self.key, f"the config of {self.name} cannot be used: {what}", hint)])
+
+    def _choose_name(self, names: tuple[str, ...]) -> str:
+        return next((name for name in names if name in self.values), names[0])
+
 
 SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_PROJECTIONS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # besides those of queries
@@ -52,7 +122,7 @@ class Trait(Enum):
     NATIVE_NORMS = auto()  # torch's layer_norm in the model's dtype, which saves its input unchanged
     FLOAT32_NORMS = auto()  # the same of a float32 copy, without weights (modeling_olmo.py: OlmoLayerNorm)
     # A vector for each head is the weight of queries' and keys' norms. They are centered, and run neither in one kernel
-    # nor in tiles (train/memory/tiled_norm.py: _is_norm).
+    # nor in tiles (train/memory/tiling.py: _is_norm).
     MATRIX_NORMS = auto()
     WITHOUT_INPUT_NORM = auto()  # attention projects the layer's input
     POST_NORMS = auto()  # a layer ends with a norm
@@ -141,7 +211,7 @@ class Family:
     has_post_norms: Flag = False
     latent: bool = False
     has_global_heads: bool = False
-    has_token_vectors: bool = False
+    has_per_layer_embeddings: bool = False
     shares_blocks: bool = False  # layers of kind HYBRID use a SharedBlock; the others have no MLP
     recurrence: Literal["", "delta_net", "kimi_delta", "mamba2"] = ""
     has_narrow_gates: bool = True  # Kimi's gates are made through a narrow vector

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ulysses_cli.plan.models.config_facts import ConfigFacts
-from ulysses_cli.plan.models.expert_families import follow_dense_layers, share_by_number, share_by_size
+from ulysses_cli.plan.models.attention_families import follow_dense_layers, share_by_number, share_by_size
 from ulysses_cli.plan.models.family import (
     CONVOLUTION,
     FULL_ATTENTION,
@@ -16,6 +15,7 @@ from ulysses_cli.plan.models.family import (
     ONLY_MLP,
     PLAIN_MLP,
     SLIDING_ATTENTION,
+    ConfigFacts,
     Family,
     Trait,
 )

@@ -1,14 +1,25 @@
-"""What a decoder layer is made of: mixers, which read other tokens, and an MLP, with the sizes that memory, operations
-and legal sp sizes depend on.
-
-Plain values; config_layers.py reads them from config.json.
-"""
+"""What a decoder layer is made of: mixers, which read other tokens, and an MLP, with the sizes that memory,
+operations and legal sp sizes depend on. Reads the layers of a config.json as plain values, and counts their
+parameters as transformers builds them. Opens no file and holds no tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+
+from ulysses_cli.plan.models.family import (
+    CONVOLUTION,
+    HYBRID,
+    LINEAR_ATTENTION,
+    ONLY_EXPERTS,
+    ONLY_MLP,
+    RENAMED,
+    SLIDING_ATTENTION,
+    ConfigFacts,
+    Family,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ NO_BIASES = Biases()
 @dataclass(frozen=True)
 class AttentionMixer:
     """Softmax attention. `window_tokens`: None reaches back to the document's start. `keys_are_values`: one projection
-    makes both. `borrows_kv`: an earlier layer's keys and values are used. `gate_width`: outputs are multiplied with
+    makes both. `shares_kv`: an earlier layer's keys and values are used. `gate_width`: outputs are multiplied with
     this many gates per token, made by a projection of their own. `num_inputs`: queries, keys and values are made from
     as many vectors of the hidden size, 2 where the embedding stands beside the hidden state."""
 
@@ -51,7 +62,7 @@ class AttentionMixer:
     window_tokens: int | None = None
     has_sinks: bool = False
     keys_are_values: bool = False
-    borrows_kv: bool = False
+    shares_kv: bool = False
     gate_width: int = 0
     latent: Latent | None = None
     num_inputs: int = 1
@@ -59,7 +70,7 @@ class AttentionMixer:
     @property
     def num_made(self) -> int:
         """Projections that make its keys and values."""
-        return 0 if self.borrows_kv else 2 - self.keys_are_values
+        return 0 if self.shares_kv else 2 - self.keys_are_values
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ class ConvolutionMixer:
 
 
 @dataclass(frozen=True)
-class TokenVectors:
+class PerLayerEmbeddings:
     """A vector of `size` numbers that each layer has for each token, from an embedding of its own and from the model's,
     which is projected to all of them at once."""
 
@@ -200,3 +211,309 @@ class Layer:
             replace(mixer, window_tokens=None) if isinstance(mixer, AttentionMixer) else mixer for mixer in self.mixers
         )
         return replace(self, mixers=tuple(mixers))
+
+
+def count_layer(layer: Layer, hidden: int, facts: ConfigFacts, family: Family) -> int:
+    total = sum(_count_mixer(mixer, hidden, facts, family) for mixer in layer.mixers)
+    total += _count_mlp(layer.mlp, hidden, facts, family) if layer.mlp else 0
+    total += count_own_of_shared(layer, hidden) + count_shared_norms(hidden) if layer.shared else 0
+    return total + count_norms(facts, family) * family.norm_parts * hidden + family.layer_extras(facts)
+
+
+def count_model(layers: tuple[Layer, ...], facts: ConfigFacts, family: Family) -> int:
+    """Unique weights: embedding, layers, final norm, and the head where it is not the embedding."""
+    hidden = facts.get_count("hidden_size")
+    embedding = facts.get_count("vocab_size") * hidden
+    head = 0 if facts.find("tie_word_embeddings", "tie_embedding") else embedding
+    inside = sum(layer.num_parameters for layer in layers) - _count_repeated(layers, hidden, facts, family)
+    return embedding + inside + family.norm_parts * hidden + head + family.model_extras(facts)
+
+
+def count_own_of_shared(layer: Layer, hidden: int) -> int:
+    """Of a layer that uses a shared block: its adapters, two matrices each, and the matrix behind the block."""
+    shared, attention, mlp = layer.shared, layer.attention, layer.mlp
+    if shared is None or attention is None or mlp is None:
+        return 0
+    width = 3 * (2 * hidden + 2 * hidden) * shared.adapts_attention + hidden + 2 * mlp.inner_size
+    return shared.rank * width + hidden * hidden
+
+
+def count_shared_norms(hidden: int) -> int:
+    """Of a shared block: the norm of both its inputs, and the one before its MLP."""
+    return 3 * hidden
+
+
+def _count_repeated(layers: tuple[Layer, ...], hidden: int, facts: ConfigFacts, family: Family) -> int:
+    """Weights of shared blocks that layers count although another one has done so."""
+    repeated, known = 0, set()
+    for layer in layers:
+        if layer.shared and layer.shared.number in known and layer.attention and layer.mlp:
+            repeated += _count_attention(layer.attention, hidden, facts, family) + count_shared_norms(hidden)
+            repeated += _count_mlp(layer.mlp, hidden, facts, family)
+        known |= {layer.shared.number} if layer.shared else set()
+    return repeated
+
+
+def count_norms(facts: ConfigFacts, family: Family) -> int:
+    return family.norms_per_layer + 2 * facts.decide(family.has_post_norms)
+
+
+def _count_mixer(mixer: Mixer, hidden: int, facts: ConfigFacts, family: Family) -> int:
+    if isinstance(mixer, AttentionMixer):
+        return _count_attention(mixer, hidden, facts, family)
+    if isinstance(mixer, Mamba2Mixer):
+        return _count_mamba(mixer, hidden, facts, family)
+    if isinstance(mixer, DeltaNetMixer):
+        values = mixer.num_heads * mixer.value_head_dim
+        projections = hidden * (mixer.conv_channels + values + 2 * mixer.num_heads) + values * hidden
+        return projections + mixer.conv_channels * mixer.conv_tokens + 2 * mixer.num_heads + mixer.value_head_dim
+    if isinstance(mixer, KimiDeltaMixer):
+        width, dim = mixer.num_heads * mixer.head_dim, mixer.head_dim
+        gate = hidden * dim + dim * width if family.has_narrow_gates else hidden * width
+        gates = 2 * gate + hidden * mixer.num_heads
+        own = width + mixer.num_heads + dim  # dt_bias, A_log, the norm of a head
+        return 4 * hidden * width + gates + mixer.conv_channels * mixer.conv_tokens + own
+    bias = facts.decide("conv_bias")
+    return hidden * (4 * hidden + mixer.conv_tokens) + bias * 5 * hidden
+
+
+def _count_attention(mixer: AttentionMixer, hidden: int, facts: ConfigFacts, family: Family) -> int:
+    query, values = mixer.num_heads * mixer.head_dim, mixer.num_heads * mixer.value_head_dim
+    has_qkv_bias, has_out_bias = facts.decide(family.qkv_bias), facts.decide(family.out_bias)
+    total = values * hidden + has_out_bias * hidden + mixer.has_sinks * mixer.num_heads + hidden * mixer.gate_width
+    if mixer.latent is not None:
+        latent = mixer.latent
+        expanded = query - mixer.num_heads * latent.rope_dim + values
+        total += hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * (1 + expanded)
+        total += has_qkv_bias * (latent.kv_rank + latent.rope_dim)
+        if latent.query_rank is None:
+            return total + hidden * query
+        return total + latent.query_rank * (hidden + has_qkv_bias + 1 + query)
+    kv = mixer.num_kv_heads * mixer.head_dim
+    made = 0 if mixer.shares_kv else kv if mixer.keys_are_values else 2 * kv
+    total += (mixer.num_inputs * hidden + has_qkv_bias) * (query + made)
+    if not facts.decide(family.norms_queries):
+        return total
+    keys = 0 if mixer.shares_kv else 1
+    return (
+        total
+        + family.norm_parts
+        * {"": 0, "head": (1 + keys) * mixer.head_dim, "full": query + keys * kv}[family.query_key_norm]
+    )
+
+
+def _count_mamba(mixer: Mamba2Mixer, hidden: int, facts: ConfigFacts, family: Family) -> int:
+    inner = mixer.num_heads * mixer.head_dim
+    projected = inner + mixer.conv_channels + mixer.num_heads
+    total = hidden * (projected + inner) + mixer.conv_channels * mixer.conv_tokens + 3 * mixer.num_heads
+    total += facts.decide(family.recurrence_conv_bias) * mixer.conv_channels
+    total += facts.decide(family.recurrence_bias) * projected + facts.decide(family.recurrence_out_bias) * hidden
+    return total + facts.decide(family.norms_recurrence) * inner
+
+
+def _count_mlp(mlp: DenseMlp | ExpertsMlp, hidden: int, facts: ConfigFacts, family: Family) -> int:
+    num_inner = 1 + mlp.is_gated
+    has_bias = facts.decide(family.mlp_bias)
+    if isinstance(mlp, DenseMlp):
+        return (
+            (num_inner + 1) * hidden * mlp.inner_size
+            + has_bias * (num_inner * mlp.inner_size + hidden)
+            + family.mlp_extras
+        )
+    latent = facts.find_count("moe_latent_size") or 0
+    width = latent or hidden
+    expert = (num_inner + 1) * width * mlp.inner_size + family.experts_have_bias * (num_inner * mlp.inner_size + hidden)
+    router = hidden + family.experts_have_bias + family.router_extras
+    shared = (num_inner + 1) * hidden * mlp.shared_size + family.has_shared_gate * hidden
+    return mlp.num_experts * (expert + router) + shared + 2 * hidden * latent
+
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+OTHER_NAMES = "other_names"  # in a family's defaults: second names of its fields
+
+
+class LayerReader:
+    """Reads one config.json. Equal layers are one object."""
+
+    def __init__(self, facts: ConfigFacts, family: Family, hidden_size: int, num_layers: int) -> None:
+        self.facts, self.family, self.hidden_size, self.num_layers = facts, family, hidden_size, num_layers
+        self.num_heads = facts.get_count("num_attention_heads")
+        self.num_kv_heads = facts.find_count("num_key_value_heads") or self.num_heads
+        self.latent = _read_latent(facts) if family.latent else None
+        nope = facts.find_count("qk_nope_head_dim") or 0
+        num_inputs = 1 + family.shares_blocks
+        own_dim = facts.find_count("attention_head_dim", "head_dim") or num_inputs * hidden_size // self.num_heads
+        self.head_dim = nope + self.latent.rope_dim if self.latent else own_dim
+        takes_experts = not family.defaults or any(name in family.defaults for name in NUM_EXPERTS)
+        is_on = takes_experts and facts.decide(family.enables_experts)
+        self.num_experts = (self._find_own_count(NUM_EXPERTS) or 0) if is_on else 0
+        self.num_chosen = self._find_own_count(NUM_CHOSEN) or 0
+        self.own_facts = {  # what a saved config.json says of single layers; keys are filled up with zeros
+            int(index): ConfigFacts(values, facts.name, facts.key)
+            for index, values in facts.find_mapping("per_layer_config").items()
+            if str(index).isdecimal() and isinstance(values, Mapping)
+        }
+        self.window = facts.find_count("sliding_window") or None
+        if facts.find("use_sliding_window") is False:
+            self.window = None
+
+    def _find_own_count(self, names: tuple[str, ...]) -> int | None:
+        """Of the field that the family's config has, or of its second name, which transformers reads last. Transformers
+        ignores the names that other families have for it."""
+        defaults = self.family.defaults
+        own = tuple(name for name in names if name in defaults)
+        others = tuple(name for name in names if name in defaults.get(OTHER_NAMES, ()))
+        return self.facts.find_count(*(others + own if own else names))
+
+    def read_layers(self) -> tuple[Layer, ...]:
+        known: dict[Layer, Layer] = {}
+        layers: list[Layer] = []
+        for index in range(self.num_layers):
+            kind = self.find_kind(index)
+            shared = self._read_shared(sum(each.shared is not None for each in layers)) if kind == HYBRID else None
+            layer = Layer(self._read_mixers(kind, index), self._read_mlp(kind, index), shared=shared)
+            if layer not in known:
+                num_parameters = count_layer(layer, self.hidden_size, self.facts, self.family)
+                known[layer] = replace(layer, num_parameters=num_parameters)
+            layers.append(known[layer])
+        return tuple(layers)
+
+    def _read_shared(self, num_before: int) -> SharedBlock | None:
+        """Of the layer after so many that use such blocks, which take turns."""
+        facts = self.facts
+        if not self.family.shares_blocks:
+            return None
+        if not facts.find("tie_word_embeddings"):  # PreTrainedModel.get_expanded_tied_weights_keys
+            raise facts.complain("tie_word_embeddings is false: transformers then shares no blocks either")
+        number = num_before % facts.get_count("num_mem_blocks")
+        return SharedBlock(number, facts.get_count("adapter_rank"), bool(facts.find("use_shared_attention_adapter")))
+
+    def find_kind(self, index: int) -> str:
+        written = self.facts.find_list("layer_types") or self.facts.find_list("layers_block_type")
+        kind = str(written[index]) if index < len(written) else self.family.kind_of_layer(self.facts, index)
+        return RENAMED.get(kind, kind)
+
+    def _read_mixers(self, kind: str, index: int) -> tuple[Mixer, ...]:
+        if kind not in self.family.other_kinds:
+            return (self._read_attention(kind == SLIDING_ATTENTION, index),)
+        if kind == CONVOLUTION:
+            return (ConvolutionMixer(self.hidden_size, self.facts.get_count("conv_L_cache")),)
+        if kind == HYBRID:  # in the order in which they run
+            both = (self._read_recurrence(), self._read_attention(False, index))
+            return both[::-1] if self.family.shares_blocks else both
+        return (self._read_recurrence(),) if kind == LINEAR_ATTENTION else ()
+
+    def _read_attention(self, slides: bool, index: int) -> AttentionMixer:
+        facts, family = self.facts, self.family
+        by_layer = facts.find_list("num_attention_heads_per_layer")
+        num_heads = by_layer[index] if index < len(by_layer) and isinstance(by_layer[index], int) else self.num_heads
+        kv_heads, head_dim, value_dim = self.num_kv_heads, self.head_dim, self.head_dim
+        if self.latent:
+            kv_heads, value_dim = num_heads, facts.find_count("v_head_dim") or self.hidden_size // num_heads
+        keys_are_values = borrows = False
+        if family.has_global_heads:  # layers without a window have heads of another size
+            borrows = index >= self.num_layers - (facts.find_count("num_kv_shared_layers") or 0)
+            if not slides:
+                keys_are_values = bool(facts.find("attention_k_eq_v"))
+                head_dim = value_dim = facts.get_count("global_head_dim")
+                kv_heads = (keys_are_values and facts.find_count("num_global_key_value_heads")) or kv_heads
+        of_layer = self.own_facts.get(index)
+        if of_layer:
+            num_heads = of_layer.find_count("num_attention_heads") or num_heads
+            kv_heads = of_layer.find_count("num_key_value_heads") or kv_heads
+            head_dim = value_dim = of_layer.find_count("head_dim") or head_dim
+        gate = {"": 0, "elements": num_heads * head_dim, "heads": num_heads}[family.attention_gate]
+        return AttentionMixer(
+            num_heads=num_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_dim,
+            window_tokens=self.window if slides else None,
+            has_sinks=family.has_sinks,
+            keys_are_values=keys_are_values,
+            shares_kv=borrows,
+            gate_width=gate if facts.decide(family.is_gated) else 0,
+            latent=self.latent,
+            num_inputs=1 + family.shares_blocks,
+        )
+
+    def _read_recurrence(self) -> Mixer:
+        facts = self.facts
+        if self.family.recurrence == "kimi_delta":
+            own = facts.find_mapping("linear_attn_config")
+            heads, width = own.get("num_heads"), own.get("head_dim")
+            return KimiDeltaMixer(
+                heads if isinstance(heads, int) else facts.find_count("linear_num_heads") or self.num_heads,
+                width if isinstance(width, int) else facts.get_count("linear_head_dim", "head_dim"),
+                facts.get_count("linear_conv_kernel_dim", "short_conv_kernel_size"),
+            )
+        if self.family.recurrence == "delta_net":
+            num_keys = facts.find_count("linear_num_key_heads") or self.num_heads
+            key_dim = facts.find_count("linear_key_head_dim") or int(0.75 * self.hidden_size / num_keys)
+            return DeltaNetMixer(
+                num_key_heads=num_keys,
+                num_heads=facts.find_count("linear_num_value_heads") or self.num_heads,
+                key_head_dim=key_dim,
+                value_head_dim=facts.find_count("linear_value_head_dim") or 2 * key_dim,
+                conv_tokens=facts.get_count("linear_conv_kernel_dim"),
+            )
+        num_heads = facts.get_count("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+        inner = facts.find_count("mamba_d_ssm") or (facts.find_count("mamba_expand") or 2) * self.hidden_size
+        written = facts.find("mamba_head_dim", "mamba_d_head")
+        return Mamba2Mixer(
+            num_heads=num_heads,
+            head_dim=inner // num_heads
+            if written in (None, "auto")
+            else facts.get_count("mamba_head_dim", "mamba_d_head"),
+            num_groups=facts.get_count("n_groups", "mamba_n_groups", "mamba_ngroups"),
+            state_dim=facts.get_count("ssm_state_size", "mamba_d_state"),
+            conv_tokens=facts.get_count("conv_kernel", "mamba_d_conv"),
+            chunk_tokens=facts.get_count("chunk_size", "mamba_chunk_size"),
+            gating=self._read_gating(),
+        )
+
+    def _read_gating(self) -> Literal["before norm", "after norm", "alone"]:
+        if not self.facts.decide(self.family.norms_recurrence):
+            return "alone"
+        return "after norm" if self.facts.find("mamba_norm_before_gate") else "before norm"
+
+    def _read_mlp(self, kind: str, index: int) -> DenseMlp | ExpertsMlp | None:
+        facts, family = self.facts, self.family
+        if family.shares_blocks and kind != HYBRID:
+            return None
+        has_lone_parts = ONLY_MLP in family.other_kinds
+        if has_lone_parts and kind not in (ONLY_EXPERTS, ONLY_MLP):
+            return None
+        written = facts.find_list("mlp_layer_types")
+        is_sparse = written[index] == "sparse" if index < len(written) else family.has_experts(facts, index)
+        if has_lone_parts:
+            is_sparse = kind == ONLY_EXPERTS
+        if self.num_experts and is_sparse:
+            return ExpertsMlp(
+                num_experts=self.num_experts,
+                num_per_token=self.num_chosen,
+                inner_size=read_expert_size(facts, family),
+                shared_size=family.shared_size(facts) if family.shared_size else 0,
+                is_gated=family.is_mlp_gated,
+            )
+        return DenseMlp(family.dense_size(facts, index), family.is_mlp_gated)
+
+
+def count_written_layers(facts: ConfigFacts) -> int:
+    """Nemotron-H writes one kind or letter for each layer, and no number."""
+    pattern = facts.find("hybrid_override_pattern")
+    num_written = len(facts.find_list("layers_block_type")) or (len(pattern) if isinstance(pattern, str) else 0)
+    return num_written or facts.get_count("num_hidden_layers")
+
+
+def read_expert_size(facts: ConfigFacts, family: Family) -> int:
+    """Families without their own size for experts ignore the field."""
+    has_own = not family.defaults or "moe_intermediate_size" in family.defaults
+    size = facts.find_count("moe_intermediate_size") if has_own else None
+    return size or facts.get_count("intermediate_size")
+
+
+def _read_latent(facts: ConfigFacts) -> Latent | None:
+    rank = facts.find_count("kv_lora_rank")
+    return Latent(facts.find_count("q_lora_rank") or None, rank, facts.get_count("qk_rope_head_dim")) if rank else None

@@ -1,7 +1,6 @@
-"""Reads a Hugging Face config.json into a ModelShape: heads, layer kinds, windows, number of parameters.
-
-Takes plain JSON, returns a ModelShape or raises RecipeError. Opens no file; assumes only transformers' own defaults.
-"""
+"""Reads a Hugging Face config.json into a ModelShape: heads, layer kinds, windows, number of parameters; and
+summarizes it in words: its layers, heads, sp sizes and positions, or why the model is refused. Takes plain JSON,
+returns values or raises RecipeError. Opens no file; assumes only transformers' own defaults."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from ulysses_cli.plan.layout import list_divisors
-from ulysses_cli.plan.models.config_facts import ConfigFacts
-from ulysses_cli.plan.models.config_layers import LayerReader, count_written_layers
-from ulysses_cli.plan.models.families import FAMILIES, list_traits
-from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family, Trait
+from ulysses_cli.plan.models.families import CROSSING, FAMILIES, find_inexact, list_traits
+from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, ConfigFacts, Family, Trait
 from ulysses_cli.plan.models.layers import (
     NO_BIASES,
     AttentionMixer,
@@ -28,12 +25,14 @@ from ulysses_cli.plan.models.layers import (
     ExpertsMlp,
     KimiDeltaMixer,
     Layer,
+    LayerReader,
     Mamba2Mixer,
     Mixer,
-    TokenVectors,
+    PerLayerEmbeddings,
+    count_model,
+    count_written_layers,
 )
-from ulysses_cli.plan.models.parameter_counts import count_model
-from ulysses_cli.plan.models.refusals import CROSSING, find_inexact
+from ulysses_cli.plan.units import format_count
 
 MAX_LAYERS = 10_000
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -90,7 +89,7 @@ class ModelShape:
     centers_norms: bool = False  # they subtract the mean in float32
     has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
-    token_vectors: TokenVectors | None = None
+    per_layer_embeddings: PerLayerEmbeddings | None = None
     biases: Biases = NO_BIASES
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what it was read from
 
@@ -285,15 +284,15 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         centers_norms=family is not None and family.centers_norms(facts),
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
-        token_vectors=_read_token_vectors(facts, family, num_layers),
+        per_layer_embeddings=_read_per_layer_embeddings(facts, family, num_layers),
         biases=_read_biases(facts, family) if family else NO_BIASES,
         config=find_text_part(config),
     )
 
 
-def _read_token_vectors(facts: ConfigFacts, family: Family | None, num_layers: int) -> TokenVectors | None:
-    own = facts.find_count("hidden_size_per_layer_input") if family and family.has_token_vectors else None
-    return TokenVectors(own, num_layers, facts.get_count("vocab_size_per_layer_input")) if own else None
+def _read_per_layer_embeddings(facts: ConfigFacts, family: Family | None, num_layers: int) -> PerLayerEmbeddings | None:
+    own = facts.find_count("hidden_size_per_layer_input") if family and family.has_per_layer_embeddings else None
+    return PerLayerEmbeddings(own, num_layers, facts.get_count("vocab_size_per_layer_input")) if own else None
 
 
 def _find_scaling(facts: ConfigFacts) -> float | None:
@@ -413,3 +412,74 @@ def _read_quantization(config: Mapping[str, Any]) -> str:
     """The method by which the stored weights are quantized, or ''."""
     section = config.get("quantization_config")
     return str(section.get("quant_method") or "an unnamed method") if isinstance(section, Mapping) else ""
+
+
+MIXER_NAMES: dict[type[Mixer], str] = {
+    DeltaNetMixer: "gated delta net",
+    KimiDeltaMixer: "Kimi delta attention",
+    Mamba2Mixer: "Mamba2",
+    ConvolutionMixer: "short convolution",
+}
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """`sp_sizes`: those that divide the heads. `auto_rings`: the ring that `auto` takes, by sp size. `ring_obstacle`:
+    why no ring is possible, or ''. `rope_type`: '' without rotary positions. `gated`: whether the hub asks to accept a
+    licence; None: not known. `refused`: why rows are not split, or ''."""
+
+    name: str
+    model_type: str
+    num_parameters: int | None
+    layers: tuple[str, ...]
+    heads: tuple[str, ...]
+    sp_sizes: tuple[int, ...]
+    auto_rings: Mapping[int, int]
+    ring_obstacle: str
+    max_positions: int
+    rope_type: str
+    gated: bool | None
+    refused: str
+
+
+def summarize(shape: ModelShape, gated: bool | None, auto_rings: Mapping[int, int]) -> ModelSummary:
+    kinds = Counter(describe_layer(layer) for layer in shape.layers)
+    attentions = dict.fromkeys(
+        f"{mixer.num_heads} attention heads of {mixer.head_dim} over {mixer.num_kv_heads}" for mixer in shape.attentions
+    )
+    others = (f"{count} {kind} heads" for kind, count in shape.head_counts if kind != "attention")
+    return ModelSummary(
+        name=shape.name,
+        model_type=shape.model_type,
+        num_parameters=shape.num_parameters,
+        layers=tuple(f"{count} x {kind}" for kind, count in kinds.items()),
+        heads=(*attentions, *others),
+        sp_sizes=(1,) if shape.inexact else shape.sp_sizes,
+        auto_rings={} if shape.inexact else auto_rings,
+        ring_obstacle=shape.ring_obstacle,
+        max_positions=shape.max_position_embeddings,
+        rope_type=shape.rope_type,
+        gated=gated,
+        refused=shape.inexact,
+    )
+
+
+def describe_layer(layer: Layer) -> str:
+    parts = [_describe_mixer(mixer) for mixer in layer.mixers]
+    if isinstance(layer.mlp, ExpertsMlp):
+        shared = " and a shared one" if layer.mlp.shared_size else ""
+        parts.append(f"{layer.mlp.num_per_token} of {format_count(layer.mlp.num_experts, 'expert')}{shared}")
+    elif layer.mlp is not None:
+        parts.append("MLP")
+    if layer.shared:  # which the mixer of its own comes after
+        mixer = parts.pop(1)
+        return f"{' and '.join(parts)} of shared block {layer.shared.number + 1}, {mixer}"
+    return ", ".join(parts)
+
+
+def _describe_mixer(mixer: Mixer) -> str:
+    if not isinstance(mixer, AttentionMixer):
+        return MIXER_NAMES[type(mixer)]
+    name = "latent attention" if mixer.latent else "attention"
+    reach = f"sliding {name} ({mixer.window_tokens:,} tokens)" if mixer.window_tokens else f"full {name}"
+    return reach + (" with an earlier layer's keys" if mixer.shares_kv else "")

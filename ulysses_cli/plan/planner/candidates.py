@@ -1,17 +1,157 @@
-"""Values of a search: the request, GPUs on offer with their prices, candidates with their cost, and the result."""
+"""Values of a search: the request, a recipe drafted from a few facts (also for estimates without a recipe), GPUs on
+offer with their prices, candidates with their cost, and the result; how far a predicted speed may be off; and the
+walls that keep plans from fitting, with how far away the nearest plan is. Accuracy comes from errors for published
+runs and from how processors differ: docs/benchmarks.md. Searches nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ulysses_cli.plan.hardware import Gpu, compute_cost, compute_price
+from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost, compute_price
+from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.levers import Levers, get_key
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.planner.accuracy import Accuracy, judge_speed
 from ulysses_cli.plan.planner.fit import Fit
-from ulysses_cli.plan.speed import Speed
+from ulysses_cli.plan.rules.model import REPLACEABLE
+from ulysses_cli.plan.speed import HOST, Speed
+from ulysses_cli.plan.units import format_count, format_usd
+
+PLAIN = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What decides a recipe's memory and speed. `levers` None leaves them to be chosen."""
+
+    model: str
+    max_length: int
+    layout: Layout
+    is_lora: bool = False
+    lora_targets: tuple[str, ...] = ()  # none: all linear layers
+    quantize_base: str | None = None
+    levers: Levers | None = None
+    accumulation: int = 1
+    needs_stretch: bool = False
+    dataset: str = "owner/texts"
+    max_steps: int = 1
+    zero_stage: int = 3
+    is_packed: bool = True
+    nvme_path: str | None = None
+    gpu: str | None = None  # its kind
+
+
+def find_obstacle(shape: ModelShape) -> str:
+    """Why a row of this model cannot be split over ranks, or ''."""
+    return shape.inexact
+
+
+def find_sp_size(shape: ModelShape, num_processes: int, max_length: int, gpus_per_node: int = GPUS_PER_NODE) -> int:
+    """The largest legal sp_size inside a node: it divides the processes and the row; a ring serves heads that it does
+    not divide."""
+    if find_obstacle(shape):
+        return 1
+    legal = [
+        size
+        for size in range(1, gpus_per_node + 1)
+        if num_processes % size == 0 and max_length % size == 0 and shape.list_ring_sizes(size)
+    ]
+    return max(legal)
+
+
+def needs_stretch(shape: ModelShape, max_length: int) -> bool:
+    """Whether rows exceed the pretrained positions of a model whose positions can be stretched."""
+    return max_length > shape.max_position_embeddings and shape.rope_type in REPLACEABLE
+
+
+def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
+    """The recipe as YAML; settings at their default are left out."""
+    layout = draft.layout
+    lines = [f"# {line}".rstrip() for line in header] + ([""] if header else [])
+    lines += ["model:", f"  name_or_path: {quote(draft.model)}"]
+    if draft.needs_stretch:
+        lines += ["  rope_scaling:", "    type: yarn"]
+    sizes = {
+        "sp_size": layout.sp_size,
+        "dp_shard_size": layout.dp_shard_size,
+        "dp_replicate_size": layout.dp_replicate_size,
+    }
+    parallel = [f"  {name}: {size}" for name, size in sizes.items() if size > 1]
+    if layout.ring_size > 1 or layout.sp_size > GPUS_PER_NODE:  # auto may choose another
+        parallel.append(f"  ring_size: {layout.ring_size}")
+    parallel += [f"  zero_stage: {draft.zero_stage}"] if draft.zero_stage != 3 else []
+    lines += ["", "parallel:", *parallel] if parallel else []
+    lines += ["", "data:", "  datasets:", f"    - path: {draft.dataset}", f"  max_length: {draft.max_length}"]
+    lines += [] if draft.is_packed else ["  packing: off"]
+    lines += ["", "train:", f"  max_steps: {draft.max_steps}"]
+    if draft.accumulation > 1:
+        lines.append(f"  gradient_accumulation_steps: {draft.accumulation}")
+    if draft.levers is not None:
+        lines += ["", *write_levers(draft.levers)]
+        lines += [f"  nvme_path: {quote(draft.nvme_path)}"] if draft.nvme_path is not None else []
+    if draft.is_lora:
+        lines += ["", "lora:", "  r: 16", "  alpha: 32"]
+        lines += [f"  target_modules: [{', '.join(draft.lora_targets)}]"] if draft.lora_targets else []
+        lines += [f"  quantize_base: {draft.quantize_base}"] if draft.quantize_base is not None else []
+    lines += ["", "run:", f"  gpu: {quote(draft.gpu)}"] if draft.gpu is not None else []
+    return "\n".join(lines) + "\n"
+
+
+def quote(text: str) -> str:
+    """As YAML reads it: plain where that is safe, otherwise in JSON's quotes."""
+    return text if PLAIN.fullmatch(text) else json.dumps(text)
+
+
+def write_levers(levers: Levers, base: Levers | None = None) -> list[str]:
+    """The memory section; only what differs from `base`, if given."""
+    before = vars(base) if base is not None else {}
+    values = vars(levers).items()
+    changed = {get_key(name): value for name, value in values if name not in before or before[name] != value}
+    spelled = {name: str(value).lower() if isinstance(value, bool) else value for name, value in changed.items()}
+    return ["memory:", *(f"  {name}: {value}" for name, value in spelled.items())] if changed else []
+
+
+# The worst errors of predicted tokens/s for published runs of other programs (benchmarks/published.py), too low and
+# too high: on one machine of H100 or A100, and on several machines or with another exchange.
+NEAR, FAR = (-0.15, 0.08), (-0.15, 0.55)
+COMPARED = ("h100-80gb", "a100-80gb")
+# How far a processor's time may be from the costs of hardware.yaml, which are a GPU's: cores of servers, and a busy one
+# from an idle one, differ by about this factor.
+HOST_FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """`low` and `high`: what tokens per second may be, as shares of the predicted."""
+
+    low: float
+    high: float
+    reason: str
+
+
+def judge_speed(job: Job, gpu: Gpu, speed: Speed) -> Accuracy:
+    on_one = job.world_size <= gpu.gpus_per_node
+    too_low, too_high = NEAR if gpu.key in COMPARED and on_one else FAR
+    of_what = "published runs on several machines"
+    if gpu.key in COMPARED and on_one:
+        of_what = "published runs on one machine of this kind"
+    elif gpu.key not in COMPARED:
+        of_what = "no published run on this kind was compared; those on several machines of others"
+    reason = f"{of_what} were predicted {-too_low:.0%} too low to {too_high:.0%} too high"
+    low, high = 1 / (1 + too_high), 1 / (1 + too_low)
+    slow, fast = (_exchange_host(job, speed, factor) / speed.step_seconds for factor in (HOST_FACTOR, 1 / HOST_FACTOR))
+    return Accuracy(min(low, 1 / slow), max(high, 1 / fast), reason)
+
+
+def _exchange_host(job: Job, speed: Speed, factor: float) -> float:
+    """Seconds of a step on a processor that takes `factor` times as long."""
+    waits = job.accumulation * max(0.0, factor * speed.host_seconds - speed.device_seconds)
+    return speed.step_seconds - speed.parts[HOST] + waits + (factor - 1) * speed.optimizer_host_seconds
+
 
 GIGA = 1e9
 TOKENS_PER_STEP = 1 << 20  # published fine-tunings on long rows take 0.5 to 4 million
@@ -163,3 +303,160 @@ class SearchResult:
 def round_cost(usd: float) -> float:
     """To two digits; smaller differences do not count."""
     return float(f"{usd:.2g}")
+
+
+MOST_TIMES_CHEAPER = 3  # farther over the budget, adapters are no way out
+
+
+def count_distance(fit: Fit) -> tuple[bool, float]:
+    """The distance from fitting, as a sort key: what fits the GPU comes before what does not."""
+    if fit.wall == "host":
+        return False, fit.host_peak_bytes / fit.host_capacity_bytes
+    return True, fit.gpu_peak_bytes / fit.gpu_capacity_bytes
+
+
+def find_excess(request: PlanRequest, candidate: Candidate) -> str:
+    """The bound that a fitting candidate breaks, or ''."""
+    if request.deadline_seconds is not None and candidate.seconds > request.deadline_seconds:
+        return "deadline"
+    if request.budget_usd is not None and candidate.usd_middle > request.budget_usd:
+        return "price"
+    return ""
+
+
+def explain_absence(request: PlanRequest, gpu: Gpu, tried: Sequence[Candidate]) -> str:
+    """Why a kind of GPU is not among the best, though others are."""
+    own = [plan for plan in tried if plan.gpu.key == gpu.key]
+    fitting = [plan for plan in own if plan.fit.verdict == "fits"]
+    if not own:
+        return "no kernel can index a row on so few of them"
+    if not fitting:
+        near = min(own, key=lambda plan: count_distance(plan.fit))
+        fit = near.fit
+        needs, has, what = fit.gpu_peak_bytes, fit.gpu_capacity_bytes, "on each GPU"
+        if fit.wall == "host":
+            needs, has, what = fit.host_peak_bytes, fit.host_capacity_bytes, "of host memory"
+        verb = "needs" if near.job.world_size == 1 else "need"
+        return f"does not fit: {near.job.world_size} of them {verb} {needs / GIB:,.1f} GiB {what}, of {has / GIB:,.1f}"
+    cheapest, fastest = min(plan.usd_middle for plan in fitting), min(plan.seconds for plan in fitting)
+    if request.budget_usd is not None and gpu.usd_middle is None:
+        return "no price is known for it, so --budget cannot be checked: add usd_per_hour to hardware.yaml"
+    if request.budget_usd is not None and cheapest > request.budget_usd:
+        return f"the cheapest that fits costs about {format_usd(cheapest, digits=2)}"
+    if request.deadline_seconds is not None and fastest > request.deadline_seconds:
+        return f"the fastest that fits takes {fastest / 3600:.3g} h"
+    return (
+        "fits, behind the others"
+        if any(not find_excess(request, plan) for plan in fitting)
+        else "misses either --deadline or --budget"
+    )
+
+
+def list_walls(
+    request: PlanRequest,
+    offers: Sequence[Offer],
+    layouts: Sequence[tuple[Job, list[Gpu]]],
+    tried: Sequence[Candidate],
+    fitting: Sequence[Candidate],
+) -> list[Wall]:
+    """For candidates that fit, the bounds of time and money; otherwise the memory, host and heads that are too
+    small."""
+    if fitting:
+        walls = [_find_deadline_wall(request, fitting), _find_price_wall(request, fitting)]
+    elif not tried:
+        walls = [_find_index_wall(request, offers)]
+    else:
+        on_host = _find_host_wall(request, tried)
+        walls = [_find_gpu_wall(request, tried), on_host, _find_heads_wall(request, offers, layouts)]
+    return [wall for wall in walls if wall is not None]
+
+
+def _format_ratio(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
+def _find_deadline_wall(request: PlanRequest, fitting: Sequence[Candidate]) -> Wall | None:
+    if request.deadline_seconds is None:
+        return None
+    hours, most = min(plan.seconds for plan in fitting) / 3600, request.deadline_seconds / 3600
+    message = (
+        f"the fastest that fits takes {hours:.3g} h, {_format_ratio(hours / most)} times the deadline of {most:.3g} h"
+    )
+    if hours <= most:
+        message = f"what meets the deadline of {most:.3g} h costs more than the budget"
+    return Wall("deadline", message, "offer more GPUs, allow more time, or train on fewer tokens")
+
+
+def _find_price_wall(request: PlanRequest, fitting: Sequence[Candidate]) -> Wall | None:
+    if request.budget_usd is None:
+        return None
+    cheapest = min(fitting, key=lambda plan: plan.usd_middle)
+    usd = cheapest.usd_middle
+    if usd == float("inf"):
+        return Wall("price", "no price is known for any kind that fits", "add usd_per_hour to hardware.yaml")
+    cost = format_usd(usd, digits=2)
+    ratio = usd / request.budget_usd
+    times = f"{float(f'{ratio:.2g}'):,g}"  # as many digits as the price
+    message = f"the cheapest that fits costs about {cost}, {times} times the budget"
+    if usd <= request.budget_usd:
+        hours = cheapest.seconds / 3600
+        message = f"the cheapest, about {cost}, is inside the budget but takes {hours:.3g} h"
+    other = _suggest_lora(request) if ratio < MOST_TIMES_CHEAPER else ""
+    return Wall("price", message, f"raise --budget, or train on fewer tokens{other}")
+
+
+def _find_index_wall(request: PlanRequest, offers: Sequence[Offer]) -> Wall:
+    widest = max((offer.max_gpus for offer in offers), default=0)
+    message = (
+        f"rows of {request.max_length:,} tokens are longer than kernels can index on {format_count(widest, 'GPU')}"
+    )
+    hint = "use shorter rows, or let more GPUs share a row, as far as the number of heads allows"
+    if widest > 1 and request.max_length % 8:
+        hint = f"{request.max_length:,} divides by few sp_sizes: use {request.max_length // 8 * 8:,}, or shorter rows"
+    return Wall("heads", message, hint)
+
+
+def _find_gpu_wall(request: PlanRequest, tried: Sequence[Candidate]) -> Wall | None:
+    on_gpu = [plan for plan in tried if plan.fit.wall == "gpu"]
+    if not on_gpu:
+        return None
+    near = min(on_gpu, key=lambda plan: plan.fit.gpu_peak_bytes / plan.fit.gpu_capacity_bytes)
+    needs, spare, has = (
+        size / GIB for size in (near.fit.gpu_peak_bytes, near.fit.uncertainty_bytes, near.fit.gpu_capacity_bytes)
+    )
+    how = f"{near.job.world_size} x {near.gpu.key} with sp_size {near.job.layout.sp_size} and the smallest levers"
+    message = f"nearest is {how}: {needs:.1f} GiB and {spare:.1f} for safety, of {has:.1f}"
+    return Wall("gpu", message, f"offer GPUs with more memory, more of them, or shorter rows{_suggest_lora(request)}")
+
+
+def _find_host_wall(request: PlanRequest, tried: Sequence[Candidate]) -> Wall | None:
+    on_host = [plan for plan in tried if plan.fit.wall == "host"]
+    if not on_host:
+        return None
+    near = min(on_host, key=lambda plan: plan.fit.host_peak_bytes / plan.fit.host_capacity_bytes)
+    needs, has = near.fit.host_peak_bytes / GIB, near.fit.host_capacity_bytes / GIB
+    message = (
+        f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory, "
+        f"{near.fit.host_uncertainty_bytes / GIB:,.0f} for safety, on a node of about {has:,.0f}"
+    )
+    hint = "offer machines with more memory (host_gib_per_gpu in hardware.yaml)"
+    if request.nvme_path is None:
+        hint += ", or name a folder on their local disks for states and activations: --nvme-path"
+    return Wall("host", message, hint)
+
+
+def _find_heads_wall(
+    request: PlanRequest, offers: Sequence[Offer], layouts: Sequence[tuple[Job, list[Gpu]]]
+) -> Wall | None:
+    most = max(job.layout.sp_size for job, _ in layouts)
+    if most >= max(offer.max_gpus for offer in offers):
+        return None
+    limit = find_obstacle(request.shape) or format_count(request.shape.num_heads, "head")
+    message = f"a row is shared by at most {format_count(most, 'GPU')} here: {limit}"
+    return Wall("heads", message, "sp_size divides the heads")
+
+
+def _suggest_lora(request: PlanRequest) -> str:
+    if request.quantize_base is not None:
+        return ""
+    return ", or try --method qlora" if request.is_lora else ", or try --method lora"

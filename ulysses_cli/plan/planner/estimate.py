@@ -1,20 +1,21 @@
-"""One recipe on one kind of GPU: memory, time, money, the longest row, and what to change when it does not fit."""
+"""One recipe on one kind of GPU: memory, time, money, the longest row, what to change when it does not fit, and
+whether the GPU waits for the processor that launches its kernels, with the changes that help. Prints nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
-from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
+from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.planner.accuracy import Accuracy, judge_speed
-from ulysses_cli.plan.planner.draft import write_levers
+from ulysses_cli.plan.planner.candidates import Accuracy, judge_speed, write_levers
 from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
-from ulysses_cli.plan.planner.host_bound import HostBound, find_host_bound
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     LeverChoice,
@@ -22,13 +23,98 @@ from ulysses_cli.plan.planner.lever_choice import (
     choose_levers,
     find_cheapest,
     find_longest,
+    keep_spending,
     read_levers,
+    stop_spending,
 )
-from ulysses_cli.plan.planner.machines import LayoutInside, find_layout_inside
-from ulysses_cli.plan.planner.rings import BetterRing, explain_own_ring, find_better_ring
-from ulysses_cli.plan.planner.spending import keep_spending, stop_spending
+from ulysses_cli.plan.planner.rings import (
+    BetterRing,
+    LayoutInside,
+    explain_own_ring,
+    find_better_ring,
+    find_layout_inside,
+)
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_speed, explain_packed
+
+MORE = 4  # times as many tokens in a micro-step
+LEAST_GAIN = 1.05
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class HostRemedy:
+    """A change that fits, and how many times as many tokens per second it gives."""
+
+    change: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class HostBound:
+    """Seconds of a micro-step on both sides, and what helps, the best first."""
+
+    host_seconds: float
+    device_seconds: float
+    remedies: tuple[HostRemedy, ...]
+
+    def explain(self) -> list[str]:
+        """What it is, and what helps."""
+        host, device = (format_milliseconds(each) for each in (self.host_seconds, self.device_seconds))
+        times = [f"{each.change} ({each.gain:.1f} times the tokens/s)" for each in self.remedies[:MOST_NAMED]]
+        helps = ", or ".join(times) or "no change of one key that fits; a faster processor"
+        return [
+            f"by the host: a processor takes about {host} to launch a micro-step, which the GPU computes in {device}",
+            f"what helps: {helps}; longer packed rows help as a larger batch does; there are no CUDA graphs",
+        ]
+
+
+def format_milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+def find_host_bound(job: Job, gpu: Gpu) -> HostBound | None:
+    """None where the GPU is the limit."""
+    speed, found = compute_speed(job, gpu), list[HostRemedy]()
+    if not speed.is_host_bound:
+        return None
+    for change, tried in _list_changes(job):
+        gain = compute_speed(tried, gpu).tokens_per_second / speed.tokens_per_second
+        if gain >= LEAST_GAIN and judge(tried, compute_ledger(tried), gpu).verdict == "fits":
+            found.append(HostRemedy(change, gain))
+    found.sort(key=lambda remedy: -remedy.gain)
+    best = {remedy.change.partition(":")[0]: remedy for remedy in reversed(found)}  # of each key
+    return HostBound(speed.host_seconds, speed.device_seconds, tuple(each for each in found if each in best.values()))
+
+
+def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
+    levers, layout = job.levers, job.layout
+    yield (
+        f"train.per_device_train_batch_size: {MORE * job.batch}",
+        replace(job, batch=MORE * job.batch, accumulation=max(1, job.accumulation // MORE)),
+    )
+    for size in dict.fromkeys((*job.shape.sp_sizes, 1)):
+        if size < layout.sp_size and layout.sp_size % size == 0:
+            fewer = Layout(layout.dp_replicate_size, layout.dp_shard_size * layout.sp_size // size, size)
+            yield f"parallel.sp_size: {size}", replace(job, layout=fewer)
+    if (
+        job.zero_stage == 3
+        and not uses_disk(levers)
+        and levers.offload_param == "none"
+        and layout.dp_replicate_size == 1
+    ):
+        yield "parallel.zero_stage: 1", replace(job, zero_stage=1, levers=replace(levers, overlapped_groups=0))
+    for words, changed in (
+        ("memory.gradient_checkpointing: false", {"gradient_checkpointing": False, "offloaded_layers": 0}),
+        ("memory.large_tiles: true", {"large_tiles": True}),
+        ("memory.tiled_mlp: false", {"tiled_mlp": False}),
+        ("memory.activation_offloading: false", {"offloaded_layers": 0}),
+        ("memory.attention_head_chunks: 1", {"head_chunks": 1}),
+        ("memory.offload_param: none", {"offload_param": "none"}),
+    ):
+        if any(getattr(levers, name) != value for name, value in changed.items()):
+            yield words, replace(job, levers=replace(levers, **changed))
+
 
 DISK = "/mnt/nvme"
 LESS = 0.95  # of the ledger's peak, since memory ran out below the peak

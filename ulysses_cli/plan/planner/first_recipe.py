@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.planner.candidates import Candidate, PlanRequest
-from ulysses_cli.plan.planner.draft import needs_stretch, quote, write_levers
+from ulysses_cli.plan.planner.candidates import Candidate, PlanRequest, needs_stretch, quote, write_levers
 from ulysses_cli.plan.planner.search import draft_candidate
-from ulysses_cli.plan.recipe.data_section import RowType
+from ulysses_cli.plan.recipe.sections import RowType
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.plan.units import format_plain, format_usd
 

@@ -80,7 +80,7 @@ def is_indexable(job: Job) -> bool:
         head_chunks=job.levers.head_chunks,
         tiled_mlp=job.levers.tiled_mlp,
         is_quantized=job.quantized is not None,
-        uses_dora=job.adapters is not None and job.adapters.has_lengths,
+        uses_dora=job.adapters is not None and job.adapters.has_magnitudes,
         num_rows=job.batch,
         kernel=job.kernel,
     )

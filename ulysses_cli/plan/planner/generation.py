@@ -9,14 +9,14 @@ from typing import Any
 from ulysses_cli.plan.flops import compute_layers_flops, count_idle
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
-from ulysses_cli.plan.ledger.adapters.quantized import compute_spared
+from ulysses_cli.plan.ledger.adapters import compute_quantized_spared
 from ulysses_cli.plan.ledger.job import Job, is_known
-from ulysses_cli.plan.ledger.snapshots import compute_prefill
+from ulysses_cli.plan.ledger.ledger import compute_prefill
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.resolved import find_ring_size
-from ulysses_cli.plan.rows.order import count_shared_out
+from ulysses_cli.plan.rows.ring import count_shared_out
 
 STATE_BYTES = 4  # recurrent states are float32
 CHUNK_BYTES = 1 << 29
@@ -38,7 +38,7 @@ def predict(
     whole = (shape.num_parameters or 0) * bytes_per_number
     if quantized is not None and is_known(shape):
         job = Job(shape, Layout(), length, Levers(), dtype_bytes=bytes_per_number, quantized=quantized)
-        whole -= compute_spared(job)
+        whole -= compute_quantized_spared(job)
     return {
         "length": length,
         "sp_size": sp_size,

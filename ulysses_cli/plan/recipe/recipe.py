@@ -1,8 +1,5 @@
-"""The recipe's schema: every setting with one doc line, a unit and a bound. The data section is in data_section.py,
-that of adapters in lora_section.py, that of pairs of answers in preference_section.py.
-
-A Recipe is never changed after loading; derived values are in Layout, Resolved or a value of their own.
-"""
+"""The recipe's schema: every setting with one doc line, a unit and a bound. sections.py has the sections `data`,
+`lora` and `preference`. A Recipe is never changed after loading; derived values are in resolved.py."""
 
 from __future__ import annotations
 
@@ -12,11 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ulysses_cli.plan.files.addresses import name_local_copy
-from ulysses_cli.plan.recipe.data_section import Data
-from ulysses_cli.plan.recipe.lora_section import Lora
-from ulysses_cli.plan.recipe.preference_section import Preference
-from ulysses_cli.plan.recipe.setting import MAX_TOKENS, ON_GPU, UNMOVED, Lines, Place, Section, setting, text
+from ulysses_cli.plan.files import name_local_copy
+from ulysses_cli.plan.recipe.sections import (
+    MAX_TOKENS,
+    ON_GPU,
+    UNMOVED,
+    Data,
+    Lines,
+    Lora,
+    Place,
+    Preference,
+    Section,
+    setting,
+    text,
+)
 
 
 class RopeScaling(Section):

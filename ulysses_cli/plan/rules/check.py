@@ -1,8 +1,6 @@
-"""Runs every rule across fields of a recipe, and holds the rules about processes, rows and the engine.
-
-A rule is one function that yields Problems without a place in the file. training.py, model.py, positions.py, files.py
-and chats.py hold the others. Rules for a single field are in the schema.
-"""
+"""Runs every rule across fields of a recipe, and holds the rules about processes, rows and the engine. A rule is one
+function that yields Problems without a place in the file. training.py, model.py and files.py hold the others. Rules
+for a single field are in the schema."""
 
 from __future__ import annotations
 
@@ -11,16 +9,16 @@ from dataclasses import dataclass, replace
 
 from ulysses_cli.plan.ds_config import MAX_PERSISTENT, WEIGHTS_ON_DISK, find_contradictions, make_ds_config
 from ulysses_cli.plan.ledger.job import is_known
-from ulysses_cli.plan.ledger.zero.swapping import NUM_BUFFERS
+from ulysses_cli.plan.ledger.zero.states import NUM_BUFFERS
+from ulysses_cli.plan.models.model_files import TokenizerFacts
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.models.vocabulary import TokenizerFacts
-from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.plan.rules import adapters, files, model, positions, preferences, training
-from ulysses_cli.plan.rules.chats import check_chats
+from ulysses_cli.plan.rules import files, model, training
+from ulysses_cli.plan.rules.files import check_chats
+from ulysses_cli.plan.units import format_count
 
 MAX_PROCESSES = 1 << 20
 BYTES_VOCABULARY = 259  # 256 bytes, begin, end, padding
@@ -325,9 +323,9 @@ def check_recipe(
     recipe = loaded.recipe
     problems = [problem for rule in RULES for problem in rule(case)]
     if shape is not None:
-        shape_rules = (*model.RULES, *adapters.RULES, *positions.RULES)
+        shape_rules = (*model.MODEL_RULES, *model.ADAPTER_RULES, *model.POSITION_RULES)
         problems += [problem for rule in shape_rules for problem in rule(recipe, shape)]
-    recipe_rules = (*training.RULES, *preferences.RULES, *files.RULES)
+    recipe_rules = (*training.TRAINING_RULES, *training.PREFERENCE_RULES, *files.RULES)
     problems += [problem for rule in recipe_rules for problem in rule(recipe)]
     problems += check_chats(recipe, tokenizer)
     placed = [replace(problem, where=loaded.locate(problem.key)) for problem in problems]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.files.regular_files import read_regular
-from ulysses_cli.plan.files.weight_files import find_weight_problem, list_weight_files, read_header
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.files import read_regular
+from ulysses_cli.plan.models.model_files import find_weight_problem, list_weight_files, read_header
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.rules.files import CHECKPOINT_MANIFEST, HUB_NAME
+from ulysses_cli.plan.units import format_count
 
 KEY = "MODEL"
 MAX_CONFIG_BYTES = 16 << 20

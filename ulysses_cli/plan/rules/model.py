@@ -1,4 +1,5 @@
-"""Rules that need the model's shape: heads, attention, weights, adapters, 32-bit bounds. Run by check.py."""
+"""Rules that need the model's shape: heads, attention, weights, adapters and the base under them, 32-bit bounds, and
+positions: the trained length and the stretch of the rotary encoding. check.py runs them. Each yields Problems."""
 
 from __future__ import annotations
 
@@ -7,13 +8,20 @@ from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
-from ulysses_cli.plan.models.refusals import UNSERVED
+from ulysses_cli.plan.ledger.job import is_known
+from ulysses_cli.plan.models.families import FAMILIES, UNSERVED
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import find_ring_size, find_sharing_obstacle
+from ulysses_cli.plan.resolved import (
+    compute_rope_factor,
+    compute_rope_theta,
+    find_ring_size,
+    find_sharing_obstacle,
+    get_original_positions,
+)
 from ulysses_cli.plan.rows.indexing import RowSizes, list_excess
+from ulysses_cli.plan.units import format_count
 
 Problems = Iterator[Problem]
 
@@ -225,7 +233,7 @@ def check_shared_prompts(recipe: Recipe, shape: ModelShape) -> Problems:
             yield Problem("preference.share_prompts", what, "use auto: each answer then has a copy")
 
 
-RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
+MODEL_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_shared_prompts,
     check_heads,
     check_convolutions,
@@ -267,3 +275,217 @@ def _name_model(recipe: Recipe) -> str:
 def _list_choices(choices: list[int] | list[str]) -> str:
     words = [str(choice) for choice in choices]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def check_quantized_base(recipe: Recipe, shape: ModelShape) -> Problems:
+    """bitsandbytes' layers hold whole weights, and only linear layers have them."""
+    key, lora = "lora.quantize_base", recipe.lora
+    if lora is None or lora.quantize_base is None:
+        return
+    if recipe.parallel.zero_stage == 3:
+        yield Problem(
+            "parallel.zero_stage",
+            f"3 shards the base's weights, and with {key}: {lora.quantize_base} each GPU holds all of them",
+            "write parallel.zero_stage: 2",
+        )
+    if any(layer.num_experts for layer in shape.layers):
+        yield Problem(
+            key,
+            f"the experts of {shape.name} are parts of one tensor and not linear layers: they would stay in "
+            f"{recipe.model.dtype}",
+            "leave quantize_base out; ZeRO-3 shards the base",
+        )
+    elif not is_known(shape) or _shares_blocks(shape):
+        yield Problem(
+            key,
+            f"is proven for plain attention with gated MLPs, and {shape.name} has other layers",
+            "leave quantize_base out; ZeRO-3 shards the base",
+        )
+
+
+def check_whole_parts(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Parts that are trained whole are saved as peft saves them."""
+    key, lora = "lora.modules_to_save", recipe.lora
+    if lora is None or not lora.modules_to_save:
+        return
+    tied = [name for name in lora.modules_to_save if name != "norm"]
+    if tied and shape.tie_word_embeddings:
+        other = "lm_head" if tied[0] == "embed_tokens" else "embed_tokens"
+        yield Problem(
+            key,
+            f"{tied[0]} of {shape.name} shares its weight with {other}: peft would load it into one of the two, and "
+            "they would differ",
+            "leave it out; the whole model, with the tied weight, is trained without the lora section",
+        )
+    if "norm" in lora.modules_to_save and FAMILIES[shape.model_type].norm_parts == 0:
+        yield Problem(key, f"the norms of {shape.name} have no weights to train", "leave norm out")
+    if len(set(lora.modules_to_save)) < len(lora.modules_to_save):
+        yield Problem(key, "names a part twice", "name each part once")
+
+
+def check_dora(recipe: Recipe, shape: ModelShape) -> Problems:
+    """DoRA needs a base whose weights can be read exactly, in linear layers of their own."""
+    key, lora = "lora.use_dora", recipe.lora
+    if lora is None or not lora.use_dora:
+        return
+    if lora.quantize_base is not None:
+        yield Problem(
+            key,
+            f"divides by the lengths of the base's rows, and with lora.quantize_base: {lora.quantize_base} they are "
+            "those of rounded weights",
+            "leave quantize_base out, or use lora.use_rslora",
+        )
+    if recipe.parallel.zero_stage == 3:
+        yield Problem(
+            key,
+            "reads the base's weights outside of their modules, where ZeRO-3 has them in shards",
+            "write parallel.zero_stage: 2, or use lora.use_rslora",
+        )
+    if _shares_blocks(shape):
+        yield Problem(
+            key,
+            f"layers of {shape.name} share the weights of a block: there is no memory formula for the lengths that "
+            "each of them would have",
+            "leave it out, or use lora.use_rslora",
+        )
+
+
+def _shares_blocks(shape: ModelShape) -> bool:
+    return any(layer.shared for layer in shape.layers)
+
+
+ADAPTER_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
+    check_quantized_base,
+    check_whole_parts,
+    check_dora,
+)
+
+
+REPLACEABLE = ("default", "llama3", "yarn")
+KEEPS_THETA = ("default", "yarn")  # what these do with another base is known from published models
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "linear": (),
+    "dynamic": (),
+}
+LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4}
+
+
+def check_positions(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Rows stay inside the positions that the model or its stretch covers. Without rotary positions no number of a
+    token enters the model, so a row of any length is computed as the model defines it."""
+    if not shape.rope_type:
+        return
+    length, covered = recipe.data.max_length, shape.max_position_embeddings
+    scaling, original = recipe.model.rope_scaling, get_original_positions(recipe, shape)
+    has_own_theta = recipe.model.rope_theta is not None  # the base reaches as far as it is trained
+    if scaling is None:
+        if length > covered and not has_own_theta:
+            factor = f"factor: {_round_up(length / original):g}, original_max_position_embeddings: {original}"
+            yield Problem(
+                "data.max_length",
+                f"{length} is longer than the {covered} positions that {shape.name} was made for",
+                f"write model.rope_scaling: {{type: yarn, {factor}}}{_offer_theta(shape)}"
+                if shape.rope_type in REPLACEABLE
+                else f"use {covered} or less",
+            )
+        return
+    stretch = compute_rope_factor(recipe, shape) or 1.0
+    reached = int(original * stretch)
+    if original > covered:
+        yield Problem(
+            "model.rope_scaling.original_max_position_embeddings",
+            f"{original} is more than the {covered} positions that {shape.name} was made for",
+            f"write {covered}, or leave it out",
+        )
+    elif length > original * stretch and not has_own_theta:
+        yield Problem(
+            "model.rope_scaling.factor",
+            f"{stretch:g} x {original} = {reached} positions do not cover max_length {length}",
+            f"write factor: {_round_up(length / original):g}, or leave it out",
+        )
+
+
+def check_rotary(recipe: Recipe, shape: ModelShape) -> Problems:
+    """A model's own stretch must stay, and a model without rotary positions has nothing to stretch."""
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and not shape.rope_type:
+        yield Problem(
+            "model.rope_scaling",
+            f"{shape.name} has no rotary positions, so a stretch would do nothing",
+            "leave it out: a row of any length is computed without",
+        )
+    elif scaling is not None and shape.rope_type not in REPLACEABLE:
+        yield Problem(
+            "model.rope_scaling",
+            f"{shape.name} has a stretch of its own ({shape.rope_type}), which this one would take away",
+            "leave rope_scaling out, or use a model with plain, llama3 or yarn positions",
+        )
+
+
+def check_rope_theta(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Another base reaches further only where the rest of the formula keeps its meaning, and no nearer than before."""
+    key, written, own = "model.rope_theta", recipe.model.rope_theta, shape.rope_theta
+    scaling = recipe.model.rope_scaling
+    if written is None:
+        return
+    kind = scaling.type if scaling else shape.rope_type
+    if not shape.rope_type:
+        what = f"{shape.name} has no rotary positions, so a base would do nothing"
+        yield Problem(key, what, "leave it out: a row of any length is computed without")
+    elif kind not in KEEPS_THETA:
+        whose = "model.rope_scaling" if scaling else shape.name
+        yield Problem(
+            key,
+            f"the positions of {whose} are of the kind {kind}, whose numbers were chosen for the model's own base",
+            "leave rope_theta out, or write model.rope_scaling: {type: yarn}"
+            if shape.rope_type in REPLACEABLE
+            else "leave rope_theta out",
+        )
+    elif written == "auto" and own is None:
+        yield Problem(key, f"auto starts from the model's own base, and {shape.name} does not say it", "write a number")
+    elif written == "auto" and scaling is not None and scaling.factor is None:
+        what = "both auto and rope_scaling without a factor would cover the whole of max_length"
+        yield Problem(key, what, "write a number, or a factor in model.rope_scaling")
+    elif (theta := compute_rope_theta(recipe, shape)) is not None and own is not None and theta < own:
+        what = f"{theta:,g} is below the {own:,g} of {shape.name}: far positions would turn further than it has seen"
+        yield Problem(key, what, "write auto, or a larger number")
+
+
+def check_rope_numbers(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Each type of stretch takes its own numbers and no others."""
+    scaling = recipe.model.rope_scaling
+    if scaling is None:
+        return
+    own = ROPE_NUMBERS[scaling.type]
+    for name in sorted({name for names in ROPE_NUMBERS.values() for name in names} - set(own)):
+        if getattr(scaling, name) is not None:
+            takes = ", ".join(("factor", *own))
+            yield Problem(
+                f"model.rope_scaling.{name}", f"is not part of {scaling.type}", f"{scaling.type} takes {takes}"
+            )
+    for name in own if scaling.type == "llama3" else ():
+        if getattr(scaling, name) is None:
+            yield Problem(f"model.rope_scaling.{name}", "llama3 needs it", f"Llama 3.1 has {name}: {LLAMA_3[name]}")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        below, above = getattr(scaling, low), getattr(scaling, high)
+        if below is not None and above is not None and below >= above:
+            yield Problem(f"model.rope_scaling.{low}", f"{below:g} is not below {high} {above:g}", "exchange the two")
+
+
+POSITION_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
+    check_positions,
+    check_rotary,
+    check_rope_theta,
+    check_rope_numbers,
+)
+
+
+def _offer_theta(shape: ModelShape) -> str:
+    return ", or model.rope_theta: auto" if shape.rope_type in KEEPS_THETA and shape.rope_theta else ""
+
+
+def _round_up(factor: float) -> float:
+    """To a short number that still covers: 7.63 -> 7.7."""
+    return -(-factor * 10 // 1) / 10

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ulysses_cli.plan.files.addresses import find_address
-from ulysses_cli.plan.models.chat_template import SHIPPED
+from ulysses_cli.plan.files import find_address
+from ulysses_cli.plan.models.model_files import SHIPPED
 from ulysses_cli.plan.rules.files import HUB_NAME, is_local
 
 LOCAL_FOLDER, LOCAL_FILE, LOCAL_FILES = "a local folder", "a local file", "local files"

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ulysses_cli.plan.sizes import dtypes, views
+from ulysses_cli.plan.sizes import tensor, views
 from ulysses_cli.plan.sizes.autograd import Node, begin, finish
-from ulysses_cli.plan.sizes.dtypes import HOST, DType, TensorDevice
 from ulysses_cli.plan.sizes.tensor import (
+    HOST,
+    DType,
     Running,
     Tensor,
+    TensorDevice,
     UnknownOperator,
     keep_order,
     make,
@@ -24,7 +26,7 @@ Saved = Callable[[Node, list[Any]], Sequence[Any]]
 def find_dtype(*values: Any) -> DType:
     tensors = [v for v in values if isinstance(v, Tensor)]
     numbers = [v for v in values if not isinstance(v, Tensor) and v is not None]
-    return dtypes.find_result([(t.dtype, t.ndim) for t in tensors], numbers)
+    return tensor.find_result([(t.dtype, t.ndim) for t in tensors], numbers)
 
 
 def combine(*tensors: Tensor, dtype: DType | None = None) -> Tensor:
@@ -96,7 +98,7 @@ def _make_float(t: Tensor) -> Tensor:
     """Functions of integers compute in float32; the operator casts as it reads."""
     if t.dtype.category >= 2:
         return t
-    return Tensor(t.shape, dtypes.FLOAT32, t.storage, t.steps)
+    return Tensor(t.shape, tensor.FLOAT32, t.storage, t.steps)
 
 
 def _scale_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
@@ -176,7 +178,7 @@ def clamp(t: Tensor, *bounds: Any, **named: Any) -> Tensor:
 def _clamp_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
     """where(bounds hold, grad, 0)"""
     (t,) = node.take()
-    held = [make_like(t, dtypes.BOOL) for _ in range(node.data)]
+    held = [make_like(t, tensor.BOOL) for _ in range(node.data)]
     mask = combine(*held) if len(held) > 1 else held[0]
     return (_choose(mask, grads[0]),)
 
@@ -252,7 +254,7 @@ def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Tensor:
         node.save(a if b._requires_grad else None, b)
     return finish(
         node,
-        combine(a, b, dtype=dtypes.join(find_dtype(a, b), dtypes.FLOAT16) if find_dtype(a, b).category < 2 else None),
+        combine(a, b, dtype=tensor.join(find_dtype(a, b), tensor.FLOAT16) if find_dtype(a, b).category < 2 else None),
     )
 
 
@@ -311,9 +313,9 @@ def _maximum_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
 def _share(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
     """where(a == b, grad / 2, grad), without the elements that lost"""
     half = make_like(grad)
-    equal = combine(a, b, dtype=dtypes.BOOL)
+    equal = combine(a, b, dtype=tensor.BOOL)
     found = combine(equal, half, grad, dtype=grad.dtype)
-    lost = combine(a, b, dtype=dtypes.BOOL)
+    lost = combine(a, b, dtype=tensor.BOOL)
     del lost
     return found
 
@@ -418,22 +420,22 @@ def _copy_slice_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
 
 
 def polar(absolute: Tensor, angle: Tensor) -> Tensor:
-    return combine(absolute, angle, dtype=dtypes.COMPLEX64)
+    return combine(absolute, angle, dtype=tensor.COMPLEX64)
 
 
 def view_as_complex(t: Tensor) -> Tensor:
     node = begin(_real_backward, t)
-    return finish(node, Tensor(t.shape[:-1], dtypes.COMPLEX64, t.storage))
+    return finish(node, Tensor(t.shape[:-1], tensor.COMPLEX64, t.storage))
 
 
 def view_as_real(t: Tensor) -> Tensor:
     node = begin(_complex_backward, t)
-    return finish(node, Tensor((*t.shape, 2), dtypes.FLOAT32, t.storage))
+    return finish(node, Tensor((*t.shape, 2), tensor.FLOAT32, t.storage))
 
 
 def _real_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
-    return (Tensor((*grads[0].shape, 2), dtypes.FLOAT32, grads[0].storage),)
+    return (Tensor((*grads[0].shape, 2), tensor.FLOAT32, grads[0].storage),)
 
 
 def _complex_backward(node: Node, grads: list[Any]) -> Sequence[Any]:
-    return (Tensor(grads[0].shape[:-1], dtypes.COMPLEX64, grads[0].storage),)
+    return (Tensor(grads[0].shape[:-1], tensor.COMPLEX64, grads[0].storage),)

@@ -8,10 +8,23 @@ from functools import wraps
 from math import inf, pi, prod
 from typing import Any, ClassVar
 
-from ulysses_cli.plan.sizes import autograd, dtypes, elementwise, nn, products, reductions, selection, views
+from ulysses_cli.plan.sizes import autograd, elementwise, nn, selection, views
+from ulysses_cli.plan.sizes import tensor as dtypes
 from ulysses_cli.plan.sizes.autograd import checkpoint, grad_mode
-from ulysses_cli.plan.sizes.dtypes import BOOL, FLOAT32, HOST, INT32, INT64, DType, TensorDevice
-from ulysses_cli.plan.sizes.tensor import Running, Tensor, UnknownOperator, make, make_like
+from ulysses_cli.plan.sizes.tensor import (
+    BOOL,
+    FLOAT32,
+    HOST,
+    INT32,
+    INT64,
+    DType,
+    Running,
+    Tensor,
+    TensorDevice,
+    UnknownOperator,
+    make,
+    make_like,
+)
 
 
 class Unknown:
@@ -303,12 +316,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "logical_or": compare, "floor_divide": rounded, "remainder": rounded, "bitwise_and": rounded,
     "bitwise_or": rounded,
     # sums
-    "sum": reductions.sum_over, "mean": reductions.mean, "max": selection.largest, "min": selection.largest,
-    "amax": reductions.reduce_without_gradient(), "amin": reductions.reduce_without_gradient(),
-    "all": reductions.reduce_without_gradient(BOOL), "any": reductions.reduce_without_gradient(BOOL),
-    "argmax": reductions.reduce_without_gradient(INT64), "argmin": reductions.reduce_without_gradient(INT64),
-    "square": elementwise.square, "norm": reductions.norm, "cumsum": reductions.cumsum, "softmax": reductions.softmax,
-    "log_softmax": reductions.softmax, "logsumexp": reductions.logsumexp, "histc": histc,
+    "sum": selection.sum_over, "mean": selection.mean, "max": selection.largest, "min": selection.largest,
+    "amax": selection.reduce_without_gradient(), "amin": selection.reduce_without_gradient(),
+    "all": selection.reduce_without_gradient(BOOL), "any": selection.reduce_without_gradient(BOOL),
+    "argmax": selection.reduce_without_gradient(INT64), "argmin": selection.reduce_without_gradient(INT64),
+    "square": elementwise.square, "norm": selection.norm, "cumsum": selection.cumsum, "softmax": selection.softmax,
+    "log_softmax": selection.softmax, "logsumexp": selection.logsumexp, "histc": histc,
     # indices
     "topk": selection.topk, "sort": selection.sort, "gather": selection.gather, "one_hot": selection.one_hot,
     "nonzero": refuse("nonzero"), "unique": refuse("unique"), "masked_select": refuse("masked_select"),
@@ -322,9 +335,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "roll": selection.roll, "tril": selection.triangle, "triu": selection.triangle, "flip": selection.roll,
     "broadcast_tensors": views.broadcast_tensors, "t": views.swap_last,
     # products
-    "logaddexp": rounded, "addmm": products.addmm,
-    "matmul": products.matmul, "mm": products.mm, "bmm": products.mm, "einsum": products.einsum,
-    "_grouped_mm": products.grouped_mm, "polar": elementwise.polar, "view_as_complex": elementwise.view_as_complex,
+    "logaddexp": rounded, "addmm": nn.addmm,
+    "matmul": nn.matmul, "mm": nn.mm, "bmm": nn.mm, "einsum": nn.einsum,
+    "_grouped_mm": nn.grouped_mm, "polar": elementwise.polar, "view_as_complex": elementwise.view_as_complex,
     "view_as_real": elementwise.view_as_real,
 }  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
@@ -345,7 +358,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "__rmul__": elementwise.multiply, "__truediv__": elementwise.divide,
     "__rtruediv__": lambda t, other: elementwise.divide(other, t), "__neg__": elementwise.scale,
     "__pow__": elementwise.power, "__rpow__": lambda t, other: elementwise.power(other, t),
-    "__matmul__": products.matmul, "__floordiv__": rounded, "__mod__": rounded, "__invert__": rounded,
+    "__matmul__": nn.matmul, "__floordiv__": rounded, "__mod__": rounded, "__invert__": rounded,
     "__and__": rounded, "__or__": rounded, "__xor__": rounded, "__gt__": compare, "__lt__": compare,
     "__ge__": compare, "__le__": compare, "__eq__": compare, "__ne__": compare, "__abs__": elementwise.absolute,
     "copy_": elementwise.copy_into,
@@ -383,10 +396,10 @@ def make_torch() -> dict[str, Namespace]:
     functional = Namespace(
         "torch.nn.functional", linear=lambda t, weight, bias=None: nn.Linear.compute(t, weight, bias),
         silu=elementwise.silu, gelu=elementwise.gelu, relu=elementwise.relu, sigmoid=elementwise.sigmoid,
-        softplus=elementwise.softplus, softmax=reductions.softmax, log_softmax=reductions.softmax,
-        dropout=reductions.dropout, embedding=selection.embedding, pad=selection.pad, one_hot=selection.one_hot,
-        layer_norm=reductions.layer_norm, tanh=elementwise.tanh, cross_entropy=reductions.cross_entropy,
-        conv1d=products.conv(1), conv2d=products.conv(2),
+        softplus=elementwise.softplus, softmax=selection.softmax, log_softmax=selection.softmax,
+        dropout=selection.dropout, embedding=selection.embedding, pad=selection.pad, one_hot=selection.one_hot,
+        layer_norm=selection.layer_norm, tanh=elementwise.tanh, cross_entropy=selection.cross_entropy,
+        conv1d=nn.conv(1), conv2d=nn.conv(2),
         glu=lambda t, dim=-1: elementwise.multiply(*views.chunk(t, 2, dim)),
     )  # fmt: skip
     layers = {
@@ -407,7 +420,7 @@ def make_torch() -> dict[str, Namespace]:
         function=Namespace("torch.autograd.function", once_differentiable=lambda f: f, Function=autograd.Function),
         graph=Namespace("torch.autograd.graph", saved_tensors_hooks=autograd.SavedHooks),
     )  # fmt: skip
-    linalg = Namespace("torch.linalg", vector_norm=reductions.norm, solve_triangular=products.solve_triangular)
+    linalg = Namespace("torch.linalg", vector_norm=selection.norm, solve_triangular=nn.solve_triangular)
     compiler = Namespace(
         "torch.compiler", is_compiling=lambda: False, disable=lambda f=None, **_: f if f is not None else (lambda g: g),
         is_exporting=lambda: False,

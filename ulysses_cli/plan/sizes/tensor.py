@@ -1,14 +1,183 @@
-"""Tensors without values. A storage's bytes are counted while any tensor holds it: Python's reference counting frees
-it, as torch's frees a real one."""
+"""Tensors without values, the types of their elements, and the meter that counts their bytes: what is allocated now,
+on the device and on the host, and the peak of each phase. A storage's bytes are counted while any tensor holds it:
+Python's reference counting frees it, as torch's frees a real one. Knows no operator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ulysses_cli.plan.sizes.dtypes import DEVICE, HOST, DType, TensorDevice
-from ulysses_cli.plan.sizes.meter import ByteMeter, Tag
+
+@dataclass(frozen=True, eq=False)
+class DType:
+    """`category`: 0 for truth values, 1 for integers, 2 for floats, 3 for complex numbers. `order`: of two types of one
+    category the result has the higher one."""
+
+    name: str
+    itemsize: int
+    category: int
+    order: int
+
+    @property
+    def is_floating_point(self) -> bool:
+        return self.category == 2
+
+    @property
+    def is_complex(self) -> bool:
+        return self.category == 3
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+BOOL = DType("bool", 1, 0, 0)
+UINT8, INT8, INT16, INT32, INT64 = (
+    DType(name, size, 1, order)
+    for order, (name, size) in enumerate((("uint8", 1), ("int8", 1), ("int16", 2), ("int32", 4), ("int64", 8)))
+)
+FLOAT8, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = (
+    DType(name, size, 2, order)
+    for order, (name, size) in enumerate(
+        (("float8_e4m3fn", 1), ("float16", 2), ("bfloat16", 2), ("float32", 4), ("float64", 8))
+    )
+)
+COMPLEX64, COMPLEX128 = DType("complex64", 8, 3, 0), DType("complex128", 16, 3, 1)
+DTYPES = (
+    BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT8, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, COMPLEX64, COMPLEX128,
+)  # fmt: skip
+BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+ALIASES = {
+    "float": FLOAT32, "double": FLOAT64, "half": FLOAT16, "int": INT32, "long": INT64, "short": INT16,
+    "cfloat": COMPLEX64, "cdouble": COMPLEX128,
+}  # fmt: skip
+DEFAULTS = {0: BOOL, 1: INT64, 2: FLOAT32, 3: COMPLEX64}  # of Python's numbers
+
+
+def find_category(number: Any) -> int:
+    if isinstance(number, bool):
+        return 0
+    return 1 if isinstance(number, int) else 2 if isinstance(number, float) else 3
+
+
+def join(a: DType, b: DType) -> DType:
+    """torch.promote_types"""
+    if a is b:
+        return a
+    if a.category != b.category:
+        high, low = (a, b) if a.category > b.category else (b, a)
+        return COMPLEX128 if high is COMPLEX64 and low is FLOAT64 else high
+    if {a, b} == {FLOAT16, BFLOAT16}:
+        return FLOAT32
+    if UINT8 in (a, b) and INT8 in (a, b):
+        return INT16
+    return a if a.order > b.order else b
+
+
+def find_result(typed: Iterable[tuple[DType, int]], numbers: Iterable[Any] = ()) -> DType:
+    """torch.result_type of tensors, given by type and number of dimensions, and of Python's numbers: a tensor without
+    dimensions counts only where its category is higher, and a number only where its category is higher still."""
+    result: DType | None = None
+    for wanted in (True, False):
+        part: DType | None = None
+        for dtype, dims in typed:
+            if bool(dims) is wanted:
+                part = dtype if part is None else join(part, dtype)
+        if part is not None and (result is None or part.category > result.category):
+            result = part if result is None or not part.is_complex else join(part, result)
+    category = max((find_category(number) for number in numbers), default=0)
+    if result is None or category > result.category:
+        return DEFAULTS[category]
+    return result
+
+
+class TensorDevice:
+    """A place of tensors. Only whether it is the host makes a difference."""
+
+    def __init__(self, place: Any, index: int | None = None) -> None:
+        self.type: str
+        self.type, _, number = (place.type if isinstance(place, TensorDevice) else str(place)).partition(":")
+        self.index = int(number) if number else index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorDevice) and (self.type, self.index) == (other.type, other.index)
+
+    def __hash__(self) -> int:
+        return hash((self.type, self.index))
+
+    def __str__(self) -> str:
+        return self.type
+
+    def __repr__(self) -> str:
+        return f"device(type='{self.type}')"
+
+
+DEVICE, HOST = TensorDevice("meta"), TensorDevice("cpu")
+
+
+Tag = tuple[str, str]  # what kind of work makes a storage, and the path of the module in which it is made
+
+
+@dataclass(eq=False)
+class Place:
+    """TensorDevice or host memory."""
+
+    now: int = 0
+    peak: int = 0  # of the present phase
+    peaks: dict[str, int] = field(default_factory=dict)
+
+
+class ByteMeter:
+    """`events`: where it is a list, bytes are noted there in order as they come (above 0) and go (below 0), with the
+    phase and the storage's tag. `held`: by tag, what is there before the first event."""
+
+    def __init__(self, events: list[tuple[int, str, Tag]] | None = None) -> None:
+        self.device, self.host = Place(), Place()
+        self.phase, self.events = "", events
+        self.tag: Tag = ("", "")
+        self.held: Counter[Tag] = Counter()
+
+    def add(self, num_bytes: int, tag: Tag, *, on_host: bool) -> None:
+        place = self.host if on_host else self.device
+        place.now += num_bytes
+        if place.now > place.peak:
+            place.peak = place.now
+        if self.events is not None and num_bytes and not on_host:
+            self.events.append((num_bytes, self.phase, tag))
+
+    def add_temporary(self, num_bytes: int) -> None:
+        """Memory that an operator takes and gives back."""
+        self.add(num_bytes, self.tag, on_host=False)
+        self.add(-num_bytes, self.tag, on_host=False)
+
+    def forget(self, *kept: str) -> None:
+        """Forgets events and the peaks of all phases but these."""
+        for num_bytes, _, tag in self.events or ():
+            self.held[tag] += num_bytes
+        self.events = None if self.events is None else []
+        for place in (self.device, self.host):
+            place.peak = place.now
+            place.peaks = {phase: peak for phase, peak in place.peaks.items() if phase in kept}
+
+    def enter(self, phase: str) -> str:
+        """Begins a phase and returns the one before."""
+        for place in (self.device, self.host):
+            place.peaks[self.phase] = max(place.peak, place.peaks.get(self.phase, 0))
+            place.peak = place.now
+        before, self.phase = self.phase, phase
+        return before
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
 
 Shape = tuple[int, ...]
 

@@ -7,8 +7,8 @@ from math import prod
 from typing import Any
 
 from ulysses_cli.plan.sizes.autograd import Node, begin, finish, finish_all
-from ulysses_cli.plan.sizes.dtypes import DType
 from ulysses_cli.plan.sizes.tensor import (
+    DType,
     Shape,
     Tensor,
     find_view_steps,

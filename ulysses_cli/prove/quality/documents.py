@@ -1,6 +1,5 @@
-"""The user's documents as rows of exact lengths: reads and tokenizes them as training does, and measures their loss by
-position with training's sharded forward.
-"""
+"""The user's documents as rows of exact lengths: reads and tokenizes them as training does, builds a rank's part of
+the model without an optimizer, and measures loss by position with training's sharded forward."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,67 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ulysses_cli.data.rows import RowSlice
-from ulysses_cli.data.sources.fingerprint import FileHashes
-from ulysses_cli.data.sources.sources import open_source
-from ulysses_cli.data.steps import IGNORE_INDEX, plan_step, read_micro_batch
-from ulysses_cli.data.store import TARGET, Flags, Ids
+from ulysses_cli.data.sources import open_source
+from ulysses_cli.data.steps import IGNORE_INDEX, Batching, make_eval_batching, plan_step, read_micro_batch
+from ulysses_cli.data.store import TARGET, Flags, Ids, RowSlice
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.tokenizer import get_variables, read_stop_tokens
+from ulysses_cli.data.tokenizing.tokenizer import get_variables, load_tokenizer, read_stop_tokens
 from ulysses_cli.data.tokenizing.workers import encode_block
-from ulysses_cli.evaluate.losses import TASK, describe_document, list_bounds
+from ulysses_cli.data.transaction import FileHashes
 from ulysses_cli.evaluate.prompts import TaskPrompt, name_prompt
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.evaluate.summary import TASK, describe_document, list_bounds
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe.data_section import Dataset
-from ulysses_cli.prove.quality.loading import EvaluatedModel
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.sections import Dataset
+from ulysses_cli.plan.resolved import choose_layout, settle
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.readers.columns import Reading
 from ulysses_cli.readers.problems import DataError
+from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.generation.decoding import agree_on_stop_tokens
+from ulysses_cli.train.model.build import build_for_answers
+from ulysses_cli.train.model.loading import load_model_config, read_shape
+from ulysses_cli.train.processes.groups import Groups, make_groups
+
+GROUP_TIMEOUT = timedelta(days=1)
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedModel:
+    """What all ranks have. `max_length`: tokens of a prompt with its answer."""
+
+    engine: Engine
+    tokenizer: Any
+    shape: ModelShape
+    stop_tokens: set[int]
+    batching: Batching  # of whole documents
+    max_length: int
+
+    @property
+    def groups(self) -> Groups:
+        return self.engine.groups
+
+
+def load_for_evaluation(text: str, device: Any, report: Callable[[str], None]) -> EvaluatedModel:
+    """Collective over all ranks. `text`: of a recipe; `report` is called on rank 0 alone."""
+    recipe = parse_recipe(text, "evaluate", []).recipe
+    tokenizer = load_tokenizer(recipe.model, recipe.data, is_finished=True)
+    shape = read_shape(recipe, load_model_config(recipe), tokenizer)
+    groups = make_groups(choose_layout(recipe, shape), GROUP_TIMEOUT)
+    plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+    told = report if groups.is_first else _ignore
+    told("loading the model")
+    engine = build_for_answers(plan, groups, device, told)
+    stop_tokens = agree_on_stop_tokens(engine, tokenizer)
+    batching = make_eval_batching(shape, plan.resolved)
+    return EvaluatedModel(engine, tokenizer, shape, stop_tokens, batching, recipe.data.max_length)
+
+
+def _ignore(_: str) -> None:
+    return None
+
 
 OPTION = "--path"
 Numbers = NDArray[np.int64]

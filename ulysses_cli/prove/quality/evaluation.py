@@ -1,11 +1,16 @@
-"""Evaluates a model on ranks of this machine: builds it without an optimizer, asks all questions, sums up."""
+"""Runs the task of `ulysses evaluate`: one model, or two whose answers are compared. Builds a model on ranks of this
+machine without an optimizer, asks all questions, sums up, and says how long it still takes.
+
+The file of results has one line per question, after a line that says what was evaluated. A killed evaluation goes on
+where it was."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,28 +21,126 @@ from typing import TYPE_CHECKING, Any
 
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.renderer import Renderer
-from ulysses_cli.data.tokenizing.tokenizer import get_variables
-from ulysses_cli.evaluate.losses import TASK as LOSS
-from ulysses_cli.evaluate.losses import summarize_losses
+from ulysses_cli.data.tokenizing.tokenizer import get_variables, load_tokenizer
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
-from ulysses_cli.evaluate.retrieval import WHOLE, get_way, keep_whole, make_ways
-from ulysses_cli.evaluate.suites import CALLS, Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
-from ulysses_cli.evaluate.summary import summarize
-from ulysses_cli.plan.files.weight_files import list_weight_files
+from ulysses_cli.evaluate.retrieval import WHOLE, check_retrieval, get_way, keep_whole, make_ways, summarize_retrieval
+from ulysses_cli.evaluate.suites import (
+    CALLS,
+    Amount,
+    Plan,
+    Sources,
+    check_lengths,
+    check_samples,
+    count_prompts,
+    make_prompts,
+    plan_suites,
+)
+from ulysses_cli.evaluate.summary import TASK as LOSS
+from ulysses_cli.evaluate.summary import compare_all, compare_losses, compare_results, summarize, summarize_losses
 from ulysses_cli.plan.flops import compute_layers_flops
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.models.model_files import list_weight_files
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.prove.quality.documents import CutDocument
-from ulysses_cli.prove.quality.results_file import ResultsFile
-from ulysses_cli.prove.quality.time_left import TimeLeft
-from ulysses_cli.prove.ranks.machines import Machines
-from ulysses_cli.prove.ranks.ranks import run_on_ranks
+from ulysses_cli.plan.units import format_count
+from ulysses_cli.prove.machines import MachinePlace, Machines
+from ulysses_cli.prove.quality.documents import CutDocument, Found, read_chats, read_documents
+from ulysses_cli.prove.ranks import run_on_ranks
 from ulysses_cli.prove.results import describe_machine
-from ulysses_cli.train.telemetry.run_file import list_versions
+from ulysses_cli.train.generation.questions import make_call_prompts
+from ulysses_cli.train.record import list_versions
 
 if TYPE_CHECKING:
-    from ulysses_cli.prove.quality.loading import EvaluatedModel
+    from ulysses_cli.prove.quality.documents import EvaluatedModel
+
+
+KIND = "evaluation"
+
+
+class ResultsFile:
+    """Results are appended and written through at once."""
+
+    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
+        self.file, self.results = file, list[dict[str, Any]]()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = _read_lines(file)
+        if lines:
+            _compare(lines[0].get(KIND), dict(settings), file)
+            self.results = [line for line in lines[1:] if "score" in line or "loss" in line]
+        self.stream = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the evaluation runs
+        if not lines:
+            self._write({KIND: dict(settings)})
+
+    @property
+    def done(self) -> set[str]:
+        return {result["id"] for result in self.results}
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.results.append(result)
+        self._write(result)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self.stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self.stream.flush()
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """The whole lines. A line that a killed evaluation left unfinished is cut off."""
+    if not file.exists():
+        return []
+    content = file.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        with open(file, "r+b") as stream:
+            stream.truncate(end)
+    return [json.loads(line) for line in content[:end].splitlines()]
+
+
+def _compare(before: Any, settings: dict[str, Any], file: Path) -> None:
+    """Results of another model or other samples are not mixed."""
+    if before == settings:
+        return
+    changed = sorted(key for key in {*settings, *(before or {})} if (before or {}).get(key) != settings.get(key))
+    message = f"{file} holds the results of another evaluation: {', '.join(changed)} differ"
+    raise RecipeError([Problem("--output", message, "name another folder, or remove this one")])
+
+
+FROM_FILES = 0  # stands for a length: questions of files, whose tokens are not counted before they are asked
+
+
+class TimeLeft:
+    """`left`: how many questions of each length are left; `cost`: of reading so many tokens, in any unit. Lengths come
+    in rising order, and a long question takes more than its share of the tokens: a mean over those that are answered
+    would promise far too little."""
+
+    def __init__(self, left: Mapping[int, int], cost: Callable[[int], float]) -> None:
+        self.left, self.cost = Counter(left), cost
+        self.seconds: dict[int, list[float]] = defaultdict(list)
+
+    def note(self, length: int, seconds: float) -> None:
+        """A question was answered so many seconds after the one before it."""
+        self.left[length] -= 1
+        self.seconds[length].append(seconds)
+
+    def drop(self, length: int) -> None:
+        """A question was answered before this start, or is too long to be asked."""
+        self.left[length] -= 1
+
+    def estimate(self) -> float:
+        return sum(number * self._expect(length) for length, number in self.left.items() if number > 0)
+
+    def _expect(self, length: int) -> float:
+        if length in self.seconds:
+            return _mean(self.seconds[length])
+        known = [each for each in self.seconds if each != FROM_FILES]
+        if length == FROM_FILES or not known:
+            return _mean([second for each in self.seconds.values() for second in each])
+        nearest = min(known, key=lambda each: abs(each - length))
+        return _mean(self.seconds[nearest]) * self.cost(length) / self.cost(nearest)
+
+
+def _mean(seconds: list[float]) -> float:
+    return sum(seconds) / max(1, len(seconds))
+
 
 TIME_LIMIT = 14 * 24 * 3600.0
 REPORT_SECONDS = 5.0
@@ -125,7 +228,7 @@ def run_evaluation(
     machines: Machines | None = None,
     name: str = "",
 ) -> dict[str, Any]:
-    """Returns the findings that report/quality.py shows; {} on a machine that has not rank 0. `name`: of this
+    """Returns the findings that report/proofs.py shows; {} on a machine that has not rank 0. `name`: of this
     evaluation among those of the same machines."""
     ours, theirs = Pipe(duplex=False)
     listener = threading.Thread(target=_pass_on, args=(ours, report), daemon=True)
@@ -171,8 +274,7 @@ def _pass_on(pipe: Connection, report: Callable[[str], None]) -> None:
 
 def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection, is_on_several: bool) -> dict[str, Any] | None:
     """One rank. Returns rank 0's findings. On several machines rank 0 alone has the questions and the documents."""
-    from ulysses_cli.prove.quality.documents import measure_documents
-    from ulysses_cli.prove.quality.loading import load_for_evaluation
+    from ulysses_cli.prove.quality.documents import load_for_evaluation, measure_documents
     from ulysses_cli.train.generation.questions import Quiz, ask_questions
     from ulysses_cli.train.processes.consistency import gather_values, scatter_values
 
@@ -333,3 +435,123 @@ class _Questions:
             "versions": list_versions(),
             "earlier_seconds": round(self.earlier_seconds, 2),
         }
+
+
+def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
+    """Raises RecipeError for what is wrong with tasks, files, template, documents or lengths, before a model is loaded.
+    Returns the documents whose loss is measured, the prompts of turns with calls, and notes."""
+    tokenizer = _load_tokenizer(evaluation.model)
+    prompter = evaluation.make_prompter(tokenizer)
+    if against and evaluation.thinking:
+        evaluation.make_prompter(_load_tokenizer(against))  # refuses a model that knows no thoughts
+    plan, amount = evaluation.make_plan(), evaluation.amount
+    check_lengths(plan, prompter, amount)
+    check_samples(plan, prompter, evaluation.max_prompt_tokens)
+    if evaluation.harness is not None:
+        from ulysses_cli.prove.quality.harness import load_tasks
+
+        load_tasks(**evaluation.harness)
+    notes = prompter.list_notes() if plan.samples or plan.tasks else []
+    notes += check_retrieval(plan.samples, bool(plan.tasks)) if evaluation.budgets else []
+    reads_tokens = [LOSS] * plan.has_loss + [CALLS] * plan.has_calls
+    if against and reads_tokens and _load_tokenizer(against).get_vocab() != tokenizer.get_vocab():
+        what = "losses per token" if plan.has_loss else "answers to the same tokens"
+        message = f"the two models have different tokenizers, so their {what} cannot be compared"
+        hint = f"leave {' and '.join(reads_tokens)} out of --suite, or name a model of this family"
+        raise RecipeError([Problem("--against", message, hint)])
+    sets, prompts = evaluation.sources.documents, list[TaskPrompt]()
+    if plan.has_calls:
+        limit, thinking = evaluation.max_prompt_tokens, evaluation.thinking
+        chats = read_chats(sets, tokenizer)
+        prompts, said = make_call_prompts(
+            chats, tokenizer, amount.num_samples, seed=amount.seed, limit=limit, thinking=thinking
+        )
+        notes += said
+    found = Found((), ())
+    if plan.has_loss:
+        found = read_documents(sets, tokenizer, amount.lengths, amount.num_samples)
+    return replace(found, notes=(*found.notes, *notes), prompts=tuple(prompts))
+
+
+def _name_harness(evaluation: ModelEvaluation) -> dict[str, Any] | None:
+    """What load_tasks takes. `metadata`: what lm-eval's own tasks of a given length read."""
+    plan, sources = evaluation.make_plan(), evaluation.sources
+    if not plan.harness:
+        return None
+    model = parse_recipe(evaluation.model, "evaluate", []).recipe.model
+    metadata = {"tokenizer": model.tokenizer or model.name_or_path, "max_seq_lengths": list(evaluation.amount.lengths)}
+    return {"names": list(plan.harness), "folder": sources.harness, "metadata": metadata}
+
+
+def _load_tokenizer(text: str) -> Any:
+    recipe = parse_recipe(text, "evaluate", []).recipe
+    return load_tokenizer(recipe.model, recipe.data, is_finished=True)
+
+
+def _meet(place: MachinePlace, evaluations: Sequence[ModelEvaluation], report: Callable[[str], None]) -> Machines:
+    """Waits for the other machines. Raises RecipeError where one has other versions, or would load other models."""
+    facts: dict[str, Any] = {"versions": list_versions(), "the number of models": len(evaluations)}
+    for each in evaluations:
+        own = each.list_facts(_load_tokenizer(each.model))
+        facts |= {f"{name} of --against" if name in facts else name: value for name, value in own.items()}
+    return Machines(place, facts, report)
+
+
+def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], None]) -> dict[str, Any]:
+    """`against`: the recipe text of a second model, which answers the same questions first. `samples_of_files`: how
+    many of each task that is read from files, None for all."""
+    against = options["against"]
+    evaluation = ModelEvaluation(
+        options["model"],
+        tuple(options["suites"]),
+        Amount(tuple(options["lengths"]), options["samples"], options["seed"], options["samples_of_files"]),
+        Sources.read(options["sources"]),
+        options["num_ranks"],
+        options["output"],
+        options["with_template"],
+        options["max_prompt_tokens"],
+        budgets=tuple(options["budgets"]),
+        thinking=options["thinking"],
+    )
+    place = MachinePlace(**options["machines"]) if options["machines"] else None
+    found = Found((), ())
+    if place is None or not place.rank:
+        report("making sure that each task fits")
+        evaluation = replace(evaluation, harness=_name_harness(evaluation), harness_limit=options["harness_limit"])
+        found = check_task(evaluation, against)
+        evaluation = replace(evaluation, documents=found.documents, prompts=found.prompts)
+    other = replace(evaluation, model=against, output=str(Path(options["output"]) / "against")) if against else None
+    other = replace(other, budgets=()) if other else None  # how it retrieves is not compared
+    machines = _meet(place, [evaluation, *([other] if other else [])], report) if place else None
+    try:
+        before = run_evaluation(other, device, report, machines, "against") if other else None
+        findings = run_evaluation(evaluation, device, report, machines, "subject")
+    finally:
+        if machines is not None:
+            machines.leave()
+    if not findings:
+        return {"command": "evaluate", "passed": True, "machine_number": options["machines"]["rank"]}
+    findings["notes"] += [*found.notes, *options["notes"]]
+    if before is not None:
+        kept = (
+            "scores", "mean", "effective_length", "heat_map", "losses", "lm_eval", "seconds", "earlier_seconds",
+            "results",
+        )  # fmt: skip
+        findings["against"] = {"subject": options["other"], **{key: before[key] for key in kept}}
+        old, new = (split_results(each["results"]) for each in (before, findings))
+        pair = [keep_whole(each[0]) for each in (old, new)]
+        findings["differences"], findings["difference"] = compare_results(*pair), compare_all(*pair)
+        findings["loss_differences"] = compare_losses(old[1], new[1])
+    price = options["price"]
+    if evaluation.budgets:
+        answers, _ = split_results(findings["results"])
+        findings["retrieval"] = summarize_retrieval(answers, options["sp_size"], price)
+    if price:
+        findings["usd"] = count_seconds(findings, before) / 3600 * findings["num_ranks"] * price
+    return {**findings, "subject": options["subject"]}
+
+
+def count_seconds(findings: Mapping[str, Any], before: Mapping[str, Any] | None) -> float:
+    """What was paid for: this start, the starts of this evaluation that were killed, and those of the other model."""
+    each = [findings] if before is None else [findings, before]
+    return sum(one["seconds"] + one["earlier_seconds"] for one in each)

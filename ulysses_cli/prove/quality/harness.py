@@ -18,10 +18,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.data.tokenizing.renderer import Renderer, TemplateProblem
 from ulysses_cli.data.tokenizing.tokenizer import get_variables
-from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.prove.quality.documents import CutDocument, measure_documents
-from ulysses_cli.prove.quality.loading import EvaluatedModel
+from ulysses_cli.plan.units import format_count
+from ulysses_cli.prove.quality.documents import CutDocument, EvaluatedModel, measure_documents
 from ulysses_cli.train.generation.questions import Answer, Question, answer_questions
 from ulysses_cli.train.processes.consistency import scatter_values
 

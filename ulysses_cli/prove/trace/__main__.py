@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from subprocess import PIPE
 from typing import Any
 
-from ulysses_cli.host import children
 from ulysses_cli.prove.trace.trace import join_ranks, list_ranks, prepare_process, trace
+from ulysses_cli.run import host
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def _trace_each(request: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
     traces = []
     for number, rank in enumerate(ranks, 1):
         _report(f"rank {rank}, {number} of {len(ranks)} ranks that may need most memory")
-        with children.start_module("ulysses_cli.prove.trace", [], stdin=PIPE, stdout=PIPE) as child:
+        with host.start_module("ulysses_cli.prove.trace", [], stdin=PIPE, stdout=PIPE) as child:
             answer, _ = child.communicate(json.dumps({**request, "rank": rank}))
         if child.returncode:
             raise SystemExit(child.returncode)

@@ -1,8 +1,7 @@
-"""A fake GPU: tensors without data on `meta`, host memory on `cpu`, streams that are only numbers.
-
-It replaces what DeepSpeed and torch call on a real device, in this whole process: use it in a child process. Holds no
-model and counts no bytes.
-"""
+"""A fake GPU: tensors without data on `meta`, host memory on `cpu`, streams that are only numbers, and in place of
+DeepSpeed's operator for files one that counts their bytes, moves nothing and answers at once.  It replaces what
+DeepSpeed and torch call on a real device, in this whole process: use it in a child process. Holds no model.
+Page-locked buffers are tensors without data, which the trace counts as host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from deepspeed.accelerator import set_accelerator
@@ -19,16 +18,16 @@ from torch import Tensor, _meta_registrations
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.resolved import RunPlan
-    from ulysses_cli.train.assembly.parts import Parts
-    from ulysses_cli.train.assembly.recurrent_layers import Functions
-    from ulysses_cli.train.elementwise.interface import Ways
+    from ulysses_cli.train.elementwise.interface import Implementations
+    from ulysses_cli.train.model.parts import Functions, Parts
     from ulysses_cli.train.recurrence.kernels import RecurrenceChoice as Chosen
+
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 DEFAULT_STREAM = 0
 DEFAULT_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 # Rotation and gated activations are traced as transformers computes them, which takes at least as much memory.
-TRACED_WAYS: Ways = {
+TRACED_IMPLEMENTATIONS: Implementations = {
     "rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers",
     "loss": "blocks",
 }  # fmt: skip
@@ -270,15 +269,15 @@ def replace_everywhere(function: Callable[..., Any], stand_in: Callable[..., Any
 def copy_on_streams() -> None:
     """Gives the offloader streams. It keeps a tensor on the device until the copy on its stream is done, so that
     streams change the peak."""
-    from ulysses_cli.train.assembly import levers
     from ulysses_cli.train.memory import offload
+    from ulysses_cli.train.model import loss_model
 
     class Offloader(offload.Offloader):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.out_stream, self.in_stream = Stream(), Stream()
 
-    levers.Offloader = Offloader  # type: ignore[attr-defined]
+    loss_model.Offloader = Offloader  # type: ignore[attr-defined]
     torch.cuda.current_stream = lambda _=None: _Default()
     torch.cuda.stream, torch.cuda.Event = enter_stream, StreamEvent
 
@@ -296,11 +295,12 @@ def make_parts() -> Parts:
     """Parts of a build for the fake device: weights are made instead of loaded, and the attention kernel is fixed."""
     from transformers import AutoModelForCausalLM
 
-    from ulysses_cli.prove.trace import quantized_layers, recurrent_kernels
-    from ulysses_cli.train.assembly import adapters, quantized_base
-    from ulysses_cli.train.assembly.parts import Parts as RealParts
+    from ulysses_cli.prove.trace import kernels
+    from ulysses_cli.prove.trace import kernels as recurrent_kernels
     from ulysses_cli.train.attention.kernels.choice import KernelChoice
-    from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice
+    from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice
+    from ulysses_cli.train.model import adapters
+    from ulysses_cli.train.model.parts import Parts as RealParts
     from ulysses_cli.train.recurrence.interface import CONVOLUTION
     from ulysses_cli.train.recurrence.kernels import RecurrenceChoice
 
@@ -310,10 +310,10 @@ def make_parts() -> Parts:
         with torch.device(DEVICE if kind is None else HOST):  # moving a module later would make new parameters
             made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         if kind is not None:  # no more than one weight is whole on the device
-            quantized_layers.replace_parts()
-            quantized_base.quantize_layers(made, kind, DEVICE)
-            quantized_base.settle_layers(made)
-            quantized_layers.make_anew(made, DEVICE)
+            kernels.replace_quantized_parts()
+            adapters.quantize_layers(made, kind, DEVICE)
+            adapters.settle_layers(made)
+            kernels.make_anew(made, DEVICE)
         if recipe.run.device != "cpu":
             recurrent_kernels.replace_kernels(made)
         return made
@@ -334,8 +334,10 @@ def make_parts() -> Parts:
         name = plan.recipe.model.attn_implementation
         return KernelChoice(DEFAULT_KERNEL if name == "auto" else name, "traced")
 
-    def choose_ways(plan: RunPlan, *_: Any) -> ElementwiseChoice:
-        return ElementwiseChoice(TRACED_WAYS if plan.recipe.model.fused_kernels else NO_WAYS, "traced")
+    def choose_implementations(plan: RunPlan, *_: Any) -> ElementwiseChoice:
+        return ElementwiseChoice(
+            TRACED_IMPLEMENTATIONS if plan.recipe.model.fused_kernels else NO_IMPLEMENTATIONS, "traced"
+        )
 
     def choose_recurrences(functions: Functions, plan: RunPlan, *_: Any) -> dict[str, Chosen]:
         """On a GPU, kernels of packages; a convolution is called for each row."""
@@ -346,7 +348,7 @@ def make_parts() -> Parts:
         kernels[CONVOLUTION] = RecurrenceChoice("by document", "traced")
         return by_name | {name: choice for name, choice in kernels.items() if name in functions}
 
-    return RealParts(make_weights, add_adapters, choose, choose_ways, choose_recurrences, lambda _: AtOnce())
+    return RealParts(make_weights, add_adapters, choose, choose_implementations, choose_recurrences, lambda _: AtOnce())
 
 
 def replace_parts() -> None:
@@ -362,3 +364,84 @@ def replace_parts() -> None:
     replace_everywhere(DeepSpeedCPUAdam, HostAdam, "deepspeed")
     supported = optimizers._get_fused_kernels_supported_devices
     optimizers._get_fused_kernels_supported_devices = lambda: [*supported(), DEVICE.type]
+
+
+class CountedHandle:
+    """Has what DeepSpeed's swappers call of an aio_handle. All handles of a process share its files and buffers."""
+
+    files: ClassVar[dict[str, int]] = {}
+    locked: ClassVar[set[int]] = set()
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.num_pending = 0
+
+    def new_cpu_locked_tensor(self, num_elements: int, like: Tensor) -> Tensor:
+        buffer = torch.empty(num_elements, dtype=like.dtype, device="cpu")
+        self.locked.add(_get_key(buffer))
+        return buffer
+
+    def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
+        self.locked.discard(_get_key(buffer))
+        return True
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return _get_key(tensor) in self.locked
+
+    def async_pwrite(self, buffer: Tensor, path: str, _: int) -> int:
+        self.files[path] = buffer.numel() * buffer.element_size()
+        self.num_pending += 1
+        return 0
+
+    def async_pread(self, buffer: Tensor, path: str, _: int) -> int:
+        if buffer.numel() * buffer.element_size() > self.files[path]:
+            raise AssertionError(f"more is read from {path} than was written there")
+        self.num_pending += 1
+        return 0
+
+    def wait(self) -> int:
+        num_done, self.num_pending = self.num_pending, 0
+        return num_done
+
+
+class CountedOperator:
+    aio_handle = CountedHandle
+
+
+class CountedBuilder:
+    """The builder of that operator."""
+
+    def load(self, verbose: bool = True) -> type[CountedOperator]:
+        return CountedOperator
+
+    def is_compatible(self, verbose: bool = True) -> bool:
+        return True
+
+
+def replace_swaps() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
+
+    make_swapper = Swapper.__init__
+
+    def make_on_host(self: Any, *args: Any, **kwargs: Any) -> None:
+        """The tensor that stands for a weight in a file is in host memory, although a model is made around it."""
+        with torch.device("cpu"):
+            make_swapper(self, *args, **kwargs)
+
+    Swapper.__init__ = make_on_host
+    replace_everywhere(AsyncIOBuilder, CountedBuilder, "deepspeed")
+
+
+def forget_files() -> None:
+    CountedHandle.files.clear()
+    CountedHandle.locked.clear()
+
+
+def count_file_bytes() -> dict[str, int]:
+    """By what the files hold."""
+    of_weights = sum(size for path, size in CountedHandle.files.items() if path.endswith("_param.tensor.swp"))
+    return {"states": sum(CountedHandle.files.values()) - of_weights, "weights": of_weights}
+
+
+def _get_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -17,11 +17,11 @@ from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config
 from ulysses_cli.plan.ledger.job import make_engine, make_job
-from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
+from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, find_text_part, read_model_shape
-from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.units import format_count
 
 FEW_LAYERS, MORE_LAYERS = 8, 4
 Layers = tuple[int, int]  # numbers of layers: offloaded, and those above them that are not offloaded
@@ -70,7 +70,7 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
 
 def reaches_across(shape: ModelShape) -> bool:
     """Whether layers use keys or weights of others: with fewer layers these would be others."""
-    return any((layer.attention and layer.attention.borrows_kv) or layer.shared for layer in shape.layers)
+    return any((layer.attention and layer.attention.shares_kv) or layer.shared for layer in shape.layers)
 
 
 def find_period(config: Mapping[str, Any]) -> int:
@@ -127,12 +127,10 @@ def extrapolate(peaks: Mapping[Layers, TracedPeaks], whole: Layers, *, steps_in_
 def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    import ulysses_cli.train.assembly.build  # noqa: F401 - libraries make tensors while they are imported
-    from ulysses_cli.prove.trace.allocator import replay
-    from ulysses_cli.prove.trace.counted_file import CountedFile, replace_file
-    from ulysses_cli.prove.trace.counted_swaps import count_file_bytes, forget_files
-    from ulysses_cli.prove.trace.fake_device import forget_groups, get_current_stream
-    from ulysses_cli.prove.trace.storages import Storages
+    import ulysses_cli.train.model.build  # noqa: F401 - libraries make tensors while they are imported
+    from ulysses_cli.prove.trace.fake_device import count_file_bytes, forget_files, forget_groups, get_current_stream
+    from ulysses_cli.prove.trace.few_tiles import CountedFile, replace_file
+    from ulysses_cli.prove.trace.storages import Storages, replay
 
     storages = Storages(get_current_stream, sees_kernels=request["recipe"]["run"]["device"] != "cpu")
     file = CountedFile()
@@ -156,9 +154,9 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
 
     from ulysses_cli.data.steps import MicroBatch
     from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, settle
-    from ulysses_cli.plan.rows.order import Ring, deal_rows
+    from ulysses_cli.plan.rows.ring import Ring, deal_rows
     from ulysses_cli.prove.trace.fake_device import DEVICE, make_parts
-    from ulysses_cli.train.assembly.build import build
+    from ulysses_cli.train.model.build import build
     from ulysses_cli.train.processes.groups import make_groups
 
     config = cut_layers(request["config"], sum(layers))
@@ -179,7 +177,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     local = tokens // layout.sp_size
     groups = make_groups(layout, timedelta(minutes=1))
     plan, parts = settle(recipe, shape, levers), make_parts()
-    if recipe.parallel.zero_stage < 3:  # the model is made in host memory, then moved (train/assembly/loading.py)
+    if recipe.parallel.zero_stage < 3:  # the model is made in host memory, then moved (train/model/loading.py)
         parts = replace(parts, load_weights=_in_phases(storages, (BETWEEN,), parts.load_weights))
     built = build(plan, groups, DEVICE, 2, parts=parts, swap_folder=swap_folder)
     engine, wrapped = built.engine, built.engine.wrapped
@@ -284,11 +282,11 @@ def prepare_process(request: Mapping[str, Any]) -> None:
     from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ulysses_cli.prove.trace import counted_swaps, fake_device
+    from ulysses_cli.prove.trace import fake_device
 
     fake_device.install()
     fake_device.replace_parts()
-    counted_swaps.replace_swaps()
+    fake_device.replace_swaps()
     if recipe["run"]["device"] != "cpu":  # as a GPU does
         fake_device.copy_on_streams()
         fake_device.drop_as_a_gpu_does()

@@ -1,20 +1,17 @@
-"""Draws charts as SVG: lines, bars, stacks, with linear or logarithmic axes. Escapes text, keeps gaps, and keeps every
-spike when it thins points.
-
-A label may end in its unit, as in `memory (bytes)`. The units tokens, bytes, seconds, share and USD have their formats.
-"""
+"""Draws charts as SVG: lines, bars, stacks, with linear or logarithmic axes, and a grid of scores by length and
+depth. Escapes text, keeps gaps, and keeps every spike when it thins points. A label may end in its unit, as in
+`memory (bytes)`: tokens, bytes, seconds, share and USD have their formats."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.report.page import drawing
-from ulysses_cli.report.page.axes import SMALLEST, Axis, make_axis
-from ulysses_cli.report.page.drawing import BOTTOM, HEIGHT, TOP, WIDTH, Label, estimate_width
+from ulysses_cli.report.page.drawing import BOTTOM, HEIGHT, SMALLEST, TOP, WIDTH, Axis, Label, estimate_width, make_axis
 from ulysses_cli.report.quantities import NO_VALUE, format_quantity, is_number, split_unit
 
 COLUMN_WIDTH = 0.5  # in units of the viewBox: points within one column are thinned
@@ -290,3 +287,44 @@ def _check_lengths(labels: Sequence[str], groups: Mapping[str, Sequence[object]]
     for name, values in groups.items():
         if len(values) != len(labels):
             raise ValueError(f"{len(values)} values of {name or 'the bars'} for {len(labels)} labels")
+
+
+LEFT, NUM_DEPTHS = 48, 10
+MIN_CELL_WIDTH = 34  # below, cells have no text
+SERIES = 0  # the colour of a full score
+
+
+def draw_heat_map(title: str, cells: Mapping[tuple[int, float], float], format_length: Callable[[float], str]) -> str:
+    """Takes scores in [0, 1] by length and depth, the lower end of a tenth. The higher a score, the fuller its cell."""
+    lengths = sorted({length for length, _ in cells})
+    width, height = (WIDTH - 8 - LEFT) / max(1, len(lengths)), (BOTTOM - TOP) / NUM_DEPTHS
+    marks = [drawing.write_text(2, TOP - 17, "depth of the evidence", kind="muted")]
+    marks += [
+        drawing.write_text(LEFT - 7, TOP + (row + 0.7) * height, f"{row * 10} %", anchor="end", kind="muted")
+        for row in range(0, NUM_DEPTHS, 2)
+    ]
+    for column, length in enumerate(lengths):
+        x = LEFT + column * width
+        marks.append(
+            drawing.write_text(x + width / 2, BOTTOM + 16, format_length(length), anchor="middle", kind="muted")
+        )
+        for row in range(NUM_DEPTHS):
+            value = cells.get((length, row / NUM_DEPTHS))
+            if value is None:
+                continue
+            y, text = TOP + row * height, f"{100 * value:.0f}"
+            tooltip = drawing.escape(f"{format_length(length)}, {row * 10} %: {text} %")
+            marks.append(
+                f'<rect class="bar {drawing.pick_class(SERIES)}" x="{x + 1:.1f}" y="{y + 1:.1f}" '
+                f'width="{width - 2:.1f}" height="{height - 2:.1f}" fill-opacity="{0.06 + 0.54 * value:.2f}">'
+                f"<title>{tooltip}</title></rect>"
+            )
+            if width >= MIN_CELL_WIDTH:
+                marks.append(drawing.write_text(x + width / 2, y + height * 0.72, text, anchor="middle"))
+    lowest = min(cells.items(), key=lambda cell: cell[1], default=None)
+    described = (
+        f" Lowest: {100 * lowest[1]:.0f} % at {format_length(lowest[0][0])}, depth {100 * lowest[0][1]:.0f} %."
+        if lowest
+        else ""
+    )
+    return drawing.wrap_svg(title, f"Cells of {len(lengths)} lengths and {NUM_DEPTHS} depths.{described}", marks)

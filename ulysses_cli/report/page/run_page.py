@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.secrets import mask_text
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.report.page import charts
 from ulysses_cli.report.page.charts import Mark, Series
 from ulysses_cli.report.page.page import (
@@ -28,8 +28,7 @@ from ulysses_cli.report.page.page import (
     tabulate_lines,
 )
 from ulysses_cli.report.quantities import format_number, format_quantity, is_number
-from ulysses_cli.report.run_files import Line, RecordedRun
-from ulysses_cli.report.run_summary import list_figures, list_step_parts, list_values, sum_parts
+from ulysses_cli.report.run_summary import Line, RecordedRun, list_figures, list_step_parts, list_values, sum_parts
 
 MIN_STEPS_TO_SMOOTH = 200
 MAX_STACKS = 24
@@ -60,7 +59,7 @@ def make_run_page(run: RecordedRun, summary: Mapping[str, Any], evaluations: Seq
         ("Time of a step", _show_parts(run, summary)),
         ("Memory", _show_memory(run)),
         ("Automatic choices", _show_choices(run)),
-        ("Reported and published", _show_told(run)),
+        ("Reported and published", _show_notifications(run)),
         ("Setup", _show_origin(run)),
     ]
     folder = run.folder.resolve().name or str(run.folder)
@@ -271,7 +270,7 @@ def _show_choices(run: RecordedRun) -> list[Block]:
     return [Table(("choice", "value", "reason"), rows)] if rows else []
 
 
-def _show_told(run: RecordedRun) -> list[Block]:
+def _show_notifications(run: RecordedRun) -> list[Block]:
     """Where numbers, messages and the model went, and when."""
     rows = [(line["time"], f"{line['kind']} {line['name']}", line["text"]) for line in run.told]
     return [Table(("time", "to", "what"), rows)] if rows else []

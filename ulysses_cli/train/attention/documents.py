@@ -14,9 +14,21 @@ from typing import NamedTuple
 import torch
 
 from ulysses_cli.plan.rows.indexing import CallSize, find_overrun
-from ulysses_cli.plan.rows.order import KeyPlan, Order, QueryPart, Shared, TokenRun, check_order, cut_runs, plan_keys
-from ulysses_cli.plan.rows.rounds import MAX_SHARES, Round, Rounds, plan_rounds
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.plan.rows.ring import (
+    MAX_SHARES,
+    KeyPlan,
+    Order,
+    QueryPart,
+    Round,
+    Rounds,
+    Shared,
+    TokenRun,
+    check_order,
+    cut_runs,
+    plan_keys,
+    plan_rounds,
+)
+from ulysses_cli.train.processes.groups import SequenceAxis
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +39,7 @@ class Documents:
     For a model's forward they are the documents of the tokens of all ranks, and `order` says which of these tokens each
     rank of a ring holds; a rank that attends to the keys of more than `max_shares` of them gets these in rounds. With
     several rows in a batch, the rows' documents follow each other: row 0's, then row 1's. `shared`: documents whose
-    first tokens are those of another one (plan/rows/order.py); a ring then fetches all keys at once.
+    first tokens are those of another one (plan/rows/ring.py); a ring then fetches all keys at once.
     """
 
     lengths: tuple[int, ...]

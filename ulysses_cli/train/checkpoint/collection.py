@@ -1,14 +1,16 @@
-"""Brings a checkpoint's files together where each machine has only what its own ranks wrote.
+"""Brings a checkpoint's files together where each machine has only what its own ranks wrote, and finds out which
+ranks write on the same disk.
 
-Collectives depend on what all ranks have gathered, never on what one disk does: a rank whose disk fails goes on taking
-part, and the failure is gathered at the end.
-"""
+Collectives depend on what all ranks have gathered, never on what one disk does: a rank whose disk fails goes on
+taking part, and the failure is gathered at the end."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,19 +18,58 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from ulysses_cli.plan.files.regular_files import open_own, remove_own
-from ulysses_cli.plan.files.whole_files import write_whole
-from ulysses_cli.run_folder.archive import (
+from ulysses_cli.plan.files import open_own, remove_own, write_whole
+from ulysses_cli.run.checkpoints import (
     ASIDE,
+    MANIFEST,
     find_damage,
     get_folder,
     get_step,
     list_checkpoints,
+    load_manifest,
     sync,
 )
-from ulysses_cli.run_folder.manifest import MANIFEST, load_manifest
-from ulysses_cli.train.guard.disk_progress import MOVED
 from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.watchdog import MOVED
+
+
+@dataclass(frozen=True)
+class Disks:
+    """For each rank, the first rank on the same disk: its owner, which makes folders and gives names there."""
+
+    owners: tuple[int, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        return len(set(self.owners)) == 1
+
+    def describe(self, setting: str, consequence: str) -> str:
+        if self.is_shared:
+            return f"{setting} is shared by all machines"
+        return f"{setting} is on {len(set(self.owners))} disks that machines do not share: {consequence}"
+
+
+def find_disks(folder: Path, rank: int, gather: Callable[[Any], list[Any]]) -> Disks:
+    """Collective over all ranks. The first rank of each machine writes a token, and all look for all tokens. Raises
+    OSError on all ranks where one machine cannot write."""
+    token, problem = "", ""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        token = f".disk-{rank}-{secrets.token_hex(8)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / token).touch()
+        except OSError as error:
+            problem = f"rank {rank}: {folder}: {error.strerror or error}"
+    tokens: list[tuple[str, str]] = gather((token, problem))
+    is_seen = [bool(name) and os.path.lexists(folder / name) for name, _ in tokens]
+    owners = gather(is_seen.index(True) if any(is_seen) else rank)
+    if token:
+        with suppress(OSError):  # one rank must not fail alone; the first file that is written fails on all
+            (folder / token).unlink()
+    if found := next((text for _, text in tokens if text), ""):
+        raise OSError(found)
+    return Disks(tuple(owners))
+
 
 CHUNK_BYTES = 64 << 20
 PART = ".part"

@@ -1,9 +1,8 @@
-"""The checkpoint format: saves a checkpoint, and loads it on any number of ranks. run_folder/archive.py manages
-folders.
+"""The checkpoint format: saves a checkpoint, also while steps continue, and loads it on any number of ranks.
 
 step-N/ holds rank-R.safetensors (this rank's shares of float32 weights and moments, no gathering), state.json, and,
-written last, manifest.json with sizes and hashes. The folder gets its final name only when it is complete.
-"""
+written last, manifest.json with sizes and hashes. The folder gets its final name only when it is complete. No
+collective happens in the thread that writes. run/checkpoints.py manages folders."""
 
 from __future__ import annotations
 
@@ -12,8 +11,10 @@ import json
 import os
 import random
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,24 +25,35 @@ from pydantic import Field, TypeAdapter
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ulysses_cli.plan.files.regular_files import open_own, remove_own
-from ulysses_cli.plan.files.weight_files import read_metadata
-from ulysses_cli.run_folder.archive import (
+from ulysses_cli.plan.files import open_own, remove_own, write_whole
+from ulysses_cli.plan.models.model_files import read_metadata
+from ulysses_cli.run.checkpoints import (
+    FORMAT,
+    MANIFEST,
+    STATE,
     WRITING,
     CheckpointError,
     get_folder,
     list_shares,
+    load_state,
+    name_share,
     put_in_place,
     sync,
 )
-from ulysses_cli.run_folder.manifest import FORMAT, MANIFEST, STATE, load_state, name_share
-from ulysses_cli.train.finiteness import WORDS, is_finite
-from ulysses_cli.train.guard.disk_progress import MOVED
 from ulysses_cli.train.optimizer.shards import Shard, list_shards
-from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats, reset_moments, set_step_count, walk_chunks
-from ulysses_cli.train.optimizer.swap_files import is_on_disk, write_weight
-from ulysses_cli.train.telemetry.run_file import mask_facts
-from ulysses_cli.train.tensor_file import LazyTensor, get_tensor, write_tensors
+from ulysses_cli.train.optimizer.states import (
+    KINDS,
+    Flat,
+    is_on_disk,
+    list_flats,
+    reset_moments,
+    set_step_count,
+    walk_chunks,
+    write_weight,
+)
+from ulysses_cli.train.processes.watchdog import MOVED
+from ulysses_cli.train.record import mask_facts
+from ulysses_cli.train.tensor_file import WORDS, LazyTensor, get_tensor, is_finite, write_tensors
 
 Entries = dict[str, dict[str, Any]]  # by file name: bytes and sha256
 
@@ -311,3 +323,89 @@ def _set_rng(file: Path) -> None:
         torch.set_rng_state(opened.get_tensor("rng|torch"))
         if "rng|cuda" in opened.keys() and torch.cuda.is_available():  # noqa: SIM118 - not a mapping
             torch.cuda.set_rng_state(opened.get_tensor("rng|cuda"))
+
+
+WRITTEN = ".written"
+POLL_SECONDS = 0.02
+
+
+@dataclass(eq=False)
+class HostCopies:
+    """Buffers for one share, made once; pinned where a device fills them."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy(self, share: Share) -> Share:
+        """Returns when the engine may change its states again."""
+        copies: list[tuple[str, Tensor | LazyTensor]] = []
+        for name, source in share.tensors:
+            tensor = get_tensor(source)
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self.buffers[name] = buffer
+            copies.append((name, buffer.copy_(tensor, non_blocking=True)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return Share(copies, share.facts)
+
+
+class BackgroundSave:
+    """One save in progress. `problem` is '' until something has gone wrong."""
+
+    def __init__(
+        self,
+        context: CheckpointContext,
+        folder: Path,
+        step: int,
+        share: Share,
+        state: Mapping[str, Any],
+        prune: Callable[[], None],
+    ) -> None:
+        self.context, self.folder, self.step, self.prune = context, folder, step, prune
+        self.problem, self.seconds = "", 0.0
+        self.is_cancelled = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(share, state), name="save")  # ends before the process
+        self.thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self.thread.is_alive()
+
+    def wait(self) -> str:
+        """Collective over all ranks. Returns what went wrong on any of them, or ''."""
+        is_first = self.context.rank == 0
+        if not is_first:
+            self.thread.join()
+        problem = next((text for text in self.context.gather("" if is_first else self.problem) if text), "")
+        if is_first:
+            if problem:
+                self.is_cancelled.set()
+            self.thread.join()
+        problem = problem or str(self.context.gather(self.problem)[0])
+        if problem and is_first:  # not before: others may still be writing in it
+            remove_own(self.folder)
+        return problem
+
+    def _run(self, share: Share, state: Mapping[str, Any]) -> None:
+        started = time.perf_counter()
+        try:
+            entries = write_share(self.folder, self.context.rank, share)
+            if self.context.rank == 0:
+                self._finish(entries, state)
+            else:
+                write_whole(self.folder / f"{self.context.rank}{WRITTEN}", json.dumps(entries))
+        except OSError as error:
+            self.problem = f"rank {self.context.rank}: {error.strerror or error} ({self.folder})"
+        self.seconds = time.perf_counter() - started
+
+    def _finish(self, entries: Entries, state: Mapping[str, Any]) -> None:
+        for rank in range(1, self.context.world_size):
+            file = self.folder / f"{rank}{WRITTEN}"
+            while not file.exists():
+                if self.is_cancelled.wait(POLL_SECONDS):
+                    return
+            entries |= json.loads(file.read_text(encoding="utf-8"))
+            file.unlink()
+        finish_folder(self.folder, state, entries)
+        self.prune()

@@ -1,5 +1,5 @@
 """Chooses how norms, rotary embedding and gated activations run: on a GPU by measurement against transformers' own
-code, elsewhere by what is known of the device. A way that fails or differs is passed over.
+code, elsewhere by what is known of the device. One that fails or differs is passed over.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import NormKind
-from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
-from ulysses_cli.train.elementwise.interface import Part, Ways
-from ulysses_cli.train.elementwise.losses import compute_losses
-from ulysses_cli.train.elementwise.operators import Way
+from ulysses_cli.train.elementwise.interface import Implementations, Part
+from ulysses_cli.train.elementwise.operators import Gate, Implementation, Normalize, Rotate, compute_losses
 from ulysses_cli.train.loss import HeadRule
-from ulysses_cli.train.processes.choice_cache import ChoiceCache, get_folder
+from ulysses_cli.train.processes.compiling import ChoiceCache, get_folder
 
 NORM_KINDS: tuple[NormKind, ...] = get_args(NormKind)
 # torch's RMSNorm scales by the weight alone and knows no offset.
-CANDIDATES: dict[Part, tuple[Way, ...]] = {
+CANDIDATES: dict[Part, tuple[Implementation, ...]] = {
     "rounded": ("torch", "compiled"), "precise": ("torch", "compiled"), "offset": ("compiled",),
     "rotary": ("compiled",), "gate": ("compiled",), "loss": ("compiled",),
 }  # fmt: skip
 # By torch's sources: its RMSNorm has a kernel each way on a GPU; a compiled elementwise formula is one kernel.
-GPU_WAYS: Ways = {part: candidates[0] for part, candidates in CANDIDATES.items()}
+GPU_IMPLEMENTATIONS: Implementations = {part: candidates[0] for part, candidates in CANDIDATES.items()}
 # Measured on a CPU: a norm's backward in blocks takes 0.6 of autograd's time. A rotation in blocks saves 2 % of a step
 # in float32 and nothing in bfloat16, a gate nothing.
-CPU_WAYS: Ways = {part: "transformers" if part == "gate" else "blocks" for part in CANDIDATES}
-NO_WAYS: Ways = {part: "blocks" if part == "loss" else "transformers" for part in CANDIDATES}
+CPU_IMPLEMENTATIONS: Implementations = {part: "transformers" if part == "gate" else "blocks" for part in CANDIDATES}
+NO_IMPLEMENTATIONS: Implementations = {part: "blocks" if part == "loss" else "transformers" for part in CANDIDATES}
 NUM_COMPARED, NUM_TIMED = 4096, 10  # rows; repetitions
 TIMED_BYTES = 1 << 27  # of a tensor: more than a cache holds, so that memory decides and not the starts of kernels
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # of the largest value; bfloat16 keeps 8 bits
@@ -55,7 +53,7 @@ Run = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class ElementwiseChoice:
-    ways: Ways
+    implementations: Implementations
     reason: str
 
 
@@ -79,16 +77,16 @@ class Widths:
         return [(1, (self.num_heads, self.head_dim) if part == "rotary" else (self.inner,))]
 
 
-def choose_ways(
+def choose_implementations(
     device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int, *, uses_cache: bool = False
 ) -> ElementwiseChoice:
     """Tries all candidates where there is a GPU. `num_tokens`: of a rank's rows. A choice in which nothing failed is
     kept for later runs, since trials compile for up to half a minute."""
     if device.type == "cpu":
-        rotary: Way = CPU_WAYS["rotary"] if dtype == torch.float32 else "transformers"
-        return ElementwiseChoice({**CPU_WAYS, "rotary": rotary}, "in blocks that fit a processor's cache")
+        rotary: Implementation = CPU_IMPLEMENTATIONS["rotary"] if dtype == torch.float32 else "transformers"
+        return ElementwiseChoice({**CPU_IMPLEMENTATIONS, "rotary": rotary}, "in blocks that fit a processor's cache")
     if device.type != "cuda":
-        return ElementwiseChoice(GPU_WAYS, "as on a GPU")
+        return ElementwiseChoice(GPU_IMPLEMENTATIONS, "as on a GPU")
     if not uses_cache:
         return _try_parts(device, dtype, widths, num_tokens)[0]
     rows = [
@@ -97,11 +95,11 @@ def choose_ways(
     ]
     facts = {"dtype": str(dtype), "rows": rows}  # beyond some length all rows of tokens are timed alike
     cache = ChoiceCache(get_folder(os.environ), SOURCES, facts | _list_versions(device))
-    if (found := cache.read()) and (kept := _read_ways(found[0])):
+    if (found := cache.read()) and (kept := _read_implementations(found[0])):
         return ElementwiseChoice(kept, f"{found[1]} (found in an earlier run: {cache.file})")
     choice, is_lasting = _try_parts(device, dtype, widths, num_tokens)
     if is_lasting:
-        cache.write(json.dumps(dict(choice.ways), sort_keys=True), choice.reason)
+        cache.write(json.dumps(dict(choice.implementations), sort_keys=True), choice.reason)
     return choice
 
 
@@ -116,48 +114,57 @@ def _list_versions(device: torch.device) -> dict[str, str]:
     return versions | {"cuda": cuda, "gpu": torch.cuda.get_device_name(device), "compiler": compiler}
 
 
-def _read_ways(text: str) -> Ways | None:
+def _read_implementations(text: str) -> Implementations | None:
     try:
-        ways = json.loads(text)
+        implementations = json.loads(text)
     except ValueError:
         return None
-    is_whole = isinstance(ways, dict) and ways.keys() == CANDIDATES.keys()
-    return ways if is_whole and all(way in get_args(Way) for way in ways.values()) else None
+    is_whole = isinstance(implementations, dict) and implementations.keys() == CANDIDATES.keys()
+    return (
+        implementations
+        if is_whole and all(implementation in get_args(Implementation) for implementation in implementations.values())
+        else None
+    )
 
 
 def _try_parts(
     device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int
 ) -> tuple[ElementwiseChoice, bool]:
     """Returns also whether no candidate failed: a full GPU or a busy machine may have been the cause."""
-    ways: dict[Part, Way] = dict(NO_WAYS)
+    implementations: dict[Part, Implementation] = dict(NO_IMPLEMENTATIONS)
     reasons: list[str] = []
     for part, candidates in CANDIDATES.items():
         trials = [
             _Trial(part, device, dtype, shape, per_token * num_tokens) for per_token, shape in widths.list_rows(part)
         ]
         if trials:
-            ways[part], reason = _choose_part(candidates, trials, NO_WAYS[part])
-            reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {ways[part]} ({reason})")
+            implementations[part], reason = _choose_part(candidates, trials, NO_IMPLEMENTATIONS[part])
+            reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {implementations[part]} ({reason})")
     torch.cuda.empty_cache()
-    return ElementwiseChoice(ways, ", ".join(reasons)), not any(" failed: " in reason for reason in reasons)
+    return ElementwiseChoice(implementations, ", ".join(reasons)), not any(" failed: " in reason for reason in reasons)
 
 
-def _choose_part(candidates: Sequence[Way], trials: Sequence[_Trial], plain: Way = "transformers") -> tuple[Way, str]:
-    ways: tuple[Way, ...] = (plain, *candidates)
-    seconds: dict[Way, float] = {}
+def _choose_part(
+    candidates: Sequence[Implementation], trials: Sequence[_Trial], plain: Implementation = "transformers"
+) -> tuple[Implementation, str]:
+    implementations: tuple[Implementation, ...] = (plain, *candidates)
+    seconds: dict[Implementation, float] = {}
     notes = []
-    for way in ways:
+    for implementation in implementations:
         try:
-            errors = [trial.compare(way) for trial in trials]
+            errors = [trial.compare(implementation) for trial in trials]
             if all(error <= TOLERANCE[trials[0].dtype] for error in errors):
-                seconds[way] = sum(trial.measure(way) for trial in trials)
+                seconds[implementation] = sum(trial.measure(implementation) for trial in trials)
             else:  # or not a number
-                notes.append(f"{way} differs by {max(errors):.2g}")
+                notes.append(f"{implementation} differs by {max(errors):.2g}")
         except Exception as error:  # noqa: BLE001 - a compiler may be missing, or may raise anything
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            notes.append(f"{way} failed: {lines[0][:120]}")
-    times = [f"{way} {1e3 * value:.2f} ms" for way, value in sorted(seconds.items(), key=lambda each: each[1])]
-    best = min(seconds, key=lambda way: seconds[way], default=ways[0])
+            notes.append(f"{implementation} failed: {lines[0][:120]}")
+    times = [
+        f"{implementation} {1e3 * value:.2f} ms"
+        for implementation, value in sorted(seconds.items(), key=lambda each: each[1])
+    ]
+    best = min(seconds, key=lambda implementation: seconds[implementation], default=implementations[0])
     return best, "; ".join([", ".join(times), *notes])
 
 
@@ -188,34 +195,34 @@ class _Trial:
             inputs = [rows, draw(1, num_rows, *self.row)]
         return inputs, draw(*inputs[0].shape)
 
-    def run(self, way: Way, inputs: Inputs, dout: Tensor) -> list[Tensor]:
+    def run(self, implementation: Implementation, inputs: Inputs, dout: Tensor) -> list[Tensor]:
         """Forward and backward."""
         if self.part == "loss":
-            return _run_loss(way, *inputs)
+            return _run_loss(implementation, *inputs)
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = RUNS[self.part](way, *leaves)
+        out = RUNS[self.part](implementation, *leaves)
         wanted = leaves[:1] if self.part == "rotary" else leaves
         return [out.detach(), *torch.autograd.grad(out, wanted, dout)]
 
-    def compare(self, way: Way) -> float:
+    def compare(self, implementation: Implementation) -> float:
         """The largest difference from transformers' formula in float32, as a share of the largest value."""
         inputs, dout = self.draw(self.num_compared)
         expected = self.run(
-            NO_WAYS[self.part], [tensor.to(torch.float32, copy=True) for tensor in inputs], dout.float()
+            NO_IMPLEMENTATIONS[self.part], [tensor.to(torch.float32, copy=True) for tensor in inputs], dout.float()
         )
-        results = self.run(way, [tensor.clone() for tensor in inputs], dout)
+        results = self.run(implementation, [tensor.clone() for tensor in inputs], dout)
         return max(
             ((ours.float() - right).abs().max() / right.abs().max()).item()
             for ours, right in zip(results, expected, strict=True)
         )
 
-    def measure(self, way: Way) -> float:
+    def measure(self, implementation: Implementation) -> float:
         inputs, dout = self.draw(self.num_timed)
         seconds = []
         for _ in range(1 + NUM_TIMED):  # the first compiles
             torch.cuda.synchronize(self.device)
             start = time.perf_counter()
-            self.run(way, inputs, dout)
+            self.run(implementation, inputs, dout)
             torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - start)
         return min(seconds)
@@ -225,30 +232,36 @@ def count_timed(num_rows: int, row: tuple[int, ...], dtype: torch.dtype) -> int:
     return max(1, min(num_rows, TIMED_BYTES // (math.prod(row) * dtype.itemsize)))
 
 
-def _run_norm(kind: NormKind, way: str, hidden: Tensor, weight: Tensor) -> Tensor:
-    if way == "transformers":
+def _run_norm(kind: NormKind, implementation: str, hidden: Tensor, weight: Tensor) -> Tensor:
+    if implementation == "transformers":
         return formulas.normalize(hidden, weight, EPS, kind)[0]
     norm = nn.Module()
     norm.weight = nn.Parameter(weight.detach())
-    return Normalize.apply(hidden, weight, norm, EPS, kind, way)
+    return Normalize.apply(hidden, weight, norm, EPS, kind, implementation)
 
 
-def _run_rotary(way: str, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if way != "transformers":
-        return Rotate.apply(rows, cos.detach(), sin.detach(), way)
+def _run_rotary(implementation: str, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if implementation != "transformers":
+        return Rotate.apply(rows, cos.detach(), sin.detach(), implementation)
     first, second = rows.chunk(2, -1)
     return rows * cos.detach() + torch.cat([-second, first], -1) * sin.detach()
 
 
-def _run_gate(way: str, gates: Tensor, values: Tensor) -> Tensor:
-    return functional.silu(gates) * values if way == "transformers" else Gate.apply(gates, values, way)
+def _run_gate(implementation: str, gates: Tensor, values: Tensor) -> Tensor:
+    return (
+        functional.silu(gates) * values
+        if implementation == "transformers"
+        else Gate.apply(gates, values, implementation)
+    )
 
 
-def _run_loss(way: Way, rows: Tensor, _: Tensor) -> list[Tensor]:
+def _run_loss(implementation: Implementation, rows: Tensor, _: Tensor) -> list[Tensor]:
     """Losses and gradients, which a tile has at once. The logits are lost, their values do not matter to time."""
     logits = rows.flatten(0, -2)
     labels = torch.arange(len(logits), device=logits.device) % logits.size(-1)
-    return list(compute_losses(logits, labels, HeadRule(), with_grad=True, overwrites=True, way=way))
+    return list(
+        compute_losses(logits, labels, HeadRule(), with_grad=True, overwrites=True, implementation=implementation)
+    )
 
 
 RUNS: Mapping[Part, Run] = {

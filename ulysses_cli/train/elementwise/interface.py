@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import NormKind
-from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
-from ulysses_cli.train.elementwise.operators import Way
+from ulysses_cli.train.elementwise.operators import Gate, Implementation, Normalize, Rotate
 
 Part = Literal[NormKind, "rotary", "gate", "loss"]  # norms by their formula
-Ways = Mapping[Part, Way]
+Implementations = Mapping[Part, Implementation]
 DTYPES = (torch.bfloat16, torch.float32)
 ROTARY = "apply_rotary_pos_emb"
 WIDTH, EPS = 64, 1e-2
@@ -37,18 +36,18 @@ class Served:
     gates: int = 0
 
 
-def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
+def serve_elementwise(model: nn.Module, implementations: Implementations) -> Served:
     """Replaces forwards of the model's parts in place."""
     norms = rotations = gates = 0
     for module in list(model.modules()):
-        if (kind := recognise_norm(module)) and ways[kind] != "transformers":
-            _FusedNorm(module, kind, ways[kind])
+        if (kind := recognise_norm(module)) and implementations[kind] != "transformers":
+            _FusedNorm(module, kind, implementations[kind])
             norms += 1
-        elif ways["gate"] != "transformers" and is_gated_mlp(module):
-            _FusedMlp(module, ways["gate"])
+        elif implementations["gate"] != "transformers" and is_gated_mlp(module):
+            _FusedMlp(module, implementations["gate"])
             gates += 1
-        elif ways["rotary"] != "transformers" and _serve_rotation(module):
-            _choose_rotation(module, ways["rotary"])
+        elif implementations["rotary"] != "transformers" and _serve_rotation(module):
+            _choose_rotation(module, implementations["rotary"])
             rotations += 1
     return Served(norms, rotations, gates)
 
@@ -109,8 +108,8 @@ def _find_eps(module: nn.Module) -> float | None:
 class _FusedNorm:
     """A norm whose forward is replaced. `is_fused` tells memory levers that it keeps no float32 rows."""
 
-    def __init__(self, norm: Any, kind: NormKind, way: Way) -> None:
-        self.norm, self.kind, self.eps, self.way = norm, kind, _find_eps(norm), way
+    def __init__(self, norm: Any, kind: NormKind, implementation: Implementation) -> None:
+        self.norm, self.kind, self.eps, self.implementation = norm, kind, _find_eps(norm), implementation
         self.original: Callable[[Tensor], Tensor] = norm.forward
         norm.forward, norm.is_fused = self._run, True
 
@@ -118,7 +117,7 @@ class _FusedNorm:
         weight = self.norm.weight
         if hidden.dtype != weight.dtype or hidden.size(-1) != weight.size(-1):
             return self.original(hidden)
-        return Normalize.apply(hidden, weight, self.norm, self.eps, self.kind, self.way)
+        return Normalize.apply(hidden, weight, self.norm, self.eps, self.kind, self.implementation)
 
 
 def is_gated_mlp(module: Any) -> bool:
@@ -148,30 +147,30 @@ def is_gated_mlp(module: Any) -> bool:
 
 
 class _FusedMlp:
-    def __init__(self, block: Any, way: Way) -> None:
-        self.block, self.way = block, way
+    def __init__(self, block: Any, implementation: Implementation) -> None:
+        self.block, self.implementation = block, implementation
         block.forward = self._run
 
     def _run(self, hidden: Tensor) -> Tensor:
         gates, values = self.block.gate_proj(hidden), self.block.up_proj(hidden)
-        return self.block.down_proj(Gate.apply(gates, values, self.way))
+        return self.block.down_proj(Gate.apply(gates, values, self.implementation))
 
 
-_rotary_way: ContextVar[Way] = ContextVar("rotary_way", default="transformers")
+_rotary_implementation: ContextVar[Implementation] = ContextVar("rotary_way", default="transformers")
 
 
-def _choose_rotation(layer: Any, way: Way) -> None:
+def _choose_rotation(layer: Any, implementation: Implementation) -> None:
     """While the attention layer runs, rotations go the chosen way. A mark on its cosines would not do: ZeRO-3's hooks
     copy what modules return."""
     original: Callable[..., Any] = layer.forward
 
     @wraps(original)
     def run(*args: Any, **options: Any) -> Any:
-        token = _rotary_way.set(way)
+        token = _rotary_implementation.set(implementation)
         try:
             return original(*args, **options)
         finally:
-            _rotary_way.reset(token)
+            _rotary_implementation.reset(token)
 
     layer.forward = run
 
@@ -224,14 +223,14 @@ def _make_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
-        way = _rotary_way.get()
+        implementation = _rotary_implementation.get()
         dim = args[0] if args else options.get("unsqueeze_dim", 1)
         is_plain = len(args) <= 1 and not options.keys() - {"unsqueeze_dim"} and not cos.requires_grad
-        is_precise = takes_precise and cos.dtype == torch.float32 and way == "compiled"
-        if way == "transformers" or not is_plain or (q.dtype != cos.dtype and not is_precise):
+        is_precise = takes_precise and cos.dtype == torch.float32 and implementation == "compiled"
+        if implementation == "transformers" or not is_plain or (q.dtype != cos.dtype and not is_precise):
             return original(q, k, cos, sin, *args, **options)
         cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
-        return Rotate.apply(q, cos, sin, way), Rotate.apply(k, cos, sin, way)
+        return Rotate.apply(q, cos, sin, implementation), Rotate.apply(k, cos, sin, implementation)
 
     apply.is_served = True  # type: ignore[attr-defined]
     return apply

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.transaction import lock
-from ulysses_cli.plan.exit_codes import FAILED, USAGE, get_signal_code
+from ulysses_cli.plan.problem import FAILED, USAGE, get_signal_code
 from ulysses_cli.plan.rules.merged_models import MergedModel
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, choose_last
-from ulysses_cli.run_folder.manifest import load_state
+from ulysses_cli.run.checkpoints import CheckpointError, choose_checkpoint, choose_last, load_state
 from ulysses_cli.train.export.job import ExportError, ExportJob
 
 
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _make_job(options: argparse.Namespace, report: Callable[[str], None]) -> Callable[..., dict[str, Any]]:
     if options.weights is not None:
-        from ulysses_cli.train.export.averaging import merge_models
+        from ulysses_cli.train.export.job import merge_models
 
         weights = map(float, options.weights.split(","))
         return partial(merge_models, list(starmap(MergedModel, zip(options.models, weights, strict=True))))

@@ -16,19 +16,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.run_folder.archive import CheckpointError
-from ulysses_cli.train.assembly.adapters import leave_whole_parts, train_whole_parts
-from ulysses_cli.train.assembly.loading import grow_embeddings, grow_rows
-from ulysses_cli.train.assembly.text_part import find_key_mapping
-from ulysses_cli.train.export.buffers import list_buffer_names
-from ulysses_cli.train.export.carried import NOTHING, Carried, find_carried
-from ulysses_cli.train.export.check import MEMORY_SHARE, ProbedModel, load_text_model
-from ulysses_cli.train.export.file_layout import FileLayout
-from ulysses_cli.train.export.weights import PREFIX, CheckpointWeights, ShardWriter
-from ulysses_cli.train.export.wrapper import BaseModel
-from ulysses_cli.train.finiteness import WORDS, is_finite
-from ulysses_cli.train.processes.host_memory import count_free_bytes
+from ulysses_cli.plan.units import format_count
+from ulysses_cli.run.checkpoints import CheckpointError
+from ulysses_cli.train.export.base_model import NOTHING, BaseModel, Carried, FileLayout, find_carried, list_buffer_names
+from ulysses_cli.train.export.weights import (
+    MEMORY_SHARE,
+    PREFIX,
+    CheckpointWeights,
+    ProbedModel,
+    ShardWriter,
+    load_text_model,
+)
+from ulysses_cli.train.model.adapters import leave_whole_parts, train_whole_parts
+from ulysses_cli.train.model.loading import find_key_mapping, grow_embeddings, grow_rows
+from ulysses_cli.train.processes.host import count_free_bytes
+from ulysses_cli.train.tensor_file import WORDS, is_finite
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 LENGTHS = ".lora_magnitude_vector.default.weight"  # of DoRA: one for each row of the weight

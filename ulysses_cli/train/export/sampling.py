@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.tokenizing.renderer import TemplateProblem
 from ulysses_cli.data.tokenizing.tokenizer import get_variables, list_stop_tokens
-from ulysses_cli.plan.exit_codes import FAILED
+from ulysses_cli.plan.problem import FAILED
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.train.assembly.loading import first_line, grow_embeddings
+from ulysses_cli.train.evaluation import encode_prompts
 from ulysses_cli.train.export.weights import BASE_CONFIG
-from ulysses_cli.train.hooks.samples import encode_prompts
+from ulysses_cli.train.model.loading import first_line, grow_embeddings
 
 
 def load_model(name: str, options: dict[str, Any]) -> Any:

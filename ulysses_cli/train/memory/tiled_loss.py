@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ulysses_cli.train.elementwise.losses import compute_losses
-from ulysses_cli.train.elementwise.operators import Way
+from ulysses_cli.train.elementwise.operators import Implementation, compute_losses
 from ulysses_cli.train.loss import HeadRule, Places, take_all
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole
 
@@ -28,10 +27,12 @@ class TiledLoss:
     Replaces the head's forward: `head(hidden, labels)` is the loss, `head(hidden)` the logits as before.
     """
 
-    def __init__(self, head: nn.Module, rule: HeadRule, tile_tokens: int, way: Way = "blocks") -> None:
+    def __init__(
+        self, head: nn.Module, rule: HeadRule, tile_tokens: int, implementation: Implementation = "blocks"
+    ) -> None:
         if tile_tokens < 1:
             raise ValueError(f"a tile of {tile_tokens} tokens")
-        self.head, self.rule, self.tile_tokens, self.way = head, rule, tile_tokens, way
+        self.head, self.rule, self.tile_tokens, self.implementation = head, rule, tile_tokens, implementation
         # what other modules return, their own backward may need
         self.overwrites = type(head) is nn.Linear
         self.compute_logits: Callable[[Tensor], Tensor] = head.forward
@@ -69,7 +70,9 @@ class TiledLoss:
 
     def compute(self, logits: Tensor, labels: Tensor, rule: HeadRule, **options: Any) -> tuple[Tensor, Tensor]:
         """Of a tile whose logits nothing else needs."""
-        return compute_losses(logits, labels, rule, overwrites=self.overwrites, way=self.way, **options)
+        return compute_losses(
+            logits, labels, rule, overwrites=self.overwrites, implementation=self.implementation, **options
+        )
 
     @torch.no_grad()
     def compute_losses_in_tiles(self, tokens: Tensor, labels: Tensor, places: Places, rule: HeadRule) -> Tensor:
@@ -188,9 +191,9 @@ def make_tiled_loss(
     rule: HeadRule,
     tile_tokens: int,
     gather_whole: Callable[[nn.Module], None] | None = None,
-    way: Way = "blocks",
+    implementation: Implementation = "blocks",
 ) -> TiledLoss:
     """`gather_whole` is called with a head that has submodules (adapters), which must be gathered together."""
     if gather_whole is not None and next(head.children(), None) is not None:
         gather_whole(head)
-    return TiledLoss(head, rule, tile_tokens, way)
+    return TiledLoss(head, rule, tile_tokens, implementation)

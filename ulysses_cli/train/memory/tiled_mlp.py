@@ -1,23 +1,23 @@
-"""Runs MLPs in tiles of tokens, dense and mixture-of-experts: their wide intermediate results exist for one tile at a
-time. Blocks are recognised by their submodules, and experts that their layer itself routes tokens to by their name.
+"""Runs MLPs in tiles of tokens, dense and mixture-of-experts, lets a layer's recomputation stop before its last
+linear layer, and runs embeddings and linear layers on pieces of a row that their kernels could not index.
 
-A block runs once in the forward and once, tile by tile, in the backward: the recomputation of a checkpointed layer
-stops before it. Takes no recipe and no group.
-"""
+Blocks are recognised by their submodules. A block runs once in the forward and once, tile by tile, in the backward.
+Gradients of weights are summed in float32 or better. Takes no recipe and no group."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from ulysses_cli.train.memory.checkpointing import list_layers
-from ulysses_cli.train.memory.saved_results import save_for_recompute
-from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole, split_tokens
+from ulysses_cli.plan.rows.indexing import EMBEDDING, LAYER_NORM, LINEAR, runs_in_pieces, split_rows
+from ulysses_cli.train.memory.checkpointing import list_layers, save_for_recompute
+from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole, return_always, split_tokens
 
 # A layer that has one of these after its MLP needs the MLP's output again in the backward.
 NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2", "post_ffn_norm")
@@ -246,3 +246,169 @@ def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device)
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
+
+
+class ShardedLinear(NamedTuple):
+    """DeepSpeed's linear layer (runtime/zero/linear.py): what stands for torch's, and its autograd function."""
+
+    replacement: Callable[..., Tensor]
+    function: Any
+
+
+def save_before_last_products(model: nn.Module, sharded: ShardedLinear) -> int:
+    """Replaces the forward of the last linear layer of every MLP. Returns their number. Call once layers are
+    checkpointed, and not where MLPs run in tiles: those compute no last product twice."""
+    lasts = [get_last_linear(block) for layer in list_layers(model) for block in layer.children()]
+    found = [last for last in lasts if type(last) is nn.Linear and "forward" not in vars(last)]
+    for last in found:
+        _EarlyLinear(last, sharded)
+    return len(found)
+
+
+class _EarlyLinear:
+    """A linear layer whose forward is replaced where DeepSpeed's linear layer would run."""
+
+    def __init__(self, linear: Any, sharded: ShardedLinear) -> None:
+        self.linear, self.sharded = linear, sharded
+        linear.forward = self._run
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        weight, bias = self.linear.weight, self.linear.bias
+        if functional.linear is not self.sharded.replacement or not torch.is_grad_enabled():
+            return functional.linear(inputs, weight, bias)
+        place = _Saved.apply(inputs, weight, bias, self.sharded.function)
+        result: Tensor = _Product.apply(place, inputs.detach(), self.linear, self.sharded.function)
+        return result
+
+
+class _Saved(torch.autograd.Function):
+    """Saves what DeepSpeed's linear layer saves and has its backward. Its result holds the product's place: it has the
+    product's shape and the memory of one number."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, function: Any) -> Tensor:
+        function.setup_context(ctx, (inputs, weight, bias), None)
+        ctx.function = function
+        return inputs.new_zeros(()).expand(*inputs.shape[:-1], weight.size(0))
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.function.backward(ctx, dout), None
+
+
+class _Product(torch.autograd.Function):
+    """Computes the product. Its backward passes the gradient on to what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, inputs: Tensor, linear: nn.Linear, function: Any) -> Tensor:
+        bias = None if linear.bias is None else linear.bias.detach()
+        product: Tensor = function.forward(inputs, linear.weight.detach(), bias)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return dout, None, None, None
+
+
+def run_in_pieces(model: nn.Module, num_tokens: int, dtype: torch.dtype, in_tiles: Collection[nn.Module] = ()) -> int:
+    """Makes every layer that cannot take so many tokens of this dtype at once able to run in pieces. Returns their
+    number. Call after tiles are made, and before layers get other forwards. `in_tiles`: layers that get tiles in
+    another way."""
+    inside = {
+        module
+        for block in model.modules()
+        if isinstance(getattr(vars(block).get("forward"), "__self__", None), TiledBlock)
+        for module in block.modules()
+    }.union(in_tiles)
+    pieced = [
+        PiecedLayer(module, operators)
+        for module in model.modules()
+        if module not in inside and "forward" not in vars(module) and (operators := find_operators(module))
+    ]
+    needed = [layer for layer in pieced if runs_in_pieces(num_tokens * layer.widest * dtype.itemsize, *layer.operators)]
+    for layer in needed:
+        layer.replace_forward()
+    return len(needed)
+
+
+def find_operators(module: nn.Module) -> tuple[str, ...]:
+    """The census's names of what the layer runs on all of its tokens, or none."""
+    if isinstance(module, nn.Embedding):
+        return EMBEDDING
+    if type(module) is nn.Linear:
+        return LINEAR
+    return LAYER_NORM if hasattr(module, "normalized_shape") else ()  # OLMo's calls torch's, and has no weights
+
+
+class PiecedLayer:
+    """A layer whose forward can be replaced. It takes indices [...] or hidden states [..., in], returns [..., out]."""
+
+    def __init__(self, layer: Any, operators: tuple[str, ...]) -> None:
+        self.layer, self.operators = layer, operators
+        self.whole_forward: Callable[[Tensor], Tensor] = layer.forward
+        self.takes_indices = operators is EMBEDDING
+        if self.takes_indices:
+            self.width = self.widest = layer.embedding_dim
+        elif operators is LINEAR:
+            self.width, self.widest = layer.out_features, max(layer.in_features, layer.out_features)
+        else:
+            self.width = self.widest = layer.normalized_shape[-1]
+
+    def replace_forward(self) -> None:
+        self.layer.forward = self._run
+
+    def compute_pieces(self, rows: Tensor, parts: list[slice]) -> Tensor:
+        out: Tensor | None = None
+        for part in parts:
+            piece = self.whole_forward(rows[part])
+            if out is None:
+                out = piece.new_empty(rows.size(0), self.width)
+            out[part] = piece
+        if out is None:
+            raise AssertionError("a layer of no tokens")
+        return out
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        rows = tokens.flatten() if self.takes_indices else tokens.flatten(0, -2)
+        dtype = self.layer.weight.dtype if self.takes_indices else tokens.dtype
+        num_bytes = rows.size(0) * self.widest * dtype.itemsize
+        parts = split_rows(rows.size(0), num_bytes, *self.operators)
+        if len(parts) == 1:
+            return self.whole_forward(tokens)
+        weights = WeightSums(self.layer)
+        if torch.is_grad_enabled() and (tokens.requires_grad or weights.weights):
+            out = _Pieces.apply(rows, self, weights, parts, *weights.weights)
+        else:
+            with torch.no_grad():
+                out = self.compute_pieces(rows, parts)
+        return out.view(*(tokens.shape if self.takes_indices else tokens.shape[:-1]), self.width)
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, layer: PiecedLayer, weights: WeightSums, parts: list[slice], *_: nn.Parameter
+    ) -> Tensor:
+        ctx.layer, ctx.weights, ctx.parts = layer, weights, parts
+        ctx.save_for_backward(rows)
+        return layer.compute_pieces(rows, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        layer, weights = ctx.layer, ctx.weights
+        drows = None if layer.takes_indices else torch.empty_like(rows)
+        with weights.collect():
+            for part in ctx.parts:
+                if drows is None:
+                    with torch.enable_grad():
+                        piece = layer.whole_forward(rows[part])
+                    torch.autograd.backward(piece, dout[part])
+                elif layer.operators is LINEAR:
+                    drows[part] = weights.backward_linear(layer.layer, rows[part], dout[part])
+                else:
+                    (drows[part],) = backward_tile(layer.whole_forward, [rows[part]], return_always(dout[part]))
+        sums = zip(ctx.weights.take_sums(), ctx.weights.weights, strict=True)
+        dweights = [total.to(weight.dtype) for total, weight in sums]
+        return drows if ctx.needs_input_grad[0] else None, None, None, None, *dweights

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_cli.run_folder.seal import CODE_BYTES, ForgedError, Seal, find_seal
+from ulysses_cli.run.key import CODE_BYTES, ForgedError, Seal, find_seal
 
 GATHERED = "a value gathered from all ranks"
 SCATTERED = "a value that rank 0 sent"

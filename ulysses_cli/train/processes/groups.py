@@ -1,8 +1,7 @@
-"""Makes the process groups of a layout. The only caller of new_group.
+"""Makes the process groups of a layout, among them the axis of ranks that share a row. The only caller of new_group.
 
 Every rank makes every group, in the same order, as torch requires; each keeps those that it is part of. DeepSpeed
-shards over the whole world, sequence ranks included, and gets no other group: see plan/ds_config.py.
-"""
+shards over the whole world, sequence ranks included, and gets no other group: see plan/ds_config.py."""
 
 from __future__ import annotations
 
@@ -15,7 +14,25 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
 from ulysses_cli.plan.layout import Group, Layout
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceAxis:
+    """The ranks that share a row. `group` is None when there is only one."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+
+
+NO_AXIS = SequenceAxis(None, 1, 0)
+
+
+def make_sequence_axis(group: dist.ProcessGroup | None) -> SequenceAxis:
+    if group is None or dist.get_world_size(group) == 1:
+        return NO_AXIS
+    return SequenceAxis(group, dist.get_world_size(group), dist.get_rank(group))
+
 
 NO_LIMIT = timedelta(days=30)
 

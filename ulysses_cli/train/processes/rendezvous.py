@@ -33,10 +33,19 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _BackendRendezvousStateHolder,
 )
 
-from ulysses_cli.run_folder.seal import KEY, ForgedError, Seal, find_seal
-from ulysses_cli.train.processes.ending import MeetingError, SharedEnd, asking_the_store
-from ulysses_cli.train.processes.rank_store import listen, open_file_store
-from ulysses_cli.train.processes.waiting import Heartbeats, Signs, StoreCalls, name_missing, report_waiting
+from ulysses_cli.run.key import KEY, ForgedError, Seal, find_seal
+from ulysses_cli.train.processes.store import (
+    Heartbeats,
+    MeetingError,
+    SharedEnd,
+    Signs,
+    StoreCalls,
+    asking_the_store,
+    listen,
+    name_missing,
+    open_file_store,
+    report_waiting,
+)
 
 Say = Callable[[str], object]
 NAME = "ulysses"

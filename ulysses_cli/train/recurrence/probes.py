@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ulysses_cli.plan.models.layers import ConvolutionMixer, DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.processes.groups import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
 from ulysses_cli.train.recurrence.interface import CONVOLUTION
 from ulysses_cli.train.recurrence.kernels import MILLION, PROBE_LENGTHS, Kernel, pick_function

@@ -1,5 +1,6 @@
-"""Layers that are alike run once, and stand for all layers of the model: what tensors take from one layer to the next
-does not depend on how many there are."""
+"""A model's whole depth from a few of its layers: layers that are alike run once and stand for all, since what
+tensors take from one layer to the next does not depend on how many there are. An engine without tensors then walks
+the whole depth, and says what it holds at each mark of each layer."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ulysses_cli.plan.ledger.sized.hooks import HookMark, ModuleWeights, WeightSize
-from ulysses_cli.plan.ledger.sized.lines import GATHERED
-from ulysses_cli.plan.sizes.meter import Tag
+from ulysses_cli.plan.ledger.sized.hooks import GATHERED, GRADIENTS, TRANSIENTS, HookMark, ModuleWeights, WeightSize
+from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine
+from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.sizes.nn import ModuleList, Parameter, SizedModule
-from ulysses_cli.plan.sizes.tensor import Tensor
+from ulysses_cli.plan.sizes.tensor import ByteMeter, Running, Storage, Tag, Tensor
 
 Event = tuple[int, str, Tag]
 SplitPath = tuple[str, int | None, str]
 PLACES = ("layer_idx", "layer_id", "layer_number")  # of a layer in the model
-LOAD, AGAIN_PASS = "load", " again"
+LOAD, SECOND_PASS = "load", " again"
 COPYING = 3  # layers until copies to the host come and go evenly
 
 
@@ -280,7 +281,7 @@ class Recorded:
         joined = [window for phase, own in groupby(marks, key=lambda mark: mark.phase) for window in _join(list(own))]
         ends = [own[0].at for _, own in joined[1:]] + [len(events)]
         for (layer, own), end in zip(joined, ends, strict=True):
-            while end > own[-1].at and events[end - 1][1] != own[0].phase.removesuffix(AGAIN_PASS):
+            while end > own[-1].at and events[end - 1][1] != own[0].phase.removesuffix(SECOND_PASS):
                 end -= 1  # what comes between phases belongs to none
             window = Window(layer, own, own[0].at, end, number_work(layer, own))
             self.phases.setdefault(own[0].phase, []).append(window)
@@ -324,7 +325,7 @@ def _part_passes(marks: Sequence[HookMark]) -> list[HookMark]:
             number = find_number(mark.path)
             has_layers |= number is not None
             if number is None and mark.work == "fetch":
-                suffix = AGAIN_PASS if has_layers and mark.path in seen else ""
+                suffix = SECOND_PASS if has_layers and mark.path in seen else ""
                 seen.add(mark.path)
         parted.append(mark._replace(phase=LOAD + suffix) if mark.phase == LOAD else mark)
     return parted
@@ -345,3 +346,166 @@ def _join(marks: list[HookMark]) -> list[tuple[int | None, list[HookMark]]]:
         if layer is not None:
             seen.add(layer)
     return joined
+
+
+STEPPING, FIRST = "optimizer_step", Turn(None)
+
+
+class LayersDiffer(Exception):
+    """A layer lacks a module of the one that runs for it, or for the one beside it."""
+
+
+class EngineMeter(ByteMeter):
+    """Of an engine alone: what it holds by tag, now and when it held most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: Counter[Tag] = Counter()
+        self.fullest: Mapping[Tag, int] = {}
+        self.tag = TRANSIENTS
+
+    def add(self, num_bytes: int, tag: Tag, *, on_host: bool) -> None:
+        place = self.host if on_host else self.device
+        place.now += num_bytes
+        if not on_host:
+            self.tags[tag] += num_bytes
+            if place.now > place.peak:
+                place.peak, self.fullest = place.now, dict(self.tags)
+
+    def measure_anew(self) -> None:
+        self.device.peak, self.fullest = self.device.now, dict(self.tags)
+
+
+class EngineBytes(NamedTuple):
+    """What an engine holds at most in its work at a mark of a turn, or `after` it until the next mark. `is_added`: a
+    gradient is gone before the work, added to one that was there. `work`: that of the turn's window. `first`: the first
+    of neighbouring layers of the same work, the last of which the turn is, where it holds as much."""
+
+    turn: Turn
+    mark: int
+    after: bool
+    num_bytes: int
+    tags: Mapping[Tag, int]
+    is_added: bool = False
+    work: int = -1
+    first: int | None = None
+
+
+class EngineWalk:
+    """Plays a load, a step, an evaluation and the step that all later ones are like. `holdings`: by phase, what the
+    engine holds at each mark. It is the same for all runs whose windows have the same work."""
+
+    def __init__(
+        self,
+        windows: Mapping[str, Sequence[Window]],
+        depth: Depth,
+        engine: ShardedEngine | WholeEngine,
+        micro_steps: int,
+    ) -> None:
+        """The engine's storages are counted by the meter that runs, which is an EngineMeter."""
+        assert isinstance(Running.meter, EngineMeter)
+        self.windows, self.depth, self.engine, self.meter = windows, depth, engine, Running.meter
+        self.pins: dict[str, list[Storage | None]] = {}
+        self.parts: dict[int, list[tuple[HookMark, SplitPath, SplitPath]]] = {}
+        self.found: dict[str, list[EngineBytes]] = {STEPPING: []}
+        self.meter.measure_anew()
+        engine.start()
+        self.found[LOAD] = [EngineBytes(FIRST, 0, False, self.meter.device.peak, self.meter.fullest)]
+        self._play(LOAD)
+        self._play(LOAD + SECOND_PASS)
+        self._step(micro_steps, finds=False)
+        if "evaluation" in windows:
+            self._play("evaluation")
+        self._step(micro_steps)
+        self.holdings = {phase: _join_equal(found) for phase, found in self.found.items()}
+
+    def _step(self, micro_steps: int, *, finds: bool = True) -> None:
+        for _ in range(micro_steps):
+            self._play("forward", finds=finds)
+            self._play("backward", finds=finds)
+            if finds:
+                now = EngineBytes(FIRST, 0, False, self.meter.device.now, dict(self.meter.tags))
+                self.found[STEPPING].append(now)
+        self._play(STEPPING, finds=finds)
+
+    def _play(self, phase: str, *, finds: bool = True) -> None:
+        found, meter = self.found.setdefault(phase, []), self.meter
+        windows = self.windows.get(phase, ())
+        for window, turn in self.depth.list_windows(phase, windows):
+            for at, mark in enumerate(self._list_marks(window, turn.layer)):
+                try:
+                    is_added = self._do(mark)
+                except KeyError as error:
+                    raise LayersDiffer(mark.path) from error
+                if finds:
+                    work = window.work
+                    found.append(EngineBytes(turn, at, False, meter.device.peak, meter.fullest, is_added, work))
+                    found.append(EngineBytes(turn, at, True, meter.device.now, dict(meter.tags), work=work))
+
+    def _list_marks(self, window: Window, layer: int | None) -> Iterable[HookMark]:
+        """A window's marks, with the paths of the layer for which it stands."""
+        own = window.layer
+        if own is None or layer is None:
+            return window.marks
+        if window.first not in self.parts:
+            self.parts[window.first] = [
+                (mark, split_path(mark.path, own), split_path(mark.weight, own)) for mark in window.marks
+            ]
+        return [
+            HookMark(at, phase, work, join_path(path, layer), is_forward, join_path(weight, layer))
+            for (at, phase, work, _, is_forward, _), path, weight in self.parts[window.first]
+        ]
+
+    def _do(self, mark: HookMark) -> bool:
+        """Returns whether a gradient was added to one that was there, and is gone before the engine does its work."""
+        engine = self.engine
+        self.meter.measure_anew()
+        if mark.work == "reduce":
+            weight = engine.weights[mark.path]
+            was_there = weight.grad is not None
+            if engine.reduce(weight) and not was_there:
+                peak, fullest = self.meter.device.peak, self.meter.fullest
+                weight.grad = Storage(weight.numel * weight.dtype.itemsize, GRADIENTS), weight.dtype
+                self.meter.device.peak, self.meter.fullest = peak, fullest  # so far it was a tensor of the backward
+            return was_there
+        if mark.work == "begin":
+            engine.begin_step()
+        elif mark.work == "begin backward":
+            engine.begin_backward()
+        elif mark.work == "end backward":
+            engine.end_backward()
+        elif mark.work == "step":
+            engine.run_optimizer()
+        elif mark.work == "end evaluation":
+            engine.end_evaluation()
+        elif isinstance(engine, ShardedEngine):
+            self._do_sharded(engine, mark)
+        return False
+
+    def _do_sharded(self, engine: ShardedEngine, mark: HookMark) -> None:
+        if mark.work == "fetch":
+            engine.fetch(mark.path, is_forward=mark.is_forward)
+        elif mark.work == "release":
+            engine.release(mark.path, is_forward=mark.is_forward)
+        elif mark.work == "read":
+            engine.read(mark.path, engine.weights[mark.weight])
+        elif mark.work == "pin":
+            self.pins.setdefault(mark.path, []).append(engine.weights[mark.path].storage)
+        elif mark.work == "unpin":
+            self.pins[mark.path].pop(0)
+
+
+def _join_equal(found: Sequence[EngineBytes]) -> list[EngineBytes]:
+    """One in place of those of neighbouring layers that do the same and hold as much."""
+    kept, runs = list[EngineBytes](), dict[tuple[int, int, bool], list[EngineBytes]]()
+    for holding in found:
+        if holding.turn.layer is None:
+            kept.append(holding)
+        else:
+            runs.setdefault((holding.work, holding.mark, holding.after), []).append(holding)
+    for of_layers in runs.values():
+        of_layers.sort(key=lambda each: each.turn)
+        for _, equal in groupby(of_layers, key=lambda each: (each.num_bytes, each.is_added)):
+            same = list(equal)
+            kept.append(same[-1]._replace(first=same[0].turn.layer))
+    return kept

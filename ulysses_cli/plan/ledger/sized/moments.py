@@ -1,28 +1,203 @@
-"""The fullest moment of each phase of a job. Runs on sizes and walks of engines are kept: one serves all jobs that
+"""The fullest moment of each phase of a job, on the ranks that need most memory: puts together what tensors take and
+what an engine holds, and lists its lines. Runs on sizes and walks of engines are kept: one serves all jobs that
 differ in nothing that it can feel, such as the number of ranks, or how many layers are offloaded."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger import device as gpu
-from ulysses_cli.plan.ledger.job import EngineSettings, Job, make_job
-from ulysses_cli.plan.ledger.memory_snapshot import MemorySnapshot
-from ulysses_cli.plan.ledger.sized.depth import Depth, Stack, choose_depth, describe_stack, find_layers
-from ulysses_cli.plan.ledger.sized.joining import Joined
-from ulysses_cli.plan.ledger.sized.lower_stages import WholeEngine
-from ulysses_cli.plan.ledger.sized.ranks import find_fullest_ranks
-from ulysses_cli.plan.ledger.sized.sharding import ShardedEngine, ShardSettings
+from ulysses_cli.plan.ledger import machine as gpu
+from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, make_job
+from ulysses_cli.plan.ledger.sized.depth import (
+    LOAD,
+    SECOND_PASS,
+    Depth,
+    EngineBytes,
+    EngineMeter,
+    EngineWalk,
+    LayersDiffer,
+    Recorded,
+    Stack,
+    Turn,
+    Window,
+    choose_depth,
+    describe_stack,
+    find_layers,
+    join_path,
+    split_path,
+)
+from ulysses_cli.plan.ledger.sized.hooks import FORWARD, RECOMPUTED, join_lines, name_moment
+from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine, ShardSettings
+from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.ledger.sized.step import DTYPES, Recording, SizedRun, alone, make_bare_model
-from ulysses_cli.plan.ledger.sized.walk import EngineMeter, EngineWalk, LayersDiffer
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.sizes.tensor import Running, UnknownOperator
+from ulysses_cli.plan.rows.ring import count_held_keys, deal_row
+from ulysses_cli.plan.sizes.autograd import GRADIENT
+from ulysses_cli.plan.sizes.sources import ModelSources
+from ulysses_cli.plan.sizes.tensor import Running, Tag, UnknownOperator
+
+
+def find_fullest_ranks(job: Job) -> list[int]:
+    """Under ZeRO-3, the first one whose share of the work is the largest. Below it also the last rank, which holds the
+    gradients of the last layers, computed first; and of its own group the one with the largest share."""
+    widest, last, size = _find_widest(job), job.world_size - 1, job.layout.sp_size
+    if job.zero_stage == 3:
+        return [widest[0]]
+    return [last] if size - 1 in widest else [last, last + 1 - size + widest[0]]
+
+
+def _find_widest(job: Job) -> list[int]:
+    """Of an sp group, the ranks with the most key/value heads in a chunk, since heads may not divide evenly over ranks;
+    on a ring, of the shares that hold most keys at once."""
+    shape, layout, size = job.shape, job.layout, job.layout.ulysses_size
+    chunks = _load_heads().plan_heads(shape.num_heads, shape.num_kv_heads, size, job.levers.head_chunks).chunks
+    heads = [max(chunk.keys[rank].num_heads for chunk in chunks) for rank in range(size)]
+    lengths, window = (job.row_tokens,), shape.window_counts[0][0]
+    order = deal_row(lengths, job.make_ring())
+    keys = [count_held_keys(lengths, order, window, rank) for rank in range(layout.ring_size)]
+    return [
+        outer * size + inner
+        for outer in range(layout.ring_size)
+        for inner in range(size)
+        if (keys[outer], heads[inner]) == (max(keys), max(heads))
+    ]
+
+
+@cache
+def _load_heads() -> Any:
+    return ModelSources().load_own("ulysses_cli.train.attention.heads")
+
+
+# Work of the engine at no module.
+WORKS = {"step": "the optimizer's work", "end backward": "the last gradients leave", "end evaluation": "its end"}
+
+
+class Joined:
+    def __init__(self, recorded: Recorded, depth: Depth, walk: EngineWalk) -> None:
+        self.recorded, self.depth = recorded, depth
+        self.turns: dict[str, dict[Turn, tuple[Window, int]]] = {}
+        self.peaks: dict[str, tuple[int, int, EngineBytes]] = {}  # bytes, the event that is the last before, the engine
+        for phase in recorded.phases:
+            self.turns[phase] = dict(self._list_turns(phase))
+            alike = _group_layers(self.turns[phase])
+            most, fullest = -1, None
+            for holding in walk.holdings[phase]:
+                for turn in _list_highest(holding, alike):
+                    window, base = self.turns[phase][turn]
+                    at = window.marks[holding.mark].at
+                    end = window.marks[holding.mark + 1].at if holding.mark + 1 < len(window.marks) else window.end
+                    if holding.after:
+                        at = recorded.find_fullest(min(at + 1, end), end)
+                    elif holding.is_added:
+                        at = min(at + 1, end)
+                    total = base + recorded.levels[at] + holding.num_bytes
+                    if total > most:
+                        most, fullest = total, (total, at, holding._replace(turn=turn))
+            if fullest is not None:
+                self.peaks[phase] = fullest
+
+    def _list_turns(self, phase: str) -> Iterator[tuple[Turn, tuple[Window, int]]]:
+        """Each turn's window, and by how much tensors take more when it begins than in the run of a few layers."""
+        levels, windows = self.recorded.levels, self.recorded.phases[phase]
+        now = levels[windows[0].first]
+        if phase == "backward":
+            window, base = list(self.turns["forward"].values())[-1]
+            now = base + levels[window.end]
+        for window, turn in self.depth.list_windows(phase, windows):
+            base = now - levels[window.first]
+            yield turn, (window, base)
+            now = base + levels[window.end]
+
+    def measure(self) -> dict[str, int]:
+        """The bytes of each phase's fullest moment."""
+        found = {phase: num_bytes for phase, (num_bytes, *_) in self.peaks.items()}
+        second = found.pop(LOAD + SECOND_PASS, 0)
+        return {**found, LOAD: max(found[LOAD], second)}
+
+    def describe(self) -> dict[str, MemorySnapshot]:
+        moments = {phase: self._describe(phase, *peak) for phase, peak in self.peaks.items()}
+        second = moments.pop(LOAD + SECOND_PASS, None)
+        if second is not None and second.num_bytes > moments[LOAD].num_bytes:
+            moments[LOAD] = second._replace(phase=LOAD)
+        return moments
+
+    def _describe(self, phase: str, num_bytes: int, at: int, holding: EngineBytes) -> MemorySnapshot:
+        recorded, window = self.recorded, self.turns[phase][holding.turn][0]
+        tags = recorded.held + recorded.count_tags(0, recorded.phases[phase][0].first)
+        if phase == "backward":
+            tags = recorded.held + recorded.count_tags(0, recorded.phases["forward"][0].first)
+            self._add_windows(tags, "forward", None)
+        self._add_windows(tags, phase, holding)
+        for found in (recorded.count_tags(window.first, at), holding.tags):
+            for tag, size in found.items():
+                tags[tag] += size
+        kind, path, before = self._find_last(phase, at, holding)
+        own, layer = window.layer, holding.turn.layer
+        if own is not None and layer is not None:
+            path = join_path(split_path(path, own), layer)
+        mark = window.marks[holding.mark]
+        if not holding.after and mark.work in WORKS:
+            name = WORKS[mark.work]
+        else:
+            name = name_moment((kind, path)) if before == phase else f"before the {phase.replace('_', ' ')}"
+        return MemorySnapshot(phase, name, join_lines(tags, phase))
+
+    def _add_windows(self, tags: Counter[Tag], phase: str, until: EngineBytes | None) -> None:
+        """What changes in the windows of a phase, up to the one of this holding."""
+        for turn, (window, _) in self.turns[phase].items():
+            if until is not None and turn == until.turn:
+                return
+            for tag, size in self.recorded.count_tags(window.first, window.end).items():
+                tags[tag] += size
+
+    def _find_last(self, phase: str, at: int, holding: EngineBytes) -> tuple[str, str, str]:
+        """Kind of work, module and phase of what the fullest moment comes with: a tensor, or work of the engine."""
+        mark = self.turns[phase][holding.turn][0].marks[holding.mark]
+        if not holding.after:
+            passes = RECOMPUTED if mark.is_forward else GRADIENT
+            return passes if phase == "backward" else FORWARD, mark.path, phase
+        if not at:
+            return "", "", ""
+        _, before, (kind, path) = self.recorded.events[at - 1]
+        return kind, path, before
+
+
+Alike = dict[int, list[tuple[list[int], list[Turn]]]]
+
+
+def _group_layers(turns: Mapping[Turn, tuple[Window, int]]) -> Alike:
+    """By work, the layers for which one window stands, lowest first, with their turns."""
+    groups: dict[tuple[int, int], list[tuple[int, Turn]]] = {}
+    for turn, (window, _) in turns.items():
+        if turn.layer is not None:
+            groups.setdefault((window.work, window.first), []).append((turn.layer, turn))
+    alike: Alike = {}
+    for (work, _), group in groups.items():
+        layers, own = zip(*sorted(group), strict=True)
+        alike.setdefault(work, []).append(([*layers], [*own]))
+    return alike
+
+
+def _list_highest(holding: EngineBytes, alike: Alike) -> Iterator[Turn]:
+    """Of each group of layers with the same tensors, the highest one that the holding is of: in the lower ones tensors
+    take no more."""
+    last = holding.turn.layer
+    if holding.first is None or last is None:
+        yield holding.turn
+        return
+    for layers, turns in alike[holding.work]:
+        at = bisect_right(layers, last) - 1
+        if at >= 0 and layers[at] >= holding.first:
+            yield turns[at]
+
 
 T = TypeVar("T")
 
@@ -81,7 +256,9 @@ def _find_stack(job: Job) -> Stack:
 def _plan_recording(job: Job, rank: int, stack: Stack, depth: Depth) -> tuple[Hashable, Callable[[], Recording]]:
     """What the tensors of a run depend on, and how it is run."""
     live = sum(number < job.levers.offloaded_layers for number in depth.live)
-    levers = replace(job.levers, offload_optimizer="none", offload_param="none", early_groups=0, offloaded_layers=live)
+    levers = replace(
+        job.levers, offload_optimizer="none", offload_param="none", overlapped_groups=0, offloaded_layers=live
+    )
     own = replace(_forget_engine(job), levers=levers)
     place = rank % job.layout.sp_size
     kinds = tuple(stack.kinds[number] for number in depth.live)

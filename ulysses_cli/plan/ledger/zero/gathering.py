@@ -13,19 +13,25 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 
-from ulysses_cli.plan.ledger.adapters.modules import EMBEDDING, HEAD, LAYERS, Adapters, Module
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
-from ulysses_cli.plan.ledger.shared_blocks.modules import GATE_ADAPTER, list_copied_adapters
+from ulysses_cli.plan.ledger.modules import (
+    EMBEDDING,
+    GATE_ADAPTER,
+    HEAD,
+    LAYERS,
+    Adapters,
+    Module,
+    list_copied_adapters,
+)
 from ulysses_cli.plan.ledger.weights import CHILD_DEPTH, LAST_PROJECTIONS, is_adapter, list_weights
-from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, Coordinator, WeightsOnDisk
-from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
-from ulysses_cli.plan.ledger.zero.swapping import find_on_disk
+from ulysses_cli.plan.ledger.zero.coordinator import NOTHING_ON_DISK, Coordinator, HookEvent, ModuleOrder, WeightsOnDisk
+from ulysses_cli.plan.ledger.zero.states import find_on_disk
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape
 
 FETCH_BACK = "fetch back"  # the place where the first of an MLP's weights are fetched for their gradients
-FETCH_AGAIN = "fetch again"  # the place in a layer where its MLP is fetched for its recomputation or backward
+REFETCH = "fetch again"  # the place in a layer where its MLP is fetched for its recomputation or backward
 ByLayer = tuple[tuple[int, int], ...]
 
 
@@ -147,8 +153,8 @@ def _replay(
                 layers = in_layers.setdefault(key, {})
                 layers[module.layer] = max(layers.get(module.layer, 0), num_elements)
             if event.enters and module.in_mlp:
-                is_again = event.is_recomputing or event.is_backward
-                key = ("backward", FETCH_AGAIN) if is_again else ("forward", "fetch")
+                is_recomputing = event.is_recomputing or event.is_backward
+                key = ("backward", REFETCH) if is_recomputing else ("forward", "fetch")
                 layers = in_layers.setdefault(key, {})
                 layers[module.layer] = max(layers.get(module.layer, 0), peak)
             if event.enters and event.is_backward and begins_backward(module):

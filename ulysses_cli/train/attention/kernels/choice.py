@@ -1,26 +1,196 @@
-"""Chooses a run's attention kernel: the fastest one that is exact for this model on this device, checked by running it.
+"""Chooses a run's attention kernel: the fastest one that is exact for this model on this device, checked by running
+it on a typical row of the run. Compares what the ranks' machines have of GPUs, libraries and packages first.
 
 plan/attention.py lists what each kernel supports; a model that none supports is an error that names the reasons.
-"""
+Reads the lengths of rows, never their tokens."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from ulysses_cli.plan.attention import BACK_ENDS, FLASH_CAPABILITY, Device, Need, format_capability, list_able
-from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.data.steps import Rows
+from ulysses_cli.plan.attention import (
+    BACK_ENDS,
+    FLASH_CAPABILITY,
+    MAX_CUDNN_LENGTHS,
+    Capability,
+    Device,
+    Need,
+    format_capability,
+    list_able,
+)
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.train.attention.kernels.operators import KERNELS
-from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_presence, read_presence
 from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult, describe_error, try_kernel
 from ulysses_cli.train.attention.kernels.trial_process import try_in_process
-from ulysses_cli.train.attention.kernels.workload import ANY_WORK, KernelWorkload
-from ulysses_cli.train.processes.choice_cache import ChoiceCache, get_folder
+from ulysses_cli.train.processes.compiling import ChoiceCache, get_folder
+from ulysses_cli.train.processes.consistency import DisagreementError
+
+MAX_TIMED_TOKENS = 32 * 1024  # with more tokens the fastest kernel stays the same
+NUM_SAMPLED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class LengthMix:
+    """`lengths`: of the documents in a typical row. `has_few_lengths`: all rows of the run have the same few."""
+
+    lengths: tuple[int, ...] = (4096, 1500, 1, 2595)
+    has_few_lengths: bool = False
+
+
+ANY_MIX = LengthMix()
+
+
+@dataclass(frozen=True)
+class KernelWorkload:
+    """What one rank's kernel gets: documents of the mix, and the rank's heads."""
+
+    mix: LengthMix = ANY_MIX
+    num_heads: int = 8
+    num_kv_heads: int = 2
+
+    def cut(self) -> tuple[int, ...]:
+        """At most MAX_TIMED_TOKENS of the mix. Long and short documents keep their shares of the tokens; only documents
+        longer than a quarter of it are shortened."""
+        lengths = sorted(filter(None, self.mix.lengths), reverse=True)
+        total = sum(lengths)
+        if total <= MAX_TIMED_TOKENS:
+            return tuple(length for length in self.mix.lengths if length)
+        quarter, kept, due = MAX_TIMED_TOKENS // 4, list[int](), 0.0
+        for length in lengths:
+            due += length * MAX_TIMED_TOKENS / total
+            left = MAX_TIMED_TOKENS - sum(kept)
+            if left > 0 and due >= min(length, quarter) / 2:
+                kept.append(min(length, left, max(quarter, int(due))))
+                due -= kept[-1]
+        return tuple(kept)
+
+
+ANY_WORK = KernelWorkload()
+
+
+def measure_mix(rows: Rows, eval_rows: Rows | None = None, *, generates: bool = False) -> LengthMix:
+    """Takes the row of median work among a sample that is spread over all rows. Kernels get the lengths of evaluation
+    too. `generates`: and those of prompts, of which there are many."""
+    num_rows = len(rows)
+    if not num_rows:
+        return ANY_MIX
+    step = -(-num_rows // NUM_SAMPLED_ROWS)
+    sampled = sorted((rows.get_lengths(row) for row in range(0, num_rows, step)), key=_measure_work)
+    all_rows = [rows] if eval_rows is None else [rows, eval_rows]
+    return LengthMix(tuple(sampled[len(sampled) // 2]), not generates and _has_few_lengths(all_rows))
+
+
+def _measure_work(lengths: tuple[int, ...]) -> int:
+    return sum(length * length for length in lengths)
+
+
+def _has_few_lengths(all_rows: Iterable[Rows]) -> bool:
+    """What fills up a row is a document too, of a length that follows from the row's tokens: their number counts."""
+    found: set[int] = set()
+    for lengths in (rows.get_lengths(row) for rows in all_rows for row in range(len(rows))):
+        found.update(lengths)
+        found.add(sum(lengths))
+        if len(found) > MAX_CUDNN_LENGTHS:
+            return False
+    return True
+
+
+# Distributions that bring kernels. Their versions may differ between machines without an error of any library.
+PACKAGES = {
+    "flash_attention_2": ("flash-attn",),
+    "flash_attention_3": ("flash-attn-3", "flash_attn_3"),
+    "flash_attention_4": ("flash-attn-4",),
+}
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Facts of one rank. `missing`: why each kernel cannot be loaded, or ''."""
+
+    machine: str
+    gpu: str
+    capability: Capability | None
+    libraries: Mapping[str, str]
+    kernels: Mapping[str, str]
+    missing: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class CommonPresence:
+    """What all ranks have. `missing`: kernels that no rank has; `differing`: those that only some have, or in several
+    versions; with the reason."""
+
+    capabilities: tuple[Capability | None, ...]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    differing: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_presence(device: torch.device) -> Presence:
+    is_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if is_gpu and torch.version.hip is None else None
+    return Presence(
+        machine=socket.gethostname(),
+        gpu=torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        capability=capability,
+        libraries=_list_libraries() if is_gpu else {"torch": torch.__version__},
+        kernels={name: find_version(names) for name, names in PACKAGES.items()},
+        missing={name: kernel.find_missing() for name, kernel in KERNELS.items()},
+    )
+
+
+def join_presence(ranks: Sequence[Presence]) -> CommonPresence:
+    """Raises DisagreementError where machines have libraries that must be the same for collectives or torch."""
+    first = ranks[0]
+    missing = {name: why for name, why in first.missing.items() if why and all(rank.missing[name] for rank in ranks)}
+    differing: dict[str, str] = {}
+    for rank, other in enumerate(ranks):
+        for name, version in other.libraries.items():
+            if version != first.libraries.get(name):
+                raise DisagreementError(
+                    f"{other.machine} (rank {rank}) has {name} {version}, {first.machine} (rank 0) has "
+                    f"{first.libraries.get(name, 'none')}: install the same on all machines"
+                )
+        for name, why in other.missing.items():
+            if why and name not in missing:
+                differing.setdefault(name, f"{why} on {other.machine} (rank {rank})")
+            elif other.kernels.get(name) != first.kernels.get(name):
+                versions = f"{other.kernels[name]} on {other.machine} and {first.kernels[name]} on {first.machine}"
+                differing.setdefault(name, f"has several versions: {versions}")
+    facts = {"gpu": " + ".join(dict.fromkeys(rank.gpu for rank in ranks)), **first.libraries, **first.kernels}
+    capabilities = tuple(dict.fromkeys(rank.capability for rank in ranks))
+    return CommonPresence(capabilities, missing, differing, facts)
+
+
+def _list_libraries() -> dict[str, str]:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else UNKNOWN
+    return {
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda or torch.version.hip),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "NCCL": nccl,
+    }
+
+
+def find_version(names: Sequence[str]) -> str:
+    """Of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return UNKNOWN
+
 
 SOURCES = Path(__file__).parent
 

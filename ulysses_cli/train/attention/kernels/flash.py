@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ulysses_cli.train.attention.documents import Documents
-from ulysses_cli.train.attention.kernels.rule import Rule
-from ulysses_cli.train.attention.kernels.varlen import list_bounds
+from ulysses_cli.train.attention.kernels.native import Rule, list_bounds
 
 Forward = Callable[[Tensor, Tensor, Tensor, Documents, Rule], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]

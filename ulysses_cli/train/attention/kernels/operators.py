@@ -16,10 +16,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.train.attention.documents import Documents
-from ulysses_cli.train.attention.kernels import cudnn, flash, flex, sdpa, varlen
-from ulysses_cli.train.attention.kernels.merging import add_sinks
-from ulysses_cli.train.attention.kernels.rule import Rule
-from ulysses_cli.train.telemetry.clock import part_of_step
+from ulysses_cli.train.attention.kernels import flash, native
+from ulysses_cli.train.attention.kernels.native import Rule, add_sinks
+from ulysses_cli.train.clock import part_of_step
 
 
 class Kernel(NamedTuple):
@@ -34,10 +33,10 @@ class Kernel(NamedTuple):
 
 
 KERNELS: dict[str, Kernel] = {
-    "sdpa": Kernel(sdpa.forward_sdpa, sdpa.backward_sdpa),
-    "torch_varlen": Kernel(varlen.forward_varlen, varlen.backward_varlen),
-    "cudnn": Kernel(cudnn.forward_cudnn, cudnn.backward_cudnn),
-    "flex_attention": Kernel(flex.forward_flex, flex.backward_flex, needs_autograd=True),
+    "sdpa": Kernel(native.forward_sdpa, native.backward_sdpa),
+    "torch_varlen": Kernel(native.forward_varlen, native.backward_varlen),
+    "cudnn": Kernel(native.forward_cudnn, native.backward_cudnn),
+    "flex_attention": Kernel(native.forward_flex, native.backward_flex, needs_autograd=True),
     **{
         name: Kernel(back_end.forward, back_end.backward, back_end.find_missing, is_foreign=True)
         for name, back_end in flash.VERSIONS.items()

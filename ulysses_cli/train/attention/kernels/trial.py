@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.train.attention.documents import Documents, make_documents
-from ulysses_cli.train.attention.kernels.merging import add_sinks, merge
+from ulysses_cli.train.attention.kernels.native import Rule, add_sinks, merge
 from ulysses_cli.train.attention.kernels.operators import attend, list_options, run_backward
-from ulysses_cli.train.attention.kernels.rule import Rule
 
 # Largest relative error of any token's head against float32. bfloat16 keeps 8 bits: kernels round weights and results,
 # and the gradient of a query is a difference of two that nearly cancel. Right ones reach 0.08; one that leaves out a

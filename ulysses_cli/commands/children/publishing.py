@@ -1,0 +1,359 @@
+"""Publishes a model folder on the Hugging Face hub, with retries, and completes its card: what it was trained on,
+losses by length, layout, versions, how to load it in transformers and vLLM. Takes the card that the export wrote
+and the facts of the run. The access token is the hub's own (HF_TOKEN, or `hf auth login`); it appears in no
+message."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ulysses_cli.plan.files import describe_special, read_regular
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.resolved import changes_positions
+from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, list_public_datasets, make_config_public, make_public
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
+from ulysses_cli.plan.units import format_count
+from ulysses_cli.report.run_summary import RecordedRun, list_values
+
+PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt; each has retries of its own
+TEMPORARY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
+TOKEN_HINT = "set HF_TOKEN to a token that may write, or run `hf auth login`"
+CARD = "README.md"
+MAX_CONFIG_BYTES = 1 << 20  # a longer one is a tokenizer
+# Names that transformers, peft and this tool give to a model's files. Anything else may be private: keys, notes, .env.
+OF_A_MODEL = re.compile(
+    r"(?:model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|(?:model|adapter_model)\.safetensors\.index\.json"
+    r"|(?:base_config/)?config\.json|(?:generation|adapter|tokenizer|preprocessor|processor|video_preprocessor)_config\.json"
+    r"|tokenizer\.json|special_tokens_map\.json|added_tokens\.json|normalizer\.json|vocab(?:-src|-tgt)?\.json|vocab\.txt"
+    r"|merges\.txt|bpe\.codes|dict\.txt|(?:source|target)\.spm|[\w-]+\.tiktoken"
+    r"|(?:tokenizer|tiktoken|spiece|spm|spm_char|sentencepiece|sentencepiece\.bpe)\.model"
+    r"|chat_template\.(?:jinja|json)|additional_chat_templates/[\w-]+\.jinja"
+    r"|ulysses\.json|README\.md|(?:LICENSE|NOTICE)(?:\.txt|\.md)?",
+    re.ASCII,
+)
+CODE = re.compile(r"[A-Za-z]\w*\.py", re.ASCII)
+MAX_SHOWN = 10
+MAX_CONFIG_BYTES = 64 << 20
+_T = TypeVar("_T")
+
+
+def list_files(folder: Path) -> list[Path]:
+    """What is uploaded of a model folder besides its card. Raises RecipeError where the folder holds anything that is
+    no part of a model, or a link: what it leads to is not meant to be published."""
+    if folder.is_symlink():
+        hint = "put the folder itself there"
+        raise RecipeError([Problem("", f"{folder} is a link; nothing was uploaded", hint)])
+    has_code = any(_names_code(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    files, others = list[Path](), list[str]()
+    for file in sorted(_walk(folder)):
+        name = file.relative_to(folder).as_posix()
+        if not stat.S_ISREG(file.lstat().st_mode):
+            kind = "a link" if file.is_symlink() else describe_special(file) or "no file"
+            others.append(f"{name} ({kind})")
+        elif OF_A_MODEL.fullmatch(name) or (has_code and CODE.fullmatch(name)):
+            files.append(file)
+        else:
+            others.append(name)
+    if others:
+        shown = ", ".join(others[:MAX_SHOWN]) + (f" and {len(others) - MAX_SHOWN} more" if others[MAX_SHOWN:] else "")
+        hint = "move them out of the folder; where they belong to the model, upload them yourself"
+        raise RecipeError(
+            [Problem("", f"{folder} holds what is no file of a model: {shown}; nothing was uploaded", hint)]
+        )
+    return [file for file in files if file.name != CARD]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Everything below a folder that is no folder itself; links are not followed."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+        else:
+            yield path
+
+
+def _names_code(file: Path) -> bool:
+    """Whether a config says that Python files come with the model."""
+    try:
+        content = json.loads(read_regular(file, MAX_CONFIG_BYTES)) if not file.is_symlink() else {}
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "auto_map" in content
+
+
+def measure_sent(file: Path) -> int:
+    sent = read_public(file)
+    return len(sent) if isinstance(sent, bytes) else file.stat().st_size
+
+
+def read_public(file: Path) -> str | bytes:
+    """What is sent of a file: its path, or its content where it would name folders of this machine."""
+    if file.suffix != ".json" or file.stat().st_size > MAX_CONFIG_BYTES:
+        return str(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return str(file)
+    public = make_config_public(content) if isinstance(content, dict) else content
+    return str(file) if public == content else (json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+class HubModels:
+    """The models of one account on the hub. `pauses` are the seconds before each further attempt."""
+
+    def __init__(self, report: Callable[[str], None], pauses: tuple[float, ...] = PAUSES) -> None:
+        from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        if constants.HF_HUB_OFFLINE:
+            raise RecipeError([Problem("HF_HUB_OFFLINE", "is set: the hub cannot be reached", "unset it to publish")])
+        token = get_token()
+        if not token:
+            raise RecipeError([Problem("", "there is no access token of the hub", TOKEN_HINT)])
+        disable_progress_bars()
+        # The Xet client is a program of its own that speaks to further services: its retries, messages and use of the
+        # token are not ours to test. The hub takes the same files over plain HTTP.
+        constants.HF_HUB_DISABLE_XET = True
+        self.report, self.pauses = report, pauses
+        self.known = {*collect_secrets({}, os.environ), token}
+        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token)
+
+    def complete_name(self, name: str) -> str:
+        """Returns owner/name; an account's own name is the owner where none is given. Asks the hub, which refuses a
+        wrong token here, before anything else is done."""
+        account: Mapping[str, Any] = self._try("the hub refuses the token", self.api.whoami)
+        return name if "/" in name else f"{account['name']}/{name}"
+
+    def find_licence(self, base: str) -> dict[str, str]:
+        """Returns the licence of a model as a card has it: license, license_name, license_link. Empty where the hub
+        knows none, or not the model."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            card = self.api.model_info(base).card_data
+        except (HfHubHTTPError, OSError, ValueError):
+            return {}
+        facts: dict[str, Any] = card.to_dict() if card is not None else {}  # type: ignore[no-untyped-call]
+        return {key: str(facts[key]) for key in ("license", "license_name", "license_link") if facts.get(key)}
+
+    def publish(self, folder: Path, name: str, card: str, *, is_private: bool, message: str) -> str:
+        """Uploads a folder's files, with `card` as its README.md, as one commit. Returns the model's address. A file
+        that the hub has already is not sent again, so that a second call goes on where the first one failed."""
+        from huggingface_hub import CommitOperationAdd
+
+        def create() -> str:
+            return str(self.api.create_repo(name, private=is_private, exist_ok=True))
+
+        address: str = self._try(f"{name} cannot be made", create)
+        if is_private and self._try(f"{name} cannot be read", lambda: self.api.model_info(name)).private is False:
+            hint = "make it private in its settings on the hub, or name another repository"
+            raise RecipeError([Problem("", f"{name} exists already and is public; nothing was uploaded", hint)])
+        files = list_files(folder)
+
+        def send() -> None:
+            operations = [CommitOperationAdd(file.relative_to(folder).as_posix(), read_public(file)) for file in files]
+            operations.append(CommitOperationAdd(CARD, card.encode()))
+            self.api.create_commit(name, operations, commit_message=message)
+
+        self._try(f"{name} cannot be written", send)
+        return address
+
+    def _try(self, what: str, call: Callable[[], _T]) -> _T:
+        """Failures that may pass are tried again; others are told at once."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        for pause in (*self.pauses, None):
+            try:
+                return call()
+            except (HfHubHTTPError, OSError, ValueError) as error:
+                response = getattr(error, "response", None)
+                status = response.status_code if response is not None else None
+                reason = mask_text((str(error).strip().splitlines() or [type(error).__name__])[0][:300], self.known)
+                if pause is None or (status is not None and status not in TEMPORARY) or isinstance(error, ValueError):
+                    hint = TOKEN_HINT if status in (401, 403) else "try again: files that arrived are not sent again"
+                    raise RecipeError([Problem("", f"{what}: {reason}", hint)]) from None
+                self.report(f"{what} ({reason}); trying again in {pause:g} s")
+                time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+
+LOADED_BY_TRANSFORMERS = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+```"""
+LAST_HEADING = "\n## Recipe\n"
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+LOSS_TABLES = {
+    "by_position": "position in the document",
+    "by_class": "what the assistant writes",
+    "by_turn": "turn of the assistant",
+}
+SHOWN_VERSIONS = ("ulysses", "torch", "transformers", "deepspeed", "peft", "python")
+
+
+def complete_card(card: str, name: str, run: RecordedRun, folder: Path, licence: Mapping[str, str]) -> str:
+    """`folder`: the model's; `licence`: what the base model's card says of it."""
+    recipe, written = read_recipe(card, run)
+    holds_adapters = (folder / "adapter_config.json").is_file()
+    head, _, body = card.removeprefix("---\n").partition("\n---\n")
+    keys = [line for line in head.splitlines() if line]
+    keys += [f"{key}: {json.dumps(value)}" for key, value in licence.items()]
+    keys += ["pipeline_tag: text-generation", "tags:", "- ulysses", "- long-context"]
+    datasets = list_public_datasets(recipe.get("data", {}).get("datasets", ()))
+    named = [path for path in datasets if "/" in path]
+    keys += ["datasets:", *(f"- {path}" for path in named)] if named else []
+    sections = [
+        *_write_data(run, datasets),
+        *_write_losses(run),
+        *_write_layout(run),
+        *_write_loading(name, recipe, folder, holds_adapters=holds_adapters),
+        *_write_licence(recipe, licence),
+    ]
+    before, heading, after = body.partition(LAST_HEADING)
+    return "\n".join(["---", *keys, "---", before.rstrip(), "", *sections]) + heading + (written or after)
+
+
+def read_recipe(card: str, run: RecordedRun) -> tuple[dict[str, Any], str]:
+    """The recipe as the card shows it, without what earlier versions have written of the machine, and its section; the
+    run's own and '' where the card shows none. The export has written the card where relative paths lead somewhere."""
+    import yaml
+
+    before, fence, rest = card.partition(LAST_HEADING)[2].partition("```yaml\n")
+    content, end, after = rest.rpartition("```")
+    try:
+        recipe = yaml.safe_load(content) if fence and end else None
+    except yaml.YAMLError:
+        recipe = None
+    if not isinstance(recipe, dict):
+        return make_public(run.get_part("recipe")), ""
+    public = make_public(recipe)
+    dumped = yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
+    return public, f"{before}{fence}{dumped.rstrip()}\n{end}{after}"
+
+
+def _write_data(run: RecordedRun, datasets: Sequence[str]) -> list[str]:
+    tokens, targets = (int(sum(list_values(run.metrics, key))) for key in ("tokens", "supervised_tokens"))
+    steps = run.metrics[-1]["step"] if run.metrics else 0
+    lines = ["## Data", "", f"- sources: {', '.join(datasets) or 'not recorded'}"]
+    lines += [f"- trained on {tokens:,} tokens, {targets:,} of them targets, in {format_count(steps, 'step')}"]
+    length = run.get_part("recipe").get("data", {}).get("max_length")
+    return [*lines, *([f"- rows of {length:,} tokens"] if length else []), ""]
+
+
+def _write_losses(run: RecordedRun) -> list[str]:
+    if not run.evals:
+        loss = run.metrics[-1].get("loss") if run.metrics else None
+        is_known = isinstance(loss, int | float)
+        return ["## Loss", "", f"Training loss at the end: {loss:.4f}. Nothing was held out.", ""] if is_known else []
+    first, last = run.evals[0], run.evals[-1]
+    before = f" Before step 1: {_format(first.get('loss'))}." if first["step"] == 0 < last["step"] else ""
+    name, key = "perplexity", "perplexity"
+    if "rewards/accuracies" in last:
+        name, key = "share of pairs whose chosen answer has the higher reward", "rewards/accuracies"
+    lines = ["## Loss on held-out documents", "", f"After step {last['step']}: {_format(last.get('loss'))}, "
+             f"{name} {_format(last.get(key))}.{before}", ""]  # fmt: skip
+    for key, title in LOSS_TABLES.items():
+        buckets = last.get(key)
+        if not isinstance(buckets, dict) or not buckets:
+            continue
+        lines += [f"| {title} | loss | tokens |", "| --- | --- | --- |"]
+        for place, facts in buckets.items():
+            loss, tokens = (facts.get("loss"), facts.get("tokens")) if isinstance(facts, dict) else (facts, None)
+            lines.append(f"| {place} | {_format(loss)} | {f'{tokens:,}' if isinstance(tokens, int) else ''} |")
+        lines.append("")
+    return lines
+
+
+def _format(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "not a number"
+
+
+def _write_layout(run: RecordedRun) -> list[str]:
+    layout, versions = run.get_part("layout"), run.get_part("versions")
+    sizes = " x ".join(f"{key.removesuffix('_size')} {size}" for key, size in layout.items() if key != "world_size")
+    device = run.get_part("machine").get("device", "an unknown device")
+    attention = run.get_part("attention").get("name", "unknown")
+    size = layout.get("world_size")
+    ranks = "an unknown number of ranks" if size is None else format_count(size, "rank")
+    lines = ["## How it was trained", "", f"- {ranks} on {device}: {sizes}"]
+    lines += [f"- attention kernel: {attention}"]
+    exact = ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
+    return [*lines, f"- versions: {exact}", ""]
+
+
+def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_adapters: bool) -> list[str]:
+    config = _read_json(folder / ("base_config/config.json" if holds_adapters else "config.json"))
+    lengths = (recipe.get("data", {}).get("max_length"), config.get("max_position_embeddings"))
+    trained, positions = (value if isinstance(value, int) else 0 for value in lengths)
+    length = min(filter(None, (trained, positions)), default=0)
+    limit = f" --max-model-len {length}" if length else ""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    is_stretched = changes_positions(recipe.get("model", {}))
+    lines, unserved = ["## Serving", ""], _list_unserved(recipe.get("lora") or {}) if holds_adapters else ""
+    if unserved:
+        merged = "`ulysses export CHECKPOINT --to MERGED --merge-lora`"
+        lines += [f"vLLM does not serve {unserved} beside a base model: merge them first, {merged}.", ""]
+        command, written = "", "base_config/config.json tells transformers, and a merged model's config.json tells both"
+    elif holds_adapters:
+        base = _get_public_base(recipe) or "BASE_MODEL"
+        override = f" --hf-overrides '{json.dumps({'rope_parameters': rope})}'" if is_stretched else ""
+        own_rank = (recipe.get("lora") or {}).get("r", 16)
+        rank = next((rank for rank in VLLM_RANKS if rank >= own_rank), own_rank)
+        command = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={name}{limit}{override}"
+        lines += [] if base != "BASE_MODEL" else ["BASE_MODEL is the base model's folder.", ""]
+        written = "the command above tells vLLM"
+    else:
+        lines += [LOADED_BY_TRANSFORMERS.format(name=name), ""]
+        command, written = f"vllm serve {name}{limit}", "config.json tells both"
+    lines += ["```sh", command, "```", ""] if command else []
+    if is_stretched and isinstance(rope, dict):
+        lines += [f"Positions are {_describe_positions(rope)}: {written}.", ""]
+    if 0 < trained < positions:
+        lines += [f"No row of the training was longer than {trained:,} tokens. The model has {positions:,} positions; "
+                  "measure it at longer texts before you serve them.", ""]  # fmt: skip
+    return lines
+
+
+def _describe_positions(rope: Mapping[str, Any]) -> str:
+    inner = rope.get("full_attention")  # plan.models.family is not needed for a word of transformers
+    rope = inner if isinstance(inner, dict) else rope
+    kind, theta = rope.get("rope_type", rope.get("type")), rope.get("rope_theta")
+    parts = [] if kind == "default" else [f"stretched by {kind}, factor {rope.get('factor')}"]
+    return " and ".join([*parts, *([f"computed with base {theta:,.0f}"] if isinstance(theta, int | float) else [])])
+
+
+def _list_unserved(lora: Mapping[str, Any]) -> str:
+    """What vLLM refuses of adapters (vllm/lora/peft_helper.py)."""
+    whole = ["adapters with parts that were trained whole"] if lora.get("modules_to_save") else []
+    return " or ".join([*whole, *(["DoRA"] if lora.get("use_dora") else [])])
+
+
+def _write_licence(recipe: Mapping[str, Any], licence: Mapping[str, str]) -> list[str]:
+    base = _get_public_base(recipe)
+    if not base:
+        return []
+    text = licence.get("license_name") or licence.get("license") or "not stated by its card"
+    return ["## Licence", "", f"The base model's: {text} ({base}).", ""]
+
+
+def _get_public_base(recipe: Mapping[str, Any]) -> str:
+    base = str(recipe.get("model", {}).get("name_or_path") or "")
+    return base if base != LOCAL_FOLDER else ""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

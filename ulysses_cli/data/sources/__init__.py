@@ -1,1 +1,0 @@
-"""Reads files, folders and hub data sets as blocks of raw documents."""

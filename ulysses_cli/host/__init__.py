@@ -1,1 +1,0 @@
-"""This machine, without torch: its network, the builds of operators, child processes."""

@@ -1,1 +1,0 @@
-"""Files that submit a recipe to a cluster: SLURM, Kubernetes, SkyPilot."""

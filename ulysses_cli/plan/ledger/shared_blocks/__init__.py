@@ -1,1 +1,0 @@
-"""Bytes of blocks of attention and MLP whose weights several layers use."""

@@ -1,0 +1,523 @@
+"""The families whose layers all have softmax attention: with one MLP each, and with experts of which each token takes
+a few. One row for each family; hybrid_families.py has those with recurrences or convolutions. Reads no file."""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.models.family import (
+    FULL_ATTENTION,
+    FUSED_MLP,
+    LATENT_PROJECTIONS,
+    PLAIN_MLP,
+    SLIDING_ATTENTION,
+    Chooses,
+    ConfigFacts,
+    Count,
+    Family,
+    Kind,
+    Trait,
+)
+
+
+def slide(facts: ConfigFacts, index: int) -> str:
+    return SLIDING_ATTENTION
+
+
+def slide_but_every(default: int, field: str = "sliding_window_pattern") -> Kind:
+    """The last layer of each group has no window."""
+
+    def find_kind(facts: ConfigFacts, index: int) -> str:
+        every = facts.find_count(field) or default
+        return SLIDING_ATTENTION if (index + 1) % every else FULL_ATTENTION
+
+    return find_kind
+
+
+def slide_but_first_of(every: int) -> Kind:
+    return lambda facts, index: SLIDING_ATTENTION if index % every else FULL_ATTENTION
+
+
+def slide_from_max_window_layers(facts: ConfigFacts, index: int) -> str:
+    return SLIDING_ATTENTION if index >= (facts.find_count("max_window_layers") or 0) else FULL_ATTENTION
+
+
+def slide_without_rope(facts: ConfigFacts, index: int) -> str:
+    every = facts.find_count("no_rope_layer_interval") or 4
+    return SLIDING_ATTENTION if (index + 1) % every == 0 else FULL_ATTENTION
+
+
+def slide_gemma_4(facts: ConfigFacts, index: int) -> str:
+    """The last layer has no window, whatever config.json says."""
+    is_last = index == (facts.find_count("num_hidden_layers") or 0) - 1
+    return FULL_ATTENTION if is_last or (index + 1) % 6 == 0 else SLIDING_ATTENTION
+
+
+def find_wide_size(facts: ConfigFacts, index: int) -> int:
+    """Gemma 4's layers that borrow keys and values may have an MLP twice as wide."""
+    borrows = index >= facts.get_count("num_hidden_layers") - (facts.find_count("num_kv_shared_layers") or 0)
+    return facts.get_count("intermediate_size") * (1 + bool(borrows and facts.find("use_double_wide_mlp")))
+
+
+def count_per_layer_inputs(facts: ConfigFacts) -> int:
+    """Gemma 4: a gate, a projection and a norm for the layer's own embedding of a token."""
+    hidden, own = facts.get_count("hidden_size"), facts.find_count("hidden_size_per_layer_input") or 0
+    total = (2 * hidden * own + hidden) if own else 0
+    if facts.find("enable_moe_block"):  # beside the MLP: three norms and the router's scale
+        total += 4 * hidden
+    return total
+
+
+def count_per_layer_embeddings(facts: ConfigFacts) -> int:
+    own = facts.find_count("hidden_size_per_layer_input") or 0
+    width = own * facts.get_count("num_hidden_layers")
+    return width * ((facts.find_count("vocab_size_per_layer_input") or 0) + facts.get_count("hidden_size")) + own
+
+
+def center(facts: ConfigFacts) -> bool:
+    """transformers: modeling_cohere.py, CohereLayerNorm; Command A may have RMSNorm instead."""
+    return facts.find("rms_norm_eps") is None
+
+
+GEMMA_4_EXTRAS = (
+    *((name, "hidden_size_per_layer_input") for name in ("per_layer_input_gate", "per_layer_projection")),
+    ("per_layer_model_projection", "hidden_size_per_layer_input"),
+    ("proj", "enable_moe_block"),
+)
+LATENT = Family(attention_modules=LATENT_PROJECTIONS, latent=True, mlp_bias=False)
+
+DENSE: dict[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True, out_bias=False, mlp_bias=False, kind_of_layer=slide_from_max_window_layers),
+    "qwen3": Family(query_key_norm="head", mlp_bias=False, kind_of_layer=slide_from_max_window_layers),
+    "mistral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
+    "gemma2": Family(
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_but_every(2, ""),
+        attention_scale="query_pre_attn_scalar",
+        traits=(Trait.PRECISE_NORMS, Trait.POST_NORMS),
+    ),
+    "gemma3_text": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_but_every(6),
+        attention_scale="query_pre_attn_scalar",
+        traits=(Trait.PRECISE_NORMS, Trait.POST_NORMS, Trait.NORMS_AFTER_ALL),
+    ),
+    "phi3": Family(
+        attention_modules=("qkv_proj", "o_proj"),
+        mlp_modules=FUSED_MLP,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide,
+    ),
+    "olmo2": Family(
+        query_key_norm="full",
+        mlp_bias=False,
+        traits=(Trait.PRECISE_NORMS, Trait.PRECISE_ROTARY, Trait.POST_NORMS, Trait.WITHOUT_INPUT_NORM),
+    ),
+    "smollm3": Family(kind_of_layer=slide_without_rope),
+    "granite": Family(attention_scale="attention_multiplier", traits=(Trait.SCALED_RESULTS,)),
+    "apertus": Family(
+        query_key_norm="head",
+        mlp_modules=PLAIN_MLP,
+        is_mlp_gated=False,
+        mlp_bias=False,
+        mlp_extras=2,
+        activation="xielu",
+    ),
+    "arcee": Family(mlp_modules=PLAIN_MLP, is_mlp_gated=False),
+    "cohere": Family(
+        norms_per_layer=1,
+        centers_norms=center,
+        query_key_norm="full",
+        norms_queries="use_qk_norm",
+        mlp_bias=False,
+        traits=(Trait.MATRIX_NORMS, Trait.COPIES_TO_ROTATE, Trait.PARALLEL),
+    ),
+    "cohere2": Family(
+        norms_per_layer=1,
+        centers_norms=center,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(4),
+        traits=(Trait.COPIES_TO_ROTATE, Trait.PARALLEL),
+    ),
+    "cwm": Family(qkv_bias=False, out_bias=False, kind_of_layer=slide_but_first_of(4)),
+    "ernie4_5": Family(
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        traits=(Trait.PRECISE_ROTARY,),
+        interleaved_rotary=1.0,
+    ),
+    "exaone4": Family(
+        query_key_norm="head",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(4),
+        traits=(Trait.POST_NORMS, Trait.WITHOUT_INPUT_NORM),
+    ),
+    "gemma": Family(mlp_bias=False, traits=(Trait.PRECISE_NORMS,)),
+    "gemma4_text": Family(
+        linear_extras=GEMMA_4_EXTRAS,
+        query_key_norm="head",
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_gemma_4,
+        has_global_heads=True,
+        attention_scale="one",
+        dense_size=find_wide_size,
+        layer_extras=count_per_layer_inputs,
+        model_extras=count_per_layer_embeddings,
+        has_per_layer_embeddings=True,
+        enables_experts="enable_moe_block",
+        shared_size=lambda facts: facts.get_count("intermediate_size"),
+        router_extras=1,
+        traits=(
+            Trait.PRECISE_RESULTS,
+            Trait.PRECISE_NORMS,
+            Trait.POST_NORMS,
+            Trait.BESIDE_MLP,
+            Trait.SCALED_LAYERS,
+            Trait.NORMS_OF_VALUES,
+            Trait.SHARED_FIRST,
+            Trait.EXPERTS_LAST,
+        ),
+    ),
+    "gemma4_unified_text": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_gemma_4,
+        has_global_heads=True,
+        attention_scale="one",
+        dense_size=find_wide_size,
+        traits=(Trait.PRECISE_NORMS, Trait.POST_NORMS, Trait.SCALED_LAYERS, Trait.NORMS_OF_VALUES),
+    ),
+    "glm": Family(out_bias=False, mlp_modules=FUSED_MLP, mlp_bias=False, interleaved_rotary=0.5),
+    "glm4": Family(
+        out_bias=False,
+        mlp_modules=FUSED_MLP,
+        mlp_bias=False,
+        norms_per_layer=4,
+        traits=(Trait.POST_NORMS,),
+        interleaved_rotary=0.5,
+    ),
+    "granite_swa": Family(has_sinks=True, kind_of_layer=slide_but_first_of(4), attention_scale="attention_multiplier"),
+    "helium": Family(out_bias=False, traits=(Trait.PRECISE_NORMS,), interleaved_rotary=1.0),
+    "hunyuan_v1_dense": Family(query_key_norm="head", mlp_bias=False),
+    "hyperclovax": Family(
+        has_post_norms="use_post_norm",
+        attention_scale="attention_multiplier",
+        traits=(Trait.SCALED_RESULTS, Trait.SCALING_MULTIPLIES),
+    ),
+    "internlm3": Family(),
+    "iquestcoder": Family(),
+    "jais2": Family(mlp_modules=PLAIN_MLP, is_mlp_gated=False, norm_parts=2, traits=(Trait.NATIVE_NORMS,)),
+    "minicpm3": LATENT,
+    "ministral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
+    "ministral3": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
+    "nanochat": Family(
+        mlp_modules=("fc1", "fc2"),
+        is_mlp_gated=False,
+        norm_parts=0,
+        query_key_norm="head",
+        mlp_bias=False,
+        traits=(Trait.NORMED_EMBEDDINGS,),
+    ),
+    "olmo": Family(norm_parts=0, mlp_bias=False, traits=(Trait.FLOAT32_NORMS, Trait.PRECISE_ROTARY)),
+    "olmo3": Family(
+        query_key_norm="full",
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(4, ""),
+        traits=(Trait.PRECISE_NORMS, Trait.PRECISE_ROTARY, Trait.POST_NORMS, Trait.WITHOUT_INPUT_NORM),
+    ),
+    "seed_oss": Family(out_bias="attention_out_bias"),
+    "starcoder2": Family(
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        mlp_modules=("c_fc", "c_proj"),
+        is_mlp_gated=False,
+        norm_parts=2,
+        kind_of_layer=slide,
+        traits=(Trait.NATIVE_NORMS,),
+        activation="gelu",
+    ),
+    "vaultgemma": Family(
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(2, ""),
+        attention_scale="query_pre_attn_scalar",
+        traits=(Trait.PRECISE_NORMS,),
+    ),
+    "youtu": LATENT,
+}
+
+
+def share_by_number(*fields: str) -> Count:
+    """So many experts, side by side, for every token."""
+    return lambda facts: (facts.find_count(*fields) or 0) * (facts.find_count("moe_intermediate_size") or 0)
+
+
+def share_by_size(field: str) -> Count:
+    return lambda facts: facts.find_count(field) or 0
+
+
+def follow_dense_layers(field: str, default: int) -> Chooses:
+    """The first layers have a dense MLP."""
+
+    def has_experts(facts: ConfigFacts, index: int) -> bool:
+        count = facts.find_count(field)
+        return index >= (default if count is None else count)
+
+    return has_experts
+
+
+def choose_ernie_layers(facts: ConfigFacts, index: int) -> bool:
+    first, step = facts.find_count("moe_layer_start_index") or 0, facts.find_count("moe_layer_interval") or 1
+    last = facts.find_number("moe_layer_end_index")
+    stop = facts.get_count("num_hidden_layers") - 1 if last in (None, -1) else last
+    return (index + 1) % step == 0 and first <= index <= (stop or 0)
+
+
+def find_flint_kind(facts: ConfigFacts, index: int) -> str:
+    is_full = index < 2 or index % 4 == 1 or index == facts.get_count("num_hidden_layers") - 1
+    return FULL_ATTENTION if is_full else SLIDING_ATTENTION
+
+
+def choose_flint_layers(facts: ConfigFacts, index: int) -> bool:
+    step = facts.find_count("decoder_sparse_step") or 1
+    dense = [0, 1] if facts.find("mlp_only_layers") is None else facts.find_list("mlp_only_layers")
+    return index not in dense and (index + 1) % step == 0
+
+
+def slide_qwen_2(facts: ConfigFacts, index: int) -> str:
+    slides = index % 2 == 0 and index < (facts.find_count("max_window_layers") or 0)
+    return SLIDING_ATTENTION if slides else FULL_ATTENTION
+
+
+def find_prefix_size(facts: ConfigFacts, index: int) -> int:
+    return facts.find_count("prefix_dense_intermediate_size") or facts.get_count("intermediate_size")
+
+
+EXPERTS: dict[str, Family] = {
+    "qwen3_moe": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        kind_of_layer=slide,
+        traits=(Trait.EXPERTS_FIRST, Trait.WHOLE_MLPS, Trait.EXPERTS_ADAPTED),
+    ),
+    "mixtral": Family(
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide,
+        traits=(Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST, Trait.WHOLE_MLPS, Trait.EXPERTS_ADAPTED),
+    ),
+    "gpt_oss": Family(
+        has_sinks=True,
+        experts_have_bias=True,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(2, ""),
+        traits=(Trait.PRECISE_NORMS, Trait.TRANSPOSED_EXPERTS, Trait.ROUTER_FIRST),
+        inner_saved=7,
+        inner_at_once=9,
+    ),
+    "afmoe": Family(
+        query_key_norm="head",
+        attention_gate="elements",
+        linear_extras=("gate_proj",),
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_but_every(4, "global_attn_every_n_layers"),
+        has_experts=follow_dense_layers("num_dense_layers", 1),
+        shared_size=share_by_number("num_shared_experts"),
+        router_extras=1,
+        traits=(
+            Trait.PRECISE_RESULTS,
+            Trait.PRECISE_NORMS,
+            Trait.POST_NORMS,
+            Trait.SHARED_FIRST,
+            Trait.EXPERTS_LAST,
+            Trait.EXPERTS_ADAPTED,
+        ),
+    ),
+    "cohere2_moe": Family(
+        norms_per_layer=1,
+        centers_norms=center,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(4),
+        has_experts=follow_dense_layers("first_k_dense_replace", 0),
+        shared_size=lambda facts: (facts.find_count("num_shared_experts") or 0) * facts.get_count("intermediate_size"),
+        dense_size=find_prefix_size,
+        traits=(Trait.COPIES_TO_ROTATE, Trait.PARALLEL, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
+    ),
+    "deepseek_v2": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        latent=True,
+        has_experts=follow_dense_layers("first_k_dense_replace", 0),
+        shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
+    "deepseek_v3": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        latent=True,
+        mlp_bias=False,
+        has_experts=follow_dense_layers("first_k_dense_replace", 3),
+        shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
+    "dots1": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        kind_of_layer=slide_from_max_window_layers,
+        has_experts=follow_dense_layers("first_k_dense_replace", 0),
+        shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
+    "ernie4_5_moe": Family(
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        has_experts=choose_ernie_layers,
+        shared_size=share_by_number("moe_num_shared_experts"),
+        router_extras=1,
+        traits=(
+            Trait.PRECISE_ROUTERS,
+            Trait.PRECISE_ROTARY,
+            Trait.SHARED_FIRST,
+            Trait.ROUTER_FIRST,
+            Trait.EXPERTS_ADAPTED,
+        ),
+        interleaved_rotary=1.0,
+    ),
+    "exaone_moe": Family(
+        query_key_norm="head",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(4),
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("num_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
+    "flex_olmo": Family(
+        query_key_norm="full",
+        mlp_bias=False,
+        traits=(
+            Trait.PRECISE_NORMS,
+            Trait.PRECISE_ROTARY,
+            Trait.POST_NORMS,
+            Trait.WITHOUT_INPUT_NORM,
+            Trait.ROUTER_FIRST,
+            Trait.EXPERTS_ADAPTED,
+        ),
+    ),
+    "flint": Family(
+        query_key_norm="head",
+        has_sinks=True,
+        mlp_bias=False,
+        kind_of_layer=find_flint_kind,
+        has_experts=choose_flint_layers,
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.PRECISE_NORMS),
+    ),
+    "glm4_moe": Family(
+        query_key_norm="head",
+        norms_queries="use_qk_norm",
+        out_bias=False,
+        mlp_bias=False,
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
+    "glm4_moe_lite": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        latent=True,
+        mlp_bias=False,
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
+    "granitemoe": Family(
+        mlp_bias=False,
+        attention_scale="attention_multiplier",
+        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST),
+    ),
+    "granitemoe_swa": Family(
+        mlp_modules=("input_linear", "output_linear"),
+        has_sinks=True,
+        mlp_bias=False,
+        attention_scale="attention_multiplier",
+        kind_of_layer=slide_but_first_of(4),
+        shared_size=share_by_size("shared_intermediate_size"),
+        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST, Trait.SHARED_APART),
+    ),
+    "granitemoeshared": Family(
+        mlp_modules=("input_linear", "output_linear"),
+        mlp_bias=False,
+        attention_scale="attention_multiplier",
+        shared_size=share_by_size("shared_intermediate_size"),
+        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST, Trait.SHARED_APART),
+    ),
+    "hunyuan_v1_moe": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        shared_size=share_by_size("intermediate_size"),
+        traits=(Trait.SHARED_FIRST, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
+    ),
+    "hy_v3": Family(
+        query_key_norm="head",
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("num_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST),
+    ),
+    "kolibri1": Family(
+        query_key_norm="head",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_but_every(5, ""),
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.POST_NORMS),
+    ),
+    "laguna": Family(
+        query_key_norm="head",
+        attention_gate="heads",
+        is_gated="gating",
+        linear_extras=("g_proj",),
+        mlp_bias=False,
+        has_experts=follow_dense_layers("", 1),
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+        router_extras=1,
+        traits=(Trait.SHARED_FIRST,),
+    ),
+    "mellum": Family(query_key_norm="head", mlp_bias=False, traits=(Trait.EXPERTS_ADAPTED,)),
+    "minimax_m2": Family(
+        query_key_norm="full",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        traits=(Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
+    ),
+    "olmoe": Family(query_key_norm="full", mlp_bias=False, traits=(Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED)),
+    "qwen2_moe": Family(
+        qkv_bias="qkv_bias",
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide_qwen_2,
+        hides_windows=True,
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        linear_extras=("shared_expert_gate",),
+        traits=(Trait.SHARED_FIRST, Trait.ROUTER_FIRST, Trait.WHOLE_MLPS),
+    ),
+    "solar_open": Family(
+        mlp_bias=False,
+        shared_size=share_by_number("n_shared_experts"),
+        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+    ),
+}

@@ -1,1 +1,0 @@
-"""`bench`: speed and memory of a recipe on this machine, beside prediction and peer."""

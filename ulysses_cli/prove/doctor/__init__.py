@@ -1,1 +1,0 @@
-"""`doctor`: checks of the machine, its software and its devices."""

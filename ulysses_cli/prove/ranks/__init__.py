@@ -1,1 +1,0 @@
-"""Rank processes on this machine, started for a proof."""

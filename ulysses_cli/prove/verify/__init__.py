@@ -1,1 +1,0 @@
-"""`verify`: the same numbers as one process with plain torch."""

@@ -1,1 +1,0 @@
-"""Builds model, loss, optimizer and engine of a recipe on this rank."""

@@ -1,1 +1,0 @@
-"""Ends runs that must stop: signals, stop conditions, hangs. Masks secrets in logs."""

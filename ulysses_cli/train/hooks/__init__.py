@@ -1,1 +1,0 @@
-"""Functions that the loop calls before and after each step."""

@@ -1,0 +1,1 @@
+"""From a resolved plan to a model in DeepSpeed's engine."""
