@@ -77,6 +77,19 @@ def test_the_readme_is_short() -> None:
     assert len(readme.splitlines()) <= 180
 
 
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
+    """While no version is released, it says in 40 lines what 0.1.0 is. Its mistakes on the way are in git's log."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    assert versions[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in versions[1:])
+    kinds = re.findall(r"^### (.*)$", text, flags=re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    if len(versions) == 1:
+        assert set(kinds) <= {"Added", "Security"}, "nobody has a version in which something else was"
+        assert len(text.partition("## [Unreleased]\n")[2].splitlines()) <= 40, "say what 0.1.0 is"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_generated_parts_and_pictures_are_up_to_date(page: Path) -> None:
     text = page.read_text()
