@@ -172,8 +172,8 @@ def read_all(path: Path) -> int:
 
     rows = open_rows(path, "train")
     for row in range(len(rows)):
-        rows.read(row, 0, rows.capacity)
-    return len(rows) * rows.capacity
+        rows.read(row, 0, rows.max_length)
+    return len(rows) * rows.max_length
 
 
 def measure_long_documents(folder: Path, num_bytes: int) -> dict[str, float]:
@@ -209,10 +209,10 @@ def measure_against_training(folder: Path) -> dict[str, float]:
     step_seconds = read_seconds = float("inf")
     for row in range(10):
         start = time.perf_counter()
-        part = rows.read(row, 0, rows.capacity)
+        part = rows.read(row, 0, rows.max_length)
         lengths = rows.get_lengths(row)
         read_seconds = min(read_seconds, time.perf_counter() - start)
-        assert sum(lengths) <= rows.capacity
+        assert sum(lengths) <= rows.max_length
         start = time.perf_counter()
         logits = model(input_ids=torch.from_numpy(part.input_ids)[None]).logits[0]
         torch.nn.functional.cross_entropy(logits, torch.from_numpy(part.labels)).backward()

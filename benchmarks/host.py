@@ -431,7 +431,7 @@ def predict_layer(case: Case, stage: int, world_size: int, costs: Any) -> float:
         recipe = make_recipe(case, stage, world_size, depth)
         shape = read_model_shape(recipe.model.config, "measured")
         job = make_job(recipe, shape, read_levers(recipe, shape)[0])
-        seconds.append(compute_host_seconds(replace(job, row_tokens=case.mlp_tiles * HIDDEN * case.sp_size), costs))
+        seconds.append(compute_host_seconds(replace(job, max_length=case.mlp_tiles * HIDDEN * case.sp_size), costs))
     return 1e3 * split(*seconds)[0]
 
 

@@ -201,7 +201,7 @@ def list_speed() -> Iterator[Row]:
     for (name, chunks), rates in published.items():
         for tokens, rate in zip((128, 256, 512, 1024, 2048, 3072, 4096, 5120), rates, strict=False):
             job = Job(LLAMA, Layout(1, 1, 8), tokens * KI, replace(TILED, head_chunks=chunks), fused_norms=True)
-            result = job.row_tokens / compute_upipe_seconds(job, h100) / 8
+            result = job.max_length / compute_upipe_seconds(job, h100) / 8
             yield Row(f"Llama3-8B, 8 H100, {tokens}Ki, {name}", rate, result, "tokens/s", UPIPE, SPEED_BAR)
     mfu = 100 * compute_speed(make_fpdt_job(), a100).mfu
     yield Row("Llama3-8B, 8 A100, 512Ki, Ulysses", 47.2, mfu, "% MFU", FPDT, SPEED_BAR)

@@ -57,7 +57,7 @@ def test_nothing_is_said_where_the_gpu_is_unknown_or_the_limit(monkeypatch: pyte
 def test_a_slow_attention_kernel_is_named_with_its_cost() -> None:
     """By the lengths of the run's documents: short ones leave attention little to do."""
     plan, said = make_plan(), Forecast(LeverChoice(Levers(), {}, None), H100, True)
-    assert said.explain_attention(plan, ["torch_varlen"], [plan.resolved.row_tokens]) == []
+    assert said.explain_attention(plan, ["torch_varlen"], [plan.resolved.max_length]) == []
     recipe = make_recipe("data.max_length=1048576", "model.dtype=bfloat16")
     assert recipe.model.config is not None
     long = settle(

@@ -119,14 +119,14 @@ def test_a_missing_package_is_named_with_the_cost(name: str, monkeypatch: pytest
     assert choice.kernel == "torch"
     cost, _, why = choice.reason.partition("; pip install 'ulysses-cli[recurrent]'; ")
     assert f"can't keep packed sequences apart without `{KERNELS[name][3]}`" in why
-    row_tokens = make_plan(KERNELS[name][0]).resolved.row_tokens
+    max_length = make_plan(KERNELS[name][0]).resolved.max_length
     found = re.match(
         r"at least ([\d,.]+) s in a step for each million tokens of a row, ([\d,.]+) s for each row of ([\d,]+) tokens",
         cost,
     )
     assert found, cost
     assert float(found[1].replace(",", "")) > 0
-    assert found[3] == f"{row_tokens:,}"
+    assert found[3] == f"{max_length:,}"
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1113,7 +1113,7 @@ def test_resolved_lengths(length: int, sp_size: int, pad: int) -> None:
     assert result.pad_to_multiple_of == pad
     assert length % pad == 0
     assert pad % sp_size == 0
-    assert result.local_tokens * sp_size == result.row_tokens == length
+    assert result.local_tokens * sp_size == result.max_length == length
     assert (result.rows_per_step, result.tokens_per_step) == (3, 3 * length)
     assert "parallel.zero_stage: 3" in result.defaults
     assert not any(line.startswith(("data.max_length", "parallel.sp_size:")) for line in result.defaults)

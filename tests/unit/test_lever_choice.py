@@ -128,7 +128,7 @@ def test_the_longest_row_offloads_what_the_host_has_room_for(name: str, kind: st
     shape, gpu = get_shape(name), load_hardware().get_gpu(kind)
     job = Job(shape, Layout(), 4096, Levers(), adapters=adapters)
     longest, _ = find_longest(job, gpu)
-    beyond = replace(job, row_tokens=round(longest * 1.02 / 128) * 128)
+    beyond = replace(job, max_length=round(longest * 1.02 / 128) * 128)
     for levers in list_strongest(beyond):
         for num_layers in range(0, shape.num_layers, 4) if levers.offloaded_layers else (0,):
             tried = replace(beyond, levers=replace(levers, offloaded_layers=num_layers))
@@ -352,7 +352,7 @@ def test_tiles_are_large_where_there_is_room() -> None:
     assert choice.levers.tiled_loss
     assert choice.levers.large_tiles
     small = replace(make_job(recipe, LLAMA_8B, choice.levers), levers=replace(choice.levers, large_tiles=False))
-    short = replace(small, row_tokens=4096, levers=replace(small.levers, tiled_mlp=True))
+    short = replace(small, max_length=4096, levers=replace(small.levers, tiled_mlp=True))
     ledgers = [compute_ledger(replace(short, levers=replace(short.levers, large_tiles=each))) for each in (False, True)]
     assert ledgers[1].gpu_peak_bytes > ledgers[0].gpu_peak_bytes + (1 << 30)
     no_room = replace(H200, memory_bytes=ledgers[0].gpu_peak_bytes + ledgers[0].uncertainty_bytes)

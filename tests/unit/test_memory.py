@@ -31,7 +31,7 @@ FULL = Levers(gradient_checkpointing="full")
 
 
 @pytest.mark.parametrize(
-    ("sp_size", "row_tokens", "levers", "traced"),
+    ("sp_size", "max_length", "levers", "traced"),
     [
         (1, 8_192, FULL, 76.35),
         (4, 32_768, FULL, 33.29),
@@ -41,10 +41,10 @@ FULL = Levers(gradient_checkpointing="full")
         (4, 98_304, Levers(gradient_checkpointing=False), 207.0),
     ],
 )
-def test_figures_equal_a_trace_of_the_real_engine(sp_size: int, row_tokens: int, levers: Levers, traced: float) -> None:
+def test_figures_equal_a_trace_of_the_real_engine(sp_size: int, max_length: int, levers: Levers, traced: float) -> None:
     """Holds allocated GiB of Qwen3-4B under DeepSpeed 0.19.8 with bfloat16 reduction, every allocation counted without
     a GPU."""
-    ledger = compute_ledger(Job(QWEN, Layout(1, 1, sp_size), row_tokens, levers))
+    ledger = compute_ledger(Job(QWEN, Layout(1, 1, sp_size), max_length, levers))
     seen = ledger.gpu_allocated_bytes - ledger.peak.lines["cublas_workspace"]
     assert seen / GIB == pytest.approx(traced, abs=0.06)
     assert (ledger.peak.phase, ledger.peak.name) == ("backward", "loss")
@@ -154,7 +154,7 @@ KEEPS_TILES = Levers(gradient_checkpointing=False, tiled_mlp=True, tiled_loss=Tr
 @example(Job(LLAMA, Layout(1, 8, 1), 4096, KEEPS_TILES), 1)
 @example(Job(LLAMA, Layout(1, 1, 8), 8 * 4096, KEEPS_TILES), 8)
 def test_memory_never_falls_with_length(job: Job, more: int) -> None:
-    longer = replace(job, row_tokens=job.row_tokens + 128 * job.layout.sp_size * more)
+    longer = replace(job, max_length=job.max_length + 128 * job.layout.sp_size * more)
     ours, reference = compute_ledger(job), compute_ledger(longer)
     # One tile more makes each tile smaller: memory may fall by at most one tile of the MLP, or of the loss.
     slack = 0.02 if job.levers.tiled_mlp or job.levers.tiled_loss else 0.0
@@ -361,7 +361,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
     gpu = load_hardware().get_gpu("h200")
     job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers(tiled_loss=True, tiled_mlp=True))
     longest = find_max_length(job, gpu)
-    at = replace(job, row_tokens=longest)
+    at = replace(job, max_length=longest)
     assert judge(at, compute_ledger(at), gpu).verdict == "fits"
-    beyond = replace(job, row_tokens=round(longest * 1.02))
+    beyond = replace(job, max_length=round(longest * 1.02))
     assert judge(beyond, compute_ledger(beyond), gpu).verdict != "fits"

@@ -55,7 +55,7 @@ def test_a_recipe_is_a_file_or_a_mapping() -> None:
 
 def test_a_plan_is_what_the_command_finds() -> None:
     found = plan("Qwen/Qwen3-8B", 65536, tokens=10**8, gpus={"h100-80gb": 8})
-    assert found.by_cost[0].job.row_tokens == 65536
+    assert found.by_cost[0].job.max_length == 65536
     walls = plan("Qwen/Qwen3-8B", "1M", gpus="l40s:1").walls
     assert walls
     with pytest.raises(RecipeError, match="no-such-gpu"):

@@ -75,7 +75,7 @@ def test_a_share_of_a_row_stays_below_32_bits() -> None:
     """32 heads of 128 and a share of 2^19 tokens are 2^31 numbers, or 2^28 in 8 chunks; keys come in blocks."""
     job = Job(LLAMA, Layout(1, 1, 16, 16), 2**23, Levers(tiled_mlp=True, tiled_loss=True))
     assert not is_indexable(job)
-    assert is_indexable(replace(job, row_tokens=2**22))
+    assert is_indexable(replace(job, max_length=2**22))
     assert is_indexable(replace(job, levers=replace(job.levers, head_chunks=8)))
 
 

@@ -171,7 +171,7 @@ def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str
     (longest,) = search_longest([PlanRequest(get_shape(name), 0, 10**9)], offer(kind))
     job, gpu = longest.candidate.job, longest.candidate.gpu
     assert longest.candidate.fit.verdict == "fits"
-    beyond = replace(job, row_tokens=round(job.row_tokens * 1.02 / 1024) * 1024)
+    beyond = replace(job, max_length=round(job.max_length * 1.02 / 1024) * 1024)
     for tiles, optimizer, param, host in itertools.product(
         (False, True), ("none", "cpu"), ("none", "cpu"), (0, 5, 15, job.shape.num_layers - 1)
     ):

@@ -95,7 +95,7 @@ def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pyt
     jobs = [
         replace(
             job,
-            row_tokens=rows * job.row_tokens,
+            max_length=rows * job.max_length,
             layout=replace(job.layout, dp_shard_size=shards),
             levers=replace(job.levers, offloaded_layers=offloaded),
         )

@@ -167,7 +167,7 @@ def test_a_second_of_compute_hides_a_second_of_transfer(job: Job, more: int, gpu
     moving = ("gather_reduce", "offload", "optimizer")
     computing = sum(seconds for part, seconds in speed.parts.items() if part not in moving)
     assert sum(speed.hidden.values()) <= computing * (1 + 1e-9)
-    longer = compute_speed(replace(job, row_tokens=job.row_tokens + 4096 * more), gpu)  # type: ignore[arg-type]
+    longer = compute_speed(replace(job, max_length=job.max_length + 4096 * more), gpu)  # type: ignore[arg-type]
     assert longer.step_seconds >= speed.step_seconds * (1 - 1e-9)
 
 
@@ -220,7 +220,7 @@ def test_early_steps_hide_adam_behind_the_backward() -> None:
     assert hidden == pytest.approx(after.hidden["optimizer"])
     backward = sum(before.parts[part] for part in ("projections", "attention", "mlp", "head_loss", "other"))
     assert 0.5 < hidden / (0.8 * backward * 34 / 58) < 0.8  # of a forward and a backward that computes layers again
-    long_row, on_host = replace(all_early, row_tokens=2**18), compute_optimizer_host_seconds(plain, h200.host)
+    long_row, on_host = replace(all_early, max_length=2**18), compute_optimizer_host_seconds(plain, h200.host)
     groups = list_sub_groups(plain.weights, 1, plain.engine.sub_group)
     assert compute_speed(long_row, h200).parts["optimizer"] == pytest.approx(34 * groups[0] / 30e9 + on_host)
     few = replace(long_row, levers=replace(plain.levers, overlapped_groups=3))
@@ -230,6 +230,6 @@ def test_early_steps_hide_adam_behind_the_backward() -> None:
 def test_recurrences_are_a_part_of_their_own() -> None:
     """Only models that have them spend time there, in proportion to the tokens."""
     hybrid = Job(get_shape("Qwen/Qwen3.5-9B"), Layout(1, 1, 8), 2**17, Levers())
-    once, twice = (compute_speed(replace(hybrid, row_tokens=n * 2**17), H100).parts for n in (1, 2))
+    once, twice = (compute_speed(replace(hybrid, max_length=n * 2**17), H100).parts for n in (1, 2))
     assert 0 < once["recurrence"] == pytest.approx(twice["recurrence"] / 2)
     assert compute_speed(replace(hybrid, shape=LLAMA), H100).parts["recurrence"] == 0

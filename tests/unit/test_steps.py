@@ -96,8 +96,8 @@ def test_slices_make_up_whole_rows(rows: Rows, dp_size: int, width: int, sp_size
 
 def test_a_fixed_length_pads_every_row() -> None:
     rows = Rows([[3], [9, 2]])
-    plan = plan_step(rows, Batching(2, 1, 1, pad_multiple=4, fixed_row_tokens=64), 0, 2)
-    assert {tokens for group in plan.row_tokens for tokens in group} == {64}
+    plan = plan_step(rows, Batching(2, 1, 1, pad_multiple=4, fixed_length=64), 0, 2)
+    assert {tokens for group in plan.padded_tokens for tokens in group} == {64}
 
 
 def test_the_longest_step_has_the_longest_rows_and_is_full() -> None:

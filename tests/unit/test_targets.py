@@ -275,7 +275,7 @@ def test_stop_tokens_come_from_the_models_files(tmp_path: Path) -> None:
     def find() -> list[str]:
         made = prepare_data(parse_recipe(recipe.replace("FOLDER", str(tmp_path)), "r.yaml").recipe, 8, lambda _: None)
         rows = open_rows(made.path, "train")
-        labels = rows.read(0, 0, rows.capacity).labels
+        labels = rows.read(0, 0, rows.max_length).labels
         edges = np.flatnonzero(np.diff(np.concatenate([[0], labels >= 0, [0]]).astype(int)))
         return [encoder.tokenizer.decode(labels[a:b]) for a, b in edges.reshape(-1, 2)]
 
@@ -356,7 +356,7 @@ def test_turns_are_numbered_within_their_whole_chat(tmp_path: Path, template: st
     rows = open_rows(prepare(tmp_path, [chat], template, *words).path, "train")
     found = {}
     for row in range(len(rows)):
-        part = rows.read(row, 0, rows.capacity)
+        part = rows.read(row, 0, rows.max_length)
         assert part.classes is not None
         letters = ["" if token > 255 else chr(token) for token in part.labels.clip(0)]
         for number in set(part.classes >> TURN_BITS):
@@ -369,7 +369,7 @@ def test_turns_are_numbered_within_their_whole_chat(tmp_path: Path, template: st
 def test_turns_that_follow_each_other_are_two(tmp_path: Path) -> None:
     template = "{%- for m in messages %}{{- m.content }}{%- endfor %}"
     rows = open_rows(prepare(tmp_path, [[USER, turn("aa"), turn("bb")]], template).path, "train")
-    part = rows.read(0, 0, rows.capacity)
+    part = rows.read(0, 0, rows.max_length)
     assert part.classes is not None
     assert [int(code) >> TURN_BITS for code in part.classes[3:7]] == [0, 0, 1, 1]
 
@@ -617,7 +617,7 @@ def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Pr
 
 def read_targets(prepared: Prepared) -> str:
     rows = open_rows(prepared.path, "train")
-    parts = [rows.read(row, 0, rows.capacity) for row in range(len(rows))]
+    parts = [rows.read(row, 0, rows.max_length) for row in range(len(rows))]
     return b"".join(bytes(part.labels[(part.labels >= 0) & (part.labels < 256)].tolist()) for part in parts).decode()
 
 

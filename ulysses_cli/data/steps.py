@@ -41,7 +41,7 @@ class Rows(Protocol):
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer step. `shares[group][micro-step]` holds indices into `rows`, or NO_ROW;
-    `row_tokens[group][micro-step]` is the padded length of those rows."""
+    `padded_tokens[group][micro-step]` is the padded length of those rows."""
 
     position: int
     epoch: float
@@ -50,7 +50,7 @@ class StepPlan:
     num_targets: int
     num_tokens: int
     shares: tuple[tuple[tuple[int, ...], ...], ...]
-    row_tokens: tuple[tuple[int, ...], ...]
+    padded_tokens: tuple[tuple[int, ...], ...]
     ring: Ring = ALONE
     shared: tuple[Shared, ...] = ()  # of each row's documents
 
@@ -98,7 +98,7 @@ class Batching:
     pad_multiple: int
     seed: int = 0
     work: RowCost = field(default_factory=RowCost)
-    fixed_row_tokens: int | None = None
+    fixed_length: int | None = None
     is_shuffled: bool = True
     ring: Ring = ALONE
 
@@ -149,7 +149,7 @@ def _make_plan(rows: Rows, batching: Batching, position: int, ids: tuple[int, ..
         num_targets=sum(rows.count_targets(row) for row in ids),
         num_tokens=sum(map(sum, lengths)),
         shares=tuple(shares),
-        row_tokens=tuple(padded),
+        padded_tokens=tuple(padded),
         ring=batching.ring,
         shared=shared,
     )
@@ -166,15 +166,15 @@ def _weigh(lengths: Sequence[int], shared: Shared, work: RowCost) -> float:
 
 
 def _pad_tokens(batching: Batching, rows: Sequence[Sequence[int]]) -> int:
-    if batching.fixed_row_tokens is not None:
-        return batching.fixed_row_tokens
+    if batching.fixed_length is not None:
+        return batching.fixed_length
     longest = max((sum(lengths) for lengths in rows), default=1)
     return math.ceil(longest / batching.pad_multiple) * batching.pad_multiple
 
 
 def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp_rank: int, sp_size: int) -> MicroBatch:
     """Reads this rank's share of a micro-step's rows, and no other part of them."""
-    total = plan.row_tokens[group][micro_step]
+    total = plan.padded_tokens[group][micro_step]
     local = total // sp_size
     members = plan.shares[group][micro_step]
     shape = (len(members), local)
@@ -225,7 +225,7 @@ def make_batching(recipe: Recipe, shape: ModelShape, resolved: Resolved) -> Batc
         pad_multiple=resolved.pad_to_multiple_of,
         seed=recipe.run.seed,
         work=make_work(shape),
-        fixed_row_tokens=None if recipe.parallel.sp_seq_length_is_variable else resolved.row_tokens,
+        fixed_length=None if recipe.parallel.sp_seq_length_is_variable else resolved.max_length,
         ring=make_ring(shape, resolved),
     )
 

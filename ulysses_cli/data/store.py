@@ -243,7 +243,7 @@ class PackedRows:
     def __init__(self, folder: Path, split: Split) -> None:
         _check(folder)
         manifest = read_manifest(folder)
-        self.capacity: int = manifest["max_length"]
+        self.max_length: int = manifest["max_length"]
         self.pad_id: int = manifest["pad_id"]
         self.is_joined: bool = manifest["attend_across_documents"]
         self.shares_prompts: bool = manifest.get("shares_prompts", False)

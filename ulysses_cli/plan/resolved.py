@@ -27,7 +27,7 @@ class Resolved:
     ring_reason: str
     recipe_hash: str
     pad_to_multiple_of: int
-    row_tokens: int
+    max_length: int
     local_tokens: int
     rows_per_step: int
     tokens_per_step: int
@@ -120,12 +120,6 @@ def compute_pad_multiple(recipe: Recipe) -> int:
     return sp_size * tokens
 
 
-def compute_row_tokens(recipe: Recipe) -> int:
-    """Tokens of a full row with its padding."""
-    multiple = compute_pad_multiple(recipe)
-    return math.ceil(recipe.data.max_length / multiple) * multiple
-
-
 def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:
     """How far positions are stretched: as written, or max_length over the pretrained length."""
     scaling = recipe.model.rope_scaling
@@ -169,16 +163,16 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
     """For a recipe that passed its checks. `written` holds the keys that the user gave."""
     layout = choose_layout(recipe, shape)
     rows = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps * layout.dp_size
-    row_tokens = compute_row_tokens(recipe)
+    max_length = recipe.data.max_length
     return Resolved(
         layout=layout,
         ring_reason=explain_ring(recipe, shape, layout),
         recipe_hash=compute_recipe_hash(recipe),
         pad_to_multiple_of=compute_pad_multiple(recipe),
-        row_tokens=row_tokens,
-        local_tokens=row_tokens // layout.sp_size,
+        max_length=max_length,
+        local_tokens=max_length // layout.sp_size,
         rows_per_step=rows,
-        tokens_per_step=rows * row_tokens,
+        tokens_per_step=rows * max_length,
         num_local_heads=shape.num_heads // layout.ulysses_size,
         kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_size),
         original_positions=get_original_positions(recipe, shape),

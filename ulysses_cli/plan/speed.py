@@ -147,10 +147,10 @@ class Speed:
         return HOST if self.is_host_bound else max(self.parts, key=lambda part: self.parts[part])
 
 
-def count_row_pairs(row_tokens: int, document_tokens: int | None, window_tokens: int | None) -> float:
+def count_row_pairs(max_length: int, document_tokens: int | None, window_tokens: int | None) -> float:
     """(query, key) pairs of a row: half of n squared for each document, not for the row; fewer with windows."""
-    length = min(document_tokens or row_tokens, row_tokens)
-    return (row_tokens / length) * count_pairs(length, window_tokens)
+    length = min(document_tokens or max_length, max_length)
+    return (max_length / length) * count_pairs(length, window_tokens)
 
 
 def compute_attention_flops(job: Job) -> float:
@@ -158,7 +158,7 @@ def compute_attention_flops(job: Job) -> float:
     total = 0.0
     for layer in job.shape.layers:
         if layer.attention is not None:
-            pairs = count_row_pairs(job.row_tokens, job.document_tokens, layer.window_tokens)
+            pairs = count_row_pairs(job.max_length, job.document_tokens, layer.window_tokens)
             total += count_pair_flops(layer) * pairs
     return total * job.batch / job.layout.sp_size
 
@@ -258,7 +258,7 @@ def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
     forwards = 1 + (job.levers.gradient_checkpointing == "full")
     width = 0.0
     for kind, window_tokens, num_layers in job.shape.attention_counts:
-        share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
+        share = measure_ring(job.max_length, job.document_tokens, job.make_ring(), window_tokens)
         if in_rounds is None or in_rounds == bool(share.rounds):
             width += num_layers * _count_fetched(job.view(kind), kind) * max(share.fetched, share.sent)
     return job.dtype_bytes * width * job.local_tokens * (forwards + 2)
@@ -384,7 +384,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
         parts=parts,
         hidden=hidden,
         step_seconds=sum(parts.values()),
-        tokens_per_step=steps * job.batch * job.row_tokens * job.layout.dp_size,
+        tokens_per_step=steps * job.batch * job.max_length * job.layout.dp_size,
         model_flops=3 * forward * steps * job.world_size,
         peak_flops=peak * job.world_size,
         num_gpus=job.world_size,
@@ -421,7 +421,7 @@ def _compute_merge_bytes(job: Job) -> float:
     part is read, 8 + b for each number of a query; of attention's result, and in the backward of queries' gradients."""
     forwards, elements = 1 + (job.levers.gradient_checkpointing == "full"), 0.0
     for kind, window_tokens, num_layers in job.shape.attention_counts:
-        share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
+        share = measure_ring(job.max_length, job.document_tokens, job.make_ring(), window_tokens)
         parts = max((each.largest_part for each in share.rounds if not each.is_own), default=0.0)
         elements += num_layers * (job.layout.ring_size - 1) * parts * job.view(kind).query_width
     return (forwards + 1) * (8 + job.dtype_bytes) * elements * job.local_tokens

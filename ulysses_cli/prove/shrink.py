@@ -192,7 +192,7 @@ LEARNING_RATE = 1e-2
 LARGE_EPSILON = 1e-3
 
 
-def compute_row_tokens(sp_size: int) -> int:
+def compute_max_length(sp_size: int) -> int:
     return max(MIN_ROW_TOKENS, LOCAL_TOKENS * sp_size)
 
 
@@ -378,7 +378,7 @@ def _shrink_model(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape, 
 
 def _shrink_data(sp_size: int) -> dict[str, Any]:
     return {
-        "max_length": compute_row_tokens(sp_size),
+        "max_length": compute_max_length(sp_size),
         "pad_to_multiple_of": sp_size,
         "eval_split": 0.0,
         "assistant_only_loss": False,

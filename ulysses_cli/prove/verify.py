@@ -34,7 +34,7 @@ from ulysses_cli.prove.rows import Document, Labelled, cut_row, make_documents, 
 from ulysses_cli.prove.shrink import (
     LEARNING_RATE,
     NUM_BYTES,
-    compute_row_tokens,
+    compute_max_length,
     has_states,
     make_proof_recipe,
     pick_layers,
@@ -280,7 +280,7 @@ class VerifyTask:
 
 def make_task(proof: Recipe, shape: ModelShape, folder: Path) -> VerifyTask:
     """Writes documents to files and prepares them as `train` does."""
-    data, tokens = proof.data, compute_row_tokens(proof.parallel.sp_size)
+    data, tokens = proof.data, compute_max_length(proof.parallel.sp_size)
     is_packed, has_long = data.packing != "off", data.excess_length_strategy != "raise"
     make = partial(make_documents, tokens, vocabulary=NUM_BYTES, is_packed=is_packed, has_long=has_long)
     per_step = make_batching(proof, shape, resolve(proof, shape)).rows_per_step

@@ -45,7 +45,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "gpu_name": estimate.gpu.name,
         "num_processes": job.world_size,
         "mesh": asdict(job.layout),
-        "row_tokens": job.row_tokens,
+        "row_tokens": job.max_length,
         "assumptions": list(assumptions),
         "verdict": fit.verdict,
         "wall": fit.wall,
@@ -107,7 +107,7 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
     host = f"{format_gib(fit.host_peak_bytes)} of about {format_gib(fit.host_capacity_bytes)} GiB"
     rows = [
         ("estimate", f"{name} on {format_count(job.world_size, 'GPU')}: {gpu.name} ({gpu.key})"),
-        ("model", f"{job.shape.name}, {job.row_tokens:,} tokens per row, {job.local_tokens:,} per rank; {mesh}"),
+        ("model", f"{job.shape.name}, {job.max_length:,} tokens per row, {job.local_tokens:,} per rank; {mesh}"),
         *(("assumed", assumption) for assumption in assumptions),
         ("verdict", format_verdict(estimate)),
         ("peak", f"in {_spell_key(peak.phase)}, {peak.name}: {largest_text}"),

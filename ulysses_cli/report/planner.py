@@ -187,7 +187,7 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
         "num_gpus": job.world_size,
         "mesh": asdict(job.layout),
         "levers": {**vars(job.levers)},
-        "row_tokens": job.row_tokens,
+        "row_tokens": job.max_length,
         "tokens_per_step": speed.tokens_per_step,
         "accumulation": job.accumulation,
         "hours": candidate.seconds / 3600,

@@ -102,7 +102,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         },
         "ring_reason": resolved.ring_reason,
         "tokens": {
-            "row": resolved.row_tokens,
+            "row": resolved.max_length,
             "local": resolved.local_tokens,
             "rows_per_step": resolved.rows_per_step,
             "per_step": resolved.tokens_per_step,

@@ -374,7 +374,7 @@ def rehearse(
     rng_states = get_rng_states(device)
     stop, state.stop = state.stop, StopConditions()  # no rank stops during a rehearsal
     plan = plan_longest(state.rows, state.batching)
-    longest = max(max(part) for part in plan.row_tokens)
+    longest = max(max(part) for part in plan.padded_tokens)
     try:
         report(f"a step at {longest:,} tokens per row")
         state.phase = "rehearsal: step"

@@ -308,7 +308,7 @@ def plan_remaining(
 def settle_rows_per_step(resolved: Resolved, batching: Batching) -> Resolved:
     """The resolved plan with the rows per step that the run continues with."""
     rows = batching.rows_per_step
-    return replace(resolved, rows_per_step=rows, tokens_per_step=rows * resolved.row_tokens)
+    return replace(resolved, rows_per_step=rows, tokens_per_step=rows * resolved.max_length)
 
 
 def list_settings(launch: Launch) -> dict[str, Any]:

@@ -412,7 +412,7 @@ def explain_out_of_memory(connected: Connected, error: BaseException) -> GpuMemo
     """Names the rows that did not fit and the smallest change of the recipe that does."""
     first_line = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
     plan, gpu = connected.plan, connected.forecast.gpu
-    rows = f"rows of {plan.resolved.row_tokens:,} tokens, {plan.resolved.local_tokens:,} per rank"
+    rows = f"rows of {plan.resolved.max_length:,} tokens, {plan.resolved.local_tokens:,} per rank"
     hint = "shorter rows (data.max_length), or a larger sp_size"
     if gpu is not None:
         hint = explain_memory(plan.recipe, plan.shape, plan.levers, gpu)

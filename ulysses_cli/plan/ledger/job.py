@@ -21,7 +21,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import Lora
-from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, make_layout, shares_prompts
+from ulysses_cli.plan.resolved import choose_layout, make_layout, shares_prompts
 from ulysses_cli.plan.rows.ring import Ring, RingShare, measure_ring
 
 Lines = dict[str, int]
@@ -89,11 +89,11 @@ def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> EngineSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `row_tokens` is the padded row; a micro-step is `batch` rows for each sp group."""
+    """One run. A micro-step is `batch` rows for each sp group."""
 
     shape: ModelShape
     layout: Layout
-    row_tokens: int
+    max_length: int
     levers: Levers
     batch: int = 1
     accumulation: int = 1
@@ -122,7 +122,7 @@ class Job:
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up caches by job."""
-        return hash((self.shape, self.layout, self.row_tokens, self.levers, self.batch, self.model))
+        return hash((self.shape, self.layout, self.max_length, self.levers, self.batch, self.model))
 
     @cached_property
     def family(self) -> Family:
@@ -169,7 +169,7 @@ class Job:
     @cached_property
     def local_tokens(self) -> int:
         """Tokens of a micro-step on each rank."""
-        return self.batch * self.row_tokens // self.layout.sp_size
+        return self.batch * self.max_length // self.layout.sp_size
 
     @property
     def query_width(self) -> int:
@@ -213,7 +213,7 @@ class Job:
     @cached_property
     def ring_share(self) -> RingShare:
         """What the ranks of a ring need of each other in that of these layers that sees most."""
-        return measure_ring(self.row_tokens, self.document_tokens, self.make_ring(), self.widest_window)
+        return measure_ring(self.max_length, self.document_tokens, self.make_ring(), self.widest_window)
 
     def make_ring(self) -> Ring:
         return Ring(self.layout.ring_size, self.shape.window_counts)
@@ -317,7 +317,7 @@ def make_job(
     return Job(
         shape=shape,
         layout=choose_layout(recipe, shape),
-        row_tokens=compute_row_tokens(recipe),
+        max_length=recipe.data.max_length,
         levers=levers,
         batch=recipe.train.per_device_train_batch_size,
         accumulation=recipe.train.gradient_accumulation_steps,

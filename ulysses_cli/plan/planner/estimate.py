@@ -147,7 +147,7 @@ class Estimate:
     def ends_at_index(self) -> bool:
         """Whether kernels' limit of 2^31 elements, and not memory, bounds the longest row with these levers."""
         longer = self.max_length + self.max_length // 256 + self.job.layout.sp_size * ROW_MULTIPLE
-        return self.max_length > 0 and not is_indexable(replace(self.job, row_tokens=longer))
+        return self.max_length > 0 and not is_indexable(replace(self.job, max_length=longer))
 
     @cached_property
     def accuracy(self) -> Accuracy:
@@ -180,7 +180,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     fit = judge(settled, ledger, gpu)
     # A longer row, or one that does not fit, leaves no memory for large tiles and early steps.
     frugal = replace(settled, levers=stop_spending(choice.levers, open_names))
-    own = job.row_tokens if fit.verdict == "fits" else 0  # which need not be a whole multiple
+    own = job.max_length if fit.verdict == "fits" else 0  # which need not be a whole multiple
     return Estimate(
         gpu=gpu,
         job=settled,

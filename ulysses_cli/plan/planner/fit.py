@@ -74,7 +74,7 @@ def compare(margin: int, uncertainty: int) -> Verdict:
 def is_indexable(job: Job) -> bool:
     """No call of an operator that counts in 32 bits sees a tensor of 2^31 elements (plan/rows/indexing.py)."""
     sizes = RowSizes(
-        tokens=job.batch * job.row_tokens,
+        tokens=job.batch * job.max_length,
         sp_size=job.layout.sp_size,
         ring_size=job.layout.ring_size,
         head_chunks=job.levers.head_chunks,
@@ -108,7 +108,7 @@ def find_max_length(job: Job, gpu: Gpu, holds: Callable[[Job, Gpu], bool] = fits
     """The longest row that fits with these levers, in whole multiples; 0 when none does. Bisection works because memory
     never falls with length."""
     multiple = job.layout.sp_size * ROW_MULTIPLE
-    return multiple * find_largest(lambda count: holds(replace(job, row_tokens=count * multiple), gpu))
+    return multiple * find_largest(lambda count: holds(replace(job, max_length=count * multiple), gpu))
 
 
 def find_largest(holds: Callable[[int], bool]) -> int:

@@ -355,7 +355,7 @@ def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
     for levers in list_strongest(job):
         tried = replace(job, levers=levers)
         longer = best + max(1, best // multiple // 256) * multiple
-        if _fits_somehow(replace(tried, row_tokens=longer), gpu):
+        if _fits_somehow(replace(tried, max_length=longer), gpu):
             best, chosen = max(longer, find_max_length(tried, gpu, _fits_somehow)), levers
     return best, chosen
 

@@ -179,7 +179,7 @@ def _find_largest(job: Job, per_node: int) -> Layout | None:
     own, takes_rings = job.layout, job.kernel == "auto" or BACK_ENDS[job.kernel].takes_more_keys
     for size in reversed(list_divisors(per_node)):
         shards, rest = divmod(own.world_size, own.dp_replicate_size * size)
-        if size >= own.sp_size or rest or job.row_tokens % size or not job.shape.list_ring_sizes(size):
+        if size >= own.sp_size or rest or job.max_length % size or not job.shape.list_ring_sizes(size):
             continue
         ring = find_ring_size(job.shape, size, per_node)
         if ring == 1 or takes_rings:

@@ -369,7 +369,7 @@ def _find_longest(request: PlanRequest, offer: Offer) -> Longest | None:
             if shape.rope_type and shape.rope_type not in REPLACEABLE:  # its positions cannot be stretched
                 length = min(length, shape.max_position_embeddings // sp_size * sp_size)
             if length and (best is None or length > best[0]):
-                best = length, replace(job, levers=levers, row_tokens=length)
+                best = length, replace(job, levers=levers, max_length=length)
     if best is None:
         return None
     cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))

@@ -54,7 +54,7 @@ def compute_sweep(job: Job, gpu: Gpu, open_names: Collection[str] = ()) -> Lengt
     names = [name for name in open_names if name not in SPENDING]
     lengths = tuple(SHORTEST << power for power in range(NUM_LENGTHS))
     world = job.layout.replica_size
-    sizes = [n for n in list_sp_sizes(job.shape, world, None) if job.row_tokens % n == 0]
+    sizes = [n for n in list_sp_sizes(job.shape, world, None) if job.max_length % n == 0]
     sizes = sorted({*sizes[-MAX_CURVES:], job.layout.sp_size})
     curves, closed = [], list[tuple[str, Any]]()
     for sp_size in sizes:
@@ -81,7 +81,7 @@ def _make_curve(name: str, job: Job, gpu: Gpu, lengths: tuple[int, ...], open_na
 
 def _make_least(name: str, job: Job, gpu: Gpu, lengths: tuple[int, ...]) -> Curve:
     """At each length, the set that needs the least of those with which kernels can index the row."""
-    jobs = (replace(job, row_tokens=length) for length in lengths)
+    jobs = (replace(job, max_length=length) for length in lengths)
     sets = ((each, list_smallest(each)) for each in jobs)
     found = ([fit for levers in smallest if (fit := try_levers(each, gpu, levers))] for each, smallest in sets)
     return _draw(name, lengths, [min(fits, key=lambda fit: fit.gpu_peak_bytes, default=None) for fits in found])
@@ -101,7 +101,7 @@ def _choose_fits(job: Job, gpu: Gpu, lengths: tuple[int, ...], open_names: list[
     found: list[Fit | None] = []
     has_room = True
     for length in lengths:
-        row_job = replace(job, row_tokens=length)
+        row_job = replace(job, max_length=length)
         fit = try_levers(row_job, gpu, _find_most(row_job, open_names))
         if has_room and fit is not None and fit.gpu_peak_bytes < FAR_PAST * fit.gpu_capacity_bytes:
             cheapest = find_cheapest(row_job, gpu, open_names)
@@ -132,7 +132,7 @@ def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: l
     given = {name for name, value in most.items() if name not in open_names and getattr(job.levers, name) != value}
     for names in [{name} for name in most if name in given] + [given] * (len(given) > 1):
         opened = replace(job.levers, **{name: most[name] for name in names})
-        longer = replace(job, row_tokens=missing, levers=opened)
+        longer = replace(job, max_length=missing, levers=opened)
         if is_indexable(replace(longer, levers=_find_most(longer, open_names))):
             yield from ((name, getattr(job.levers, name)) for name in most if name in names)
             return

@@ -153,7 +153,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     import numpy as np
 
     from ulysses_cli.data.steps import MicroBatch
-    from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, settle
+    from ulysses_cli.plan.resolved import choose_layout, settle
     from ulysses_cli.plan.rows.ring import Ring, deal_rows
     from ulysses_cli.prove.trace.fake_device import DEVICE, make_parts
     from ulysses_cli.train.model.build import build
@@ -173,7 +173,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
             whole = make_ds_config(recipe, layout)
             settings["deepspeed"] = {**{name: whole[name] for name in SUMS}, **settings["deepspeed"]}
         recipe = Recipe.model_validate_json(json.dumps(settings))
-    tokens, batch = compute_row_tokens(recipe), recipe.train.per_device_train_batch_size
+    tokens, batch = recipe.data.max_length, recipe.train.per_device_train_batch_size
     local = tokens // layout.sp_size
     groups = make_groups(layout, timedelta(minutes=1))
     plan, parts = settle(recipe, shape, levers), make_parts()

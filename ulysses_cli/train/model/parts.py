@@ -188,7 +188,7 @@ def _choose_recurrence(
             seconds = time_convolution(bare, recurrent, device, dtype, num_forwards) / plan.layout.sp_size
         else:
             seconds = time_rule(bare, recurrent, num_ranks, device, dtype, num_forwards)
-        return describe_cost(len(mixers) * seconds, plan.resolved.row_tokens)
+        return describe_cost(len(mixers) * seconds, plan.resolved.max_length)
 
     if isinstance(recurrent, ConvolutionMixer) and not of_convolution:
         return RecurrenceChoice("torch", "no layer calls it")

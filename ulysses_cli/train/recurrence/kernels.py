@@ -64,11 +64,11 @@ def find_missing(original: Callable[..., Any]) -> str:
     return ""
 
 
-def describe_cost(seconds: float, row_tokens: int) -> str:
-    """`seconds`: of one rank, per million tokens of a row. `row_tokens`: of a full row of this run."""
+def describe_cost(seconds: float, max_length: int) -> str:
+    """`seconds`: of one rank, per million tokens of a row. `max_length`: of a row of this run."""
     return (
-        f"at least {seconds:,.1f} s in a step for each million tokens of a row, {seconds * row_tokens / MILLION:,.2f} "
-        f"s for each row of {row_tokens:,} tokens of this run, and float32 copies of whole rows; "
+        f"at least {seconds:,.1f} s in a step for each million tokens of a row, {seconds * max_length / MILLION:,.2f} "
+        f"s for each row of {max_length:,} tokens of this run, and float32 copies of whole rows; "
         "pip install 'ulysses-cli[recurrent]'"
     )
 

@@ -60,7 +60,7 @@ def _find_widest(job: Job) -> list[int]:
     shape, layout, size = job.shape, job.layout, job.layout.ulysses_size
     chunks = _load_heads().plan_heads(shape.num_heads, shape.num_kv_heads, size, job.levers.head_chunks).chunks
     heads = [max(chunk.keys[rank].num_heads for chunk in chunks) for rank in range(size)]
-    lengths, window = (job.row_tokens,), shape.window_counts[0][0]
+    lengths, window = (job.max_length,), shape.window_counts[0][0]
     order = deal_row(lengths, job.make_ring())
     keys = [count_held_keys(lengths, order, window, rank) for rank in range(layout.ring_size)]
     return [

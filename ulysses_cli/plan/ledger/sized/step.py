@@ -373,7 +373,7 @@ class SizedRun:
             parallel=SimpleNamespace(zero_stage=job.zero_stage),
             train=SimpleNamespace(per_device_train_batch_size=job.batch),
         )
-        resolved = SimpleNamespace(local_tokens=job.row_tokens // job.layout.sp_size)
+        resolved = SimpleNamespace(local_tokens=job.max_length // job.layout.sp_size)
         return SimpleNamespace(levers=job.levers, shape=job.shape, recipe=recipe, resolved=resolved)
 
     def _serve_recurrences(self, model: Any) -> None:
@@ -391,10 +391,10 @@ class SizedRun:
 
     def _make_rows(self) -> tuple[Any, ...]:
         job = self.job
-        lengths, ring = (job.row_tokens,) * job.batch, Ring(job.layout.ring_size, job.shape.window_counts)
+        lengths, ring = (job.max_length,) * job.batch, Ring(job.layout.ring_size, job.shape.window_counts)
         order = deal_rows(lengths, job.batch, ring)
         with tagged(*INPUTS):
-            ids, positions, labels = (make((job.batch, job.row_tokens // job.layout.sp_size), INT64) for _ in range(3))
+            ids, positions, labels = (make((job.batch, job.max_length // job.layout.sp_size), INT64) for _ in range(3))
             documents = self._load("attention.documents").make_documents(lengths, DEVICE, order=order)
         return ids, positions, labels, documents
 
