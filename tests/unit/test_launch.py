@@ -22,6 +22,7 @@ from ulysses_cli.report.printing import print_problems
 from ulysses_cli.report.recipe import explain_resume, format_failure, format_interruption, format_missing_lock
 from ulysses_cli.run import folder, key, launcher, nodes
 from ulysses_cli.run import nodes as rendezvous
+from ulysses_cli.run.checkpoints import find_newest_valid, list_checkpoints
 from ulysses_cli.run.key import KEY, Seal
 from ulysses_cli.run.launcher import make_agent_args, make_environment
 from ulysses_cli.run.lock import LostFolderError, RunLock
@@ -457,12 +458,12 @@ def test_an_earlier_run_stays_until_the_new_model_is_complete(tmp_path: Path) ->
 
 
 def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
-    assert folder.find_newest_checkpoint(tmp_path) is None
+    assert list_checkpoints(tmp_path) == []
     for name in ("step-9", "step-10", "step-11.writing"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    match = folder.find_newest_checkpoint(tmp_path)
+    match = list_checkpoints(tmp_path)[0]
     assert match == tmp_path / "checkpoints" / "step-10"
-    assert folder.find_resumable_checkpoint(tmp_path) is None, "none has a manifest"
+    assert find_newest_valid(tmp_path, lambda _: None, is_quick=True) is None, "none has a manifest"
     assert format_interruption({}, match).startswith("interrupted; the newest checkpoint is ")
     assert "--resume auto" in format_interruption({}, match)
     record = {"is_interruption": True, "phase": "loading the model"}

@@ -310,10 +310,10 @@ def list_shares(path: Path) -> list[Path]:
     return [path / name for name in sorted(load_manifest(path)) if name != STATE]
 
 
-def find_newest_valid(run_dir: Path, report: Callable[[str], None]) -> Path | None:
-    """`report` gets a line for each newer checkpoint that is damaged."""
+def find_newest_valid(run_dir: Path, report: Callable[[str], None], *, is_quick: bool = False) -> Path | None:
+    """`report` gets a line for each newer checkpoint that is damaged. `is_quick`: by the sizes of the ranks' files."""
     for path in list_checkpoints(run_dir):
-        damage = find_damage(path)
+        damage = find_damage(path, is_quick=is_quick)
         if not damage:
             return path
         report(f"{path} is skipped: {damage}")

@@ -19,7 +19,7 @@ from ulysses_cli.plan.files import HINT_WHILE_LIVE, find_foreign_link, open_own,
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.changes import list_differences, shorten_list
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
-from ulysses_cli.run.checkpoints import EVALUATIONS, find_damage, list_checkpoints, read_model_steps
+from ulysses_cli.run.checkpoints import EVALUATIONS, get_step, list_checkpoints, read_model_steps
 from ulysses_cli.run.environments import refuse
 from ulysses_cli.run.host import narrow_umask
 from ulysses_cli.run.records import NOTIFICATIONS, read_json
@@ -141,19 +141,7 @@ def drop_replaced_results(run_dir: Path) -> None:
     remove_own(run_dir / REPLACED)
 
 
-def find_newest_checkpoint(run_dir: Path) -> Path | None:
-    """Finds it by its name. The ranks check later whether it is valid."""
-    checkpoints = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
-    return max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")), default=None)
-
-
-def find_resumable_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose files have the sizes that its manifest names."""
-    return next((path for path in list_checkpoints(run_dir) if not find_damage(path, is_quick=True)), None)
-
-
 def is_model_of_newest(run_dir: Path) -> bool:
     """Whether the run's model was made from its last checkpoint."""
-    newest = find_newest_checkpoint(run_dir)
-    steps = read_model_steps(run_dir / "model")
-    return newest is not None and steps is not None and steps[1] == int(newest.name.removeprefix("step-"))
+    newest, steps = next(iter(list_checkpoints(run_dir)), None), read_model_steps(run_dir / "model")
+    return newest is not None and steps is not None and steps[1] == get_step(newest)

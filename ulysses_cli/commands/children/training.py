@@ -343,6 +343,7 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_r
     the complete model's folder."""
     from ulysses_cli.report import printing, recipe
     from ulysses_cli.run import folder
+    from ulysses_cli.run.checkpoints import find_newest_valid
 
     is_complete = outcome.exit_code == DONE and not is_dry_run and folder.is_model_of_newest(run_dir)
     if is_complete:
@@ -351,7 +352,7 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_r
         is_restored = folder.restore_results(run_dir, aside)
         where = "are restored" if is_restored else f"are kept in {aside} until a new model is complete"
         printing.print_message(f"the earlier run's results {where}")
-    checkpoint = folder.find_resumable_checkpoint(run_dir)
+    checkpoint = find_newest_valid(run_dir, lambda _: None, is_quick=True)
     if outcome.exit_code > FAILED + USAGE:
         printing.print_message(recipe.format_interruption(outcome.failure, checkpoint))
     elif outcome.exit_code != DONE:
