@@ -58,8 +58,8 @@ coverage: install  ## line coverage of `make test`, ranks included; ULYSSES_CHEC
 	coverage combine -q
 	coverage report --skip-covered --sort=cover
 
-lint: install  ## ruff check and format check
-	ruff check . && ruff format --check .
+lint: install  ## ruff check and format check, and who may import whom
+	ruff check . && ruff format --check . && lint-imports --no-logo --no-cache
 
 types: install  ## mypy, strict
 	mypy
