@@ -205,7 +205,10 @@ class Prompter:
             hint = "leave out --chat-template, or name an instruct model"
             raise RecipeError([Problem("--chat-template", "the model's tokenizer has no chat template", hint)])
         self.with_template = has_template if with_template is None else with_template
-        self.thinking, self.head, self.tail, self.thinks_by_itself = thinking, "", "", False
+        self.thinking = thinking
+        self.head = ""
+        self.tail = ""
+        self.thinks_by_itself = False
         if thinking and not self.with_template:
             message = "the model's chat template is not used, or there is none"
             raise RecipeError([Problem("--thinking", message, "leave it out")])
@@ -353,7 +356,10 @@ class Fitter:
         key = name, length
         num_units, num_fill, slope, excess = self.fitted.get(key) or self._estimate(draft, length)
         fill = self.prompter.fill
-        bare_units, bare, bare_tokens, tried = -1, draft(0), 0, set[int]()  # bare: without a fill
+        bare_units = -1  # bare: without a fill
+        bare = draft(0)
+        bare_tokens = 0
+        tried = set[int]()
         before: tuple[int, int] | None = None  # units and tokens of the last try
         for number in range(MAX_TRIES):
             is_precise = number >= MAX_ESTIMATES

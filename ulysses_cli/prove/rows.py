@@ -90,7 +90,11 @@ class ChangedRows:
     """The same rows, but one has other tokens at [start, stop). All labels are unchanged."""
 
     def __init__(self, rows: PackedRows, row: int, start: int, stop: int, vocabulary: int) -> None:
-        self.rows, self.row, self.start, self.stop, self.vocabulary = rows, row, start, stop, vocabulary
+        self.rows = rows
+        self.row = row
+        self.start = start
+        self.stop = stop
+        self.vocabulary = vocabulary
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -293,7 +293,10 @@ def _is_object(line: bytes) -> bool:
 
 def _parse_json(text: str, file: str) -> Iterator[NumberedRow]:
     """The elements of a list, each with its line, or the single row that the text holds."""
-    decoder, at, line, counted = json.JSONDecoder(object_pairs_hook=keep_each), 0, 1, 0
+    decoder = json.JSONDecoder(object_pairs_hook=keep_each)
+    at = 0
+    line = 1
+    counted = 0
 
     def skip(at: int, letters: str) -> int:
         while at < len(text) and text[at] in letters:

@@ -38,7 +38,10 @@ VISIBLE_BYTES = 0.005 * GIB  # a smaller size rounds to 0.00 GiB
 
 def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> dict[str, Any]:
     """The estimate for one kind of GPU, as plain data. Its keys are stable."""
-    fit, speed, job, ledger = estimate.fit, estimate.speed, estimate.job, estimate.ledger
+    fit = estimate.fit
+    speed = estimate.speed
+    job = estimate.job
+    ledger = estimate.ledger
     cost, rates = estimate.usd_per_million_tokens, estimate.tokens_per_second
     return {
         "gpu": estimate.gpu.key,
@@ -100,7 +103,10 @@ def describe_verdict(estimate: Estimate) -> dict[str, Any]:
 
 
 def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = ()) -> str:
-    fit, peak, gpu, job = estimate.fit, estimate.ledger.peak, estimate.gpu, estimate.job
+    fit = estimate.fit
+    peak = estimate.ledger.peak
+    gpu = estimate.gpu
+    job = estimate.job
     mesh, disk = format_mesh(asdict(job.layout)), compute_node_disk_bytes(job)
     largest = sorted(peak.lines.items(), key=lambda item: -item[1])[:NUM_LARGEST]
     largest_text = ", ".join(f"{_spell_key(name)} {format_gib(size)}" for name, size in largest)

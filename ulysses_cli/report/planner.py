@@ -180,7 +180,10 @@ HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB
 
 
 def describe_candidate(candidate: Candidate) -> dict[str, Any]:
-    job, speed, fit, usd = candidate.job, candidate.speed, candidate.fit, candidate.usd
+    job = candidate.job
+    speed = candidate.speed
+    fit = candidate.fit
+    usd = candidate.usd
     seconds, rates = candidate.seconds_range, candidate.tokens_per_second
     return {
         "gpu": candidate.gpu.key,

@@ -151,7 +151,10 @@ def _has_parts(values: Sequence[object]) -> bool:
 
 
 def format_plan(plan: Mapping[str, Any], *, with_settings: bool = True, with_defaults: bool = False) -> str:
-    model, mesh, heads, tokens = plan["model"], plan["mesh"], plan["heads"], plan["tokens"]
+    model = plan["model"]
+    mesh = plan["mesh"]
+    heads = plan["heads"]
+    tokens = plan["tokens"]
     size = f"{format_parameters(model['num_parameters'])} parameters, " if model["num_parameters"] else ""
     layers = format_count(model["num_layers"], "layer")
     windows = f", windows of {' and '.join(f'{w:,}' for w in model['windows'])} tokens" if model["windows"] else ""

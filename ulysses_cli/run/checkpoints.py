@@ -174,7 +174,10 @@ def shorten(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
 
 
-WRITING, REPLACED, GONE, ASIDE = ".writing", ".replaced", ".gone", ".set-aside"
+WRITING = ".writing"
+REPLACED = ".replaced"
+GONE = ".gone"
+ASIDE = ".set-aside"
 EVALUATIONS = "evaluations"  # what `ulysses evaluate` found on the run's model and checkpoints, for its report
 NAME = re.compile(r"step-(\d+)")
 HASH_CHUNK_BYTES = 1 << 24

@@ -149,7 +149,10 @@ class Evaluation:
         write: Callable[[dict[str, Any]], None],
         judge: Callable[[TrainState], None],
     ) -> None:
-        self.rows, self.batching, self.write, self.judge = rows, batching, write, judge
+        self.rows = rows
+        self.batching = batching
+        self.write = write
+        self.judge = judge
 
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
         """Collective over all ranks. `stop`: reasons to end it early; by default the run's own."""
@@ -186,7 +189,10 @@ class ModelChoice:
         threshold: float,
         report: Callable[[str], None],
     ) -> None:
-        self.save, self.patience, self.threshold, self.report = save, patience, threshold, report
+        self.save = save
+        self.patience = patience
+        self.threshold = threshold
+        self.report = report
 
     def judge(self, state: TrainState) -> None:
         """Collective over all ranks: all of them know the same losses or scores."""
@@ -222,7 +228,10 @@ class EvalSuite:
         chats: Iterable[Document] = (),
     ) -> None:
         """`chats`: held-out ones, whose calls are asked."""
-        self.amount, self.stop_tokens, self.write, self.judge = amount, stop_tokens, write, judge
+        self.amount = amount
+        self.stop_tokens = stop_tokens
+        self.write = write
+        self.judge = judge
         self.plan, self.prompts = plan_suites([name for name in names if name != CALLS], Sources()), list[TaskPrompt]()
         if CALLS in names:
             try:

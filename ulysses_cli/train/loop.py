@@ -44,7 +44,10 @@ class StopConditions:
         usd_per_hour: float = 0.0,
         is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.max_hours, self.max_cost, self.usd_per_hour, self.is_asked = max_hours, max_cost, usd_per_hour, is_asked
+        self.max_hours = max_hours
+        self.max_cost = max_cost
+        self.usd_per_hour = usd_per_hour
+        self.is_asked = is_asked
         self.hours_before = 0.0  # of the run that is resumed
         self.started = time.monotonic()
 

@@ -324,7 +324,10 @@ class UnpairedObjective(PreferenceObjective):
         if answers.number:
             sums = self.sum_answers(losses, answers)
             ratios, is_wanted, log_probs = sums.log_probs - answers.reference, sums.is_wanted, sums.log_probs
-        own, other, is_wanted, log_probs = ratios[0::2], ratios[1::2].detach(), is_wanted[0::2], log_probs[0::2]
+        own = ratios[0::2]
+        other = ratios[1::2].detach()
+        is_wanted = is_wanted[0::2]
+        log_probs = log_probs[0::2]
         held = torch.stack([other.sum(), other.new_tensor(len(other))]) / self.axis.size
         if self.all_ranks is not None:
             dist.all_reduce(held, group=self.all_ranks)

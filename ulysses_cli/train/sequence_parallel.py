@@ -98,7 +98,10 @@ class SequenceParallel:
         lengths = [len(row["input_ids"]) for row in rows]
         size = math.ceil(max(lengths) / self.axis.size) * self.axis.size
         own = slice(self.axis.rank * size // self.axis.size, (self.axis.rank + 1) * size // self.axis.size)
-        tokens, positions, labels, documents = [], [], [], []
+        tokens = []
+        positions = []
+        labels = []
+        documents = []
         for row in rows:
             pieces = _list_documents(row)
             padding = size - sum(pieces)
@@ -184,7 +187,11 @@ class RepeatedBatches(torch.utils.data.Sampler[int]):
     incomplete last batch is filled from the beginning."""
 
     def __init__(self, sampler: Any, batch_size: int, times: int, seed: int) -> None:
-        self.sampler, self.batch_size, self.times, self.seed, self.epoch = sampler, batch_size, times, seed, 0
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.times = times
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

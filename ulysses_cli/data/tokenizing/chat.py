@@ -123,7 +123,10 @@ class _TurnFinder:
         specials: Sequence[str],
         anchors: list[Span | None] | None,
     ) -> None:
-        self.render, self.messages, self.text, self.specials = render, messages, text, specials
+        self.render = render
+        self.messages = messages
+        self.text = text
+        self.specials = specials
         self.anchors = anchors
         self.is_rewritten = self.was_rewritten = False  # a turn of this round; one of an earlier round
         self.last_user = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=0)

@@ -20,7 +20,10 @@ from ulysses_cli.plan.secrets import mask_document
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.readers.problems import make_where
 
-TEXT, THOUGHT, CALLS, TOOLS = "text", "thought", "calls", "tools"
+TEXT = "text"
+THOUGHT = "thought"
+CALLS = "calls"
+TOOLS = "tools"
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 NOUNS = {THOUGHT: "its thought", CALLS: "its tool calls", TEXT: "its text", TOOLS: "the tools"}
 PLURALS = {THOUGHT: "thoughts", CALLS: "tool calls", TEXT: "the text", TOOLS: "the list of tools"}
@@ -342,7 +345,10 @@ class MarkedChat:
     def map_places(self, marked: str, text: str) -> Callable[[int], int] | None:
         """Gives the place in `text` of one in `marked`, outside of marks. None where the texts do not agree."""
         marks = list(_walk_marks(marked))
-        froms, tos, at, last = [0], [0], 0, 0
+        froms = [0]
+        tos = [0]
+        at = 0
+        last = 0
         for index, (number, match) in enumerate(marks):
             gap = marked[last : match.start()]
             if not text.startswith(gap, at) or number >= len(self.values):

@@ -198,7 +198,10 @@ def _check_split(part: Mapping[str, Any]) -> str | None:
 
 def _split_alternatives(pattern: str) -> list[str]:
     """Splits a regular expression at the bars outside of brackets and groups."""
-    alternatives, depth, in_class, at = [""], 0, False, 0
+    alternatives = [""]
+    depth = 0
+    in_class = False
+    at = 0
     while at < len(pattern):
         char = pattern[at]
         if char == "\\":

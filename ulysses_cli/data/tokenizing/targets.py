@@ -198,7 +198,10 @@ class _Source:
         self, tokenizer: Any, render: Render, messages: Messages, tools: Any, settings: Any, specials: Sequence[str],
         choice: TargetChoice,
     ) -> None:  # fmt: skip
-        self.tokenizer, self.render, self.messages, self.tools = tokenizer, render, messages, tools
+        self.tokenizer = tokenizer
+        self.render = render
+        self.messages = messages
+        self.tools = tools
         self.settings, self.specials, self.choice = settings, specials, choice
 
     def look(self, count: int, text: str | None = None) -> _Chat:

@@ -130,7 +130,10 @@ def list_dora_recomputed(
     layer is computed again. `attention_saved` and `mlp_saved` are those of the whole layer. In tiles the MLP's part is
     over before its first adapted layer. The work is done beside what this layer's adapter and those before it have
     saved, and what the last matrix reads is there even if only its copy under dropout is saved."""
-    b, h, done, tokens = job.dtype_bytes, job.shape.hidden_size, 0, job.local_tokens
+    b = job.dtype_bytes
+    h = job.shape.hidden_size
+    done = 0
+    tokens = job.local_tokens
     own, of_adapters = {name: size for name, size, _ in list_adapter_saved(job, kind)}, 0
     for linear in list_adapted(job, kind):
         of_adapters += own.get(linear.name, 0)

@@ -124,7 +124,11 @@ def compute_attention_forward(job: Job) -> int:
     """The projections' input and the rank's own q, k, v: b (h + q + 2 k) S. In addition the largest of: rotation, 3 q
     or q + 3 k; the exchange before the kernel, 2 (q + 2 r) / n, with the previous chunk's result and the output; the
     exchange after the kernel, with rows, result, a send buffer and a receive buffer."""
-    h, q, k, r, n = job.shape.hidden_size, job.query_width, job.own_kv_width, job.chunk_kv_width, job.levers.head_chunks
+    h = job.shape.hidden_size
+    q = job.query_width
+    k = job.own_kv_width
+    r = job.chunk_kv_width
+    n = job.levers.head_chunks
     own = h * has_norm_before(job.shape) + q + 2 * k + 2 * count_gate(job)
     if job.layout.ulysses_size == 1:
         widest = (q if n == 1 else q + q // n) + _count_copied_rows(job)
@@ -192,7 +196,11 @@ def compute_attention_exchange(job: Job) -> int:
     sending and receiving: 2 q for that gradient, or 2 (3 q + 2 r) / n where slices were saved and travel too. With one
     chunk a slice is freed once it is copied, and the result and its gradient travel after the others. With several
     chunks there is also room for all gradients."""
-    q, k, r, b, n = job.query_width, job.own_kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    q = job.query_width
+    k = job.own_kv_width
+    r = job.chunk_kv_width
+    b = job.dtype_bytes
+    n = job.levers.head_chunks
     gate = b * count_gate(job)  # its gradient waits for that of the queries
     if job.layout.ulysses_size == 1:
         return (gate + b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
@@ -208,7 +216,11 @@ def list_kernel_runs(job: Job) -> Iterator[tuple[int, int]]:
     rank's slice of the output's gradient, b q S; where rows had to be exchanged, whole rows of that gradient, q, k, v
     and the result; and the gradients of q, k and v. Saved slices are freed by then, unless further chunks of heads need
     them. Sinks get their gradient after the kernel, on a ring when all keys are done."""
-    q, k, r, b, n = job.query_width, job.own_kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    q = job.query_width
+    k = job.own_kv_width
+    r = job.chunk_kv_width
+    b = job.dtype_bytes
+    n = job.levers.head_chunks
     is_split = job.layout.ulysses_size > 1
     if n > 1:
         copied = _count_copied_rows(job) + 2 * count_copy(job, q // n, q)
@@ -424,7 +436,10 @@ def compute_latent_left_for_projections(job: Job, mixer: AttentionMixer) -> int:
 def list_latent_backward(job: Job, mixer: AttentionMixer) -> Iterator[tuple[str, int, int, int]]:
     """(Name, what is left of what was saved, tensors in use, bytes inside kernels) from its end to its beginning: rows
     are exchanged, the kernel runs, and gradients of keys and values become those of the latents."""
-    widths, b, tokens, n = LatentWidths(job, mixer), job.dtype_bytes, job.local_tokens, job.levers.head_chunks
+    widths = LatentWidths(job, mixer)
+    b = job.dtype_bytes
+    tokens = job.local_tokens
+    n = job.levers.head_chunks
     q, v = widths.queries, widths.values
     saved = compute_latent_saved(job, mixer) + compute_latent_result(job, mixer) * (not saves_result(job))
     rest = saved - _count_latent_output_input(job, widths)

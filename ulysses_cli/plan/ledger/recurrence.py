@@ -250,12 +250,10 @@ class KimiBytes:
 
     def __init__(self, job: Job, mixer: KimiDeltaMixer) -> None:
         b, heads, width = job.dtype_bytes, mixer.num_heads, mixer.num_heads * mixer.head_dim
-        self.hidden, self.result, self.wide, self.conv = (
-            b * job.shape.hidden_size,
-            b * width,
-            KIMI_FLOAT * width,
-            3 * b * width,
-        )
+        self.hidden = b * job.shape.hidden_size
+        self.result = b * width
+        self.wide = KIMI_FLOAT * width
+        self.conv = 3 * b * width
         self.is_split, self.strength = job.layout.ulysses_size > 1, b * heads
         # Kimi's forget gate keeps the exponential, one more than that, a mask, the logarithm and a narrow vector. That
         # of modeling_bailing_hybrid.py keeps its input and its activation, and rounds the decay.

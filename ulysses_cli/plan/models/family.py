@@ -85,7 +85,10 @@ SPLIT_MLP = ("gate_proj", "up_proj", "down_proj")
 FUSED_MLP = ("gate_up_proj", "down_proj")
 PLAIN_MLP = ("up_proj", "down_proj")
 FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
-CONVOLUTION, HYBRID, ONLY_EXPERTS, ONLY_MLP = "conv", "hybrid", "moe", "mlp"
+CONVOLUTION = "conv"
+HYBRID = "hybrid"
+ONLY_EXPERTS = "moe"
+ONLY_MLP = "mlp"
 # transformers 5 renamed these (configuration_utils.py: remap_legacy_layer_types).
 RENAMED = {"mamba": LINEAR_ATTENTION, "attention": FULL_ATTENTION}
 

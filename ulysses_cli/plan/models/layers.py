@@ -337,7 +337,10 @@ class LayerReader:
     """Reads one config.json. Equal layers are one object."""
 
     def __init__(self, facts: ConfigFacts, family: Family, hidden_size: int, num_layers: int) -> None:
-        self.facts, self.family, self.hidden_size, self.num_layers = facts, family, hidden_size, num_layers
+        self.facts = facts
+        self.family = family
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
         self.num_heads = facts.get_count("num_attention_heads")
         self.num_kv_heads = facts.find_count("num_key_value_heads") or self.num_heads
         self.latent = _read_latent(facts) if family.latent else None

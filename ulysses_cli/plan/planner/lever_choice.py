@@ -300,7 +300,10 @@ def offload_least(levers: Levers, most: Fit, judge_levers: Judge) -> tuple[Lever
             raise AssertionError("what kernels can index does not depend on offloaded layers")
         return fit
 
-    few, many, with_few, with_many = 0, levers.offloaded_layers, judge_layers(0), most
+    few = 0
+    many = levers.offloaded_layers
+    with_few = judge_layers(0)
+    with_many = most
     if with_few.spare_bytes >= 0:
         return replace(levers, offloaded_layers=0), with_few
     is_line = True

@@ -336,7 +336,10 @@ def _make_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _collect(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], capacity: int) -> RowPieces:
-    documents, starts, stops, offsets = array("q"), array("q"), array("q"), array("q", [0])
+    documents = array("q")
+    starts = array("q")
+    stops = array("q")
+    offsets = array("q", [0])
     for row in rows:
         for at in row:
             piece = pieces[at]

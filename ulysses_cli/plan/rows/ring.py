@@ -224,7 +224,10 @@ def _plan_branches(
     reached = [[list(_reach_all(run, starts, places, window_tokens)) for run in runs] for runs in order]
     keys = [_join(sorted(key for run in runs for _, keys in run for key in keys)) for runs in reached]
     moves = tuple(tuple(tuple(_list_moves(own, needed)) for needed in keys) for own in order)
-    layout, parts, query, at = list[TokenRun](), list[QueryPart](), 0, 0
+    layout = list[TokenRun]()
+    parts = list[QueryPart]()
+    query = 0
+    at = 0
     for run in reached[rank]:
         lengths = tuple(length for length, _ in run)
         key_lengths = tuple(map(count_tokens, (keys for _, keys in run)))

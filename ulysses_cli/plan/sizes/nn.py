@@ -509,7 +509,10 @@ class Conv1d(SizedModule):
         dilation: Any = 1, groups: int = 1, bias: bool = True, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.in_channels, self.out_channels, self.groups, self.dilation = in_channels, out_channels, groups, dilation
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.groups = groups
+        self.dilation = dilation
         self.kernel_size, self.stride, self.padding = (self._spread(n) for n in (kernel_size, stride, padding))
         self.weight = _make_weight(out_channels, in_channels // groups, *self.kernel_size)
         self._parameters["bias"] = _make_weight(out_channels) if bias else None

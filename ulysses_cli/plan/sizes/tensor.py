@@ -219,7 +219,10 @@ class Tensor:
     )  # fmt: skip
 
     def __init__(self, shape: Shape, dtype: DType, storage: Storage, steps: Shape | None = None) -> None:
-        self.shape, self.dtype, self.storage, self.steps = shape, dtype, storage, steps
+        self.shape = shape
+        self.dtype = dtype
+        self.storage = storage
+        self.steps = steps
         self.node: Any = None  # of the graph: what made this tensor
         self.grad: Tensor | None = None
         self._accumulate: Any = None
@@ -271,7 +274,10 @@ class Tensor:
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        self.shape, self.dtype, self.storage, self.steps = other.shape, other.dtype, other.storage, other.steps
+        self.shape = other.shape
+        self.dtype = other.dtype
+        self.storage = other.storage
+        self.steps = other.steps
 
     def numel(self) -> int:
         return prod(self.shape)

@@ -184,7 +184,10 @@ class _KimiDeltaRule(torch.autograd.Function):
         dq_summed, dk_summed = torch.empty_like(dq), torch.empty_like(dk)  # chunk_intra.py: chunk_kda_bwd_intra
         num_parts = -(-k.size(3) // KEY_BLOCK)
         dbeta_parts, dg_summed = _make_like(beta, (num_parts, *beta.shape), torch.float32), torch.empty_like(dg)
-        dbeta, dq, dk, dg = dbeta_parts.sum(0), dq_summed, dk_summed, dg_summed
+        dbeta = dbeta_parts.sum(0)
+        dq = dq_summed
+        dk = dk_summed
+        dg = dg_summed
         del dq_summed, dk_summed, dbeta_parts, dg_summed
         dg = torch.empty_like(dg)  # chunk_local_cumsum
         del inside, decayed, dproducts, dstates, dsolved

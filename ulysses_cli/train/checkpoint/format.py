@@ -362,7 +362,10 @@ class BackgroundSave:
         state: Mapping[str, Any],
         prune: Callable[[], None],
     ) -> None:
-        self.context, self.folder, self.step, self.prune = context, folder, step, prune
+        self.context = context
+        self.folder = folder
+        self.step = step
+        self.prune = prune
         self.problem, self.seconds = "", 0.0
         self.is_cancelled = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(share, state), name="save")  # ends before the process

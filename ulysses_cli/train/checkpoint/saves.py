@@ -98,7 +98,10 @@ class Uploads(NoUploads):
         self, bucket: Bucket, context: CheckpointContext, machines: Sequence[str], keep: int | None,
         report: Callable[[str], None], losses: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
-        self.bucket, self.context, self.keep, self.report = bucket, context, keep, report
+        self.bucket = bucket
+        self.context = context
+        self.keep = keep
+        self.report = report
         self.losses = {} if losses is None else losses
         numbers = {name: number for number, name in enumerate(dict.fromkeys(machines))}
         self.machine_of = [numbers[name] for name in machines]
@@ -106,7 +109,10 @@ class Uploads(NoUploads):
         self.is_sender = self.machine_of.index(self.machine) == context.rank
         self.thread: threading.Thread | None = None
         self.is_cancelled = threading.Event()
-        self.sending, self.problem, self.what, self.seconds = Sending(bucket), "", "", 0.0
+        self.sending = Sending(bucket)
+        self.problem = ""
+        self.what = ""
+        self.seconds = 0.0
         self.began = 0.0
         self.following: tuple[str, Callable[[], None]] | None = None
 
@@ -174,7 +180,10 @@ class Uploads(NoUploads):
         if self.what and not problem:
             waited = f", {time.monotonic() - started:.1f} s of it waited for" if self.context.rank == 0 else ""
             self.report(f"uploaded {self.bucket.address}/{self.what} in {self.seconds:.1f} s{waited}")
-        what, self.what, self.thread, self.problem = self.what, "", None, ""
+        what = self.what
+        self.what = ""
+        self.thread = None
+        self.problem = ""
         return f"{self.bucket.address}/{what} was not uploaded: {problem}" if problem else ""
 
     def cancel(self) -> None:
@@ -258,7 +267,11 @@ class Saves:
         uploads: NoUploads | None = None,
         is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.context, self.record, self.policy, self.facts, self.bad_steps = context, record, policy, facts, bad_steps
+        self.context = context
+        self.record = record
+        self.policy = policy
+        self.facts = facts
+        self.bad_steps = bad_steps
         self.is_hurried, self.is_slowness_told = is_hurried, False
         self.last_step: int | None = None
         self.uploads = uploads or NoUploads()

@@ -174,7 +174,10 @@ class _Trial:
     def __init__(
         self, part: Part, device: torch.device, dtype: torch.dtype, row: tuple[int, ...], num_rows: int = NUM_COMPARED
     ) -> None:
-        self.part, self.device, self.dtype, self.row = part, device, dtype, row
+        self.part = part
+        self.device = device
+        self.dtype = dtype
+        self.row = row
         self.num_timed = count_timed(num_rows, row, dtype)
         self.num_compared = min(NUM_COMPARED, self.num_timed)
 

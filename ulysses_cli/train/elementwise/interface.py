@@ -109,7 +109,10 @@ class _FusedNorm:
     """A norm whose forward is replaced. `is_fused` tells memory levers that it keeps no float32 rows."""
 
     def __init__(self, norm: Any, kind: NormKind, implementation: Implementation) -> None:
-        self.norm, self.kind, self.eps, self.implementation = norm, kind, _find_eps(norm), implementation
+        self.norm = norm
+        self.kind = kind
+        self.eps = _find_eps(norm)
+        self.implementation = implementation
         self.original: Callable[[Tensor], Tensor] = norm.forward
         norm.forward, norm.is_fused = self._run, True
 

@@ -74,7 +74,10 @@ class Generator:
         heads: SequenceAxis | None = None,
         ring: SequenceAxis = NO_AXIS,
     ) -> None:
-        self.forward, self.axis, self.device, self.take_turn = forward, axis, torch.device(device), take_turn
+        self.forward = forward
+        self.axis = axis
+        self.device = torch.device(device)
+        self.take_turn = take_turn
         self.heads, self.ring, self.is_stopped = heads or axis, ring, False
         self.cache = self._make_cache()
         self.prompts: list[Tokens] = []

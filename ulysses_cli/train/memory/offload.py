@@ -426,7 +426,10 @@ class SwappedTensor:
     buffer. The device's memory is free when the disk has all of it."""
 
     def __init__(self, offloader: Offloader, disk: DiskFile, run: int, tensor: Tensor) -> None:
-        self.offloader, self.disk, self.shape, self.dtype = offloader, disk, tensor.shape, tensor.dtype
+        self.offloader = offloader
+        self.disk = disk
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
         self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
         self.offset, self.size = self._reserve()
         self.tensor: Tensor | None = None
@@ -483,7 +486,10 @@ class HostStorage:
     others, and of those of the run before it, whose backward is next."""
 
     def __init__(self, offloader: Offloader, previous: HostStorage | None, run: int, *, is_offloaded: bool) -> None:
-        self.offloader, self.previous, self.run, self.is_offloaded = offloader, previous, run, is_offloaded
+        self.offloader = offloader
+        self.previous = previous
+        self.run = run
+        self.is_offloaded = is_offloaded
         self.waiting: list[Waiting] = []
 
     def store(self, tensor: Tensor) -> Waiting | Tensor:

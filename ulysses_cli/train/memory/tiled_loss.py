@@ -32,7 +32,10 @@ class TiledLoss:
     ) -> None:
         if tile_tokens < 1:
             raise ValueError(f"a tile of {tile_tokens} tokens")
-        self.head, self.rule, self.tile_tokens, self.implementation = head, rule, tile_tokens, implementation
+        self.head = head
+        self.rule = rule
+        self.tile_tokens = tile_tokens
+        self.implementation = implementation
         # what other modules return, their own backward may need
         self.overwrites = type(head) is nn.Linear
         self.compute_logits: Callable[[Tensor], Tensor] = head.forward

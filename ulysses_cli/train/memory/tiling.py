@@ -260,7 +260,10 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, norm: TiledNorm, weights: WeightSums, dim: int, parts: list[slice], *_: nn.Parameter
     ) -> Tensor:
-        ctx.norm, ctx.weights, ctx.dim, ctx.parts = norm, weights, dim, parts
+        ctx.norm = norm
+        ctx.weights = weights
+        ctx.dim = dim
+        ctx.parts = parts
         ctx.save_for_backward(hidden)
         return norm.compute_tiles(hidden, dim, parts)
 

@@ -71,7 +71,10 @@ class SealedBackend(RendezvousBackend):
     def __init__(
         self, store: dist.Store, seal: Seal, run_id: str, report: Callable[[MeetingError], None] = lambda _: None
     ) -> None:
-        self.store, self.seal, self.key, self.report = store, seal, f"ulysses/rendezvous/{run_id}", report
+        self.store = store
+        self.seal = seal
+        self.key = f"ulysses/rendezvous/{run_id}"
+        self.report = report
         self._call("compare_set", self.key, "", EMPTY)  # a read of a missing key would wait for it
 
     @property
@@ -132,7 +135,10 @@ class SealedStore:
     seal; a forged one can only end a wait early."""
 
     def __init__(self, store: dist.Store, seal: Seal, prefix: str, check: Callable[[], object] = lambda: None) -> None:
-        self.store, self.seal, self.prefix, self.check_state = store, seal, prefix, check
+        self.store = store
+        self.seal = seal
+        self.prefix = prefix
+        self.check_state = check
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else value

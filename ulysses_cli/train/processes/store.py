@@ -145,7 +145,10 @@ class Signs:
     for some seconds gives none any more, though it goes on."""
 
     def __init__(self, store: dist.Store, own: int, count: int, calls: StoreCalls) -> None:
-        self.store, self.own, self.count, self.calls = store, own, count, calls
+        self.store = store
+        self.own = own
+        self.count = count
+        self.calls = calls
         self.heartbeats: Heartbeats | None = None  # while all machines are expected to give signs
         self.silences: Mapping[Hashable, float] = {}
         self._give()  # a machine that has met this one can read it

@@ -93,7 +93,10 @@ class RankStatus:
 
 class Watchdog:
     def __init__(self, train_state: Watched, seconds: float, rank: int, world_size: int, run_dir: Path) -> None:
-        self.train_state, self.seconds, self.rank, self.world_size = train_state, seconds, rank, world_size
+        self.train_state = train_state
+        self.seconds = seconds
+        self.rank = rank
+        self.world_size = world_size
         self.logs = run_dir / "logs"
         self.main_thread = threading.get_ident()
         self.stopped = threading.Event()

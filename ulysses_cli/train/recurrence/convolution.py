@@ -34,7 +34,10 @@ def gather_halo(slices: Tensor, num_tokens: int, num_kept: Sequence[int], axis: 
 class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slices: Tensor, num_tokens: int, num_kept: tuple[int, ...], axis: SequenceAxis) -> Tensor:
-        ctx.num_tokens, ctx.num_kept, ctx.axis, ctx.shape = num_tokens, num_kept, axis, slices.shape
+        ctx.num_tokens = num_tokens
+        ctx.num_kept = num_kept
+        ctx.axis = axis
+        ctx.shape = slices.shape
         local_tokens = slices.size(2)
         tails = _gather(slices[:, :, max(0, local_tokens - num_tokens) :], axis)
         halo = slices.new_zeros(*slices.shape[:2], num_tokens)

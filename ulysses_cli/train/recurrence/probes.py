@@ -111,7 +111,10 @@ class ConvolutionProbe(PackedProbe):
         channels: int = CHANNELS,
     ) -> None:
         super().__init__(device, lengths)
-        self.original, self.taps, self.activation, self.channels = original, taps, activation, channels
+        self.original = original
+        self.taps = taps
+        self.activation = activation
+        self.channels = channels
 
     def start(self, kernel: Kernel, inputs: DrawnInputs) -> Callable[[], Tensor]:
         hidden = inputs.draw(1, self.num_tokens, self.channels)

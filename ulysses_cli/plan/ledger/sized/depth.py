@@ -404,7 +404,10 @@ class EngineWalk:
     ) -> None:
         """The engine's storages are counted by the meter that runs, which is an EngineMeter."""
         assert isinstance(Running.meter, EngineMeter)
-        self.windows, self.depth, self.engine, self.meter = windows, depth, engine, Running.meter
+        self.windows = windows
+        self.depth = depth
+        self.engine = engine
+        self.meter = Running.meter
         self.pins: dict[str, list[Storage | None]] = {}
         self.parts: dict[int, list[tuple[HookMark, SplitPath, SplitPath]]] = {}
         self.found: dict[str, list[EngineBytes]] = {STEPPING: []}

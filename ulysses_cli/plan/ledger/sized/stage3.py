@@ -64,7 +64,10 @@ class Weight:
     order that was fetched ahead; `grad`: where its gradient is, and in which type."""
 
     def __init__(self, size: WeightSize) -> None:
-        self.path, self.number, self.dtype, self.is_trained = size.path, size.number, size.dtype, size.is_trained
+        self.path = size.path
+        self.number = size.number
+        self.dtype = size.dtype
+        self.is_trained = size.is_trained
         self.numel, self.is_matrix = prod(size.shape), len(size.shape) >= 2
         self.status, self.is_persistent, self.fetched_for = Status.AWAY, False, NEVER
         self.users: set[str] = set()

@@ -276,7 +276,10 @@ class SizedRun:
     """`depth`: which layers run, as many of them offloaded as the levers say."""
 
     def __init__(self, job: Job, rank: int, depth: Depth) -> None:
-        self.job, self.rank, self.depth, self.meter = job, rank, depth, Running.meter
+        self.job = job
+        self.rank = rank
+        self.depth = depth
+        self.meter = Running.meter
         self.meter.enter(LOAD)
         Unknown.running = False  # files are executed and models made
         self.sources, leaves = _open_sources(is_gpu=not job.is_on_cpu)

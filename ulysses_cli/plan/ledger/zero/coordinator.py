@@ -150,7 +150,10 @@ class Coordinator:
         (partition_parameters.py: _no_gather_coalesced). `saved`: weights whose memory autograd keeps from the forward
         to the backward, even if DeepSpeed releases them. `disk`: weights whose shares are in files."""
         self.disk, self.read = disk, set[str]()  # whose shares are in host memory
-        self.modules, self.engine, self.joins_mlps, self.splits = modules, engine, joins_mlps, splits
+        self.modules = modules
+        self.engine = engine
+        self.joins_mlps = joins_mlps
+        self.splits = splits
         self.names = [[name for name, _ in module.gathered] for module in modules]
         self.sizes = {name: size for module in modules for name, size in module.gathered}
         frozen = {name for module in modules if not module.is_trained for name, _ in module.gathered}

@@ -48,7 +48,11 @@ def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAV
     is there; one larger than the bucket is sent alone, when the next is made (stage3.py:
     reduce_independent_p_g_buckets_and_remove_grads). A tied embedding is last. In layers whose MLP is a leaf module its
     gradients wait until all are made, and are added in the order of weights (reduce_leaf_module_grads)."""
-    filled, sent, largest, flushes, seen = 0, 0, 0, [], {"embedding"}
+    filled = 0
+    sent = 0
+    largest = 0
+    flushes = []
+    seen = {"embedding"}
     blocks: dict[int, dict[str, int]] = {}
     for number, module in _number_blocks(weights):
         if module.is_trained:

@@ -156,7 +156,10 @@ def _run_in_rounds(
     assert precise is not None
     if sinks is not None:
         precise, total = add_sinks(precise, total, sinks)
-    whole, dq, dk, dv = precise.to(q.dtype), torch.zeros_like(precise), torch.zeros_like(k), torch.zeros_like(v)
+    whole = precise.to(q.dtype)
+    dq = torch.zeros_like(precise)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     for own, row in rounds:
         part, dk[own], dv[own] = run_backward(dout, q, k[own], v[own], whole, total, *row)
         dq += part
