@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo real-model test test-check test-full coverage lint types map docs pictures bench yardstick gpu check clean
+.PHONY: help install demo real-model test test-check test-full coverage lint types map docs pictures package bench yardstick gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,11 @@ docs: install  ## the generated parts of the docs: settings, models, attention
 
 pictures: install  ## the pictures of the docs; that of a report page needs Chromium
 	python docs/pictures/make.py
+
+package: install  ## dist/: the sdist, and the wheel that is built from it
+	rm -rf dist && hatchling build -t sdist
+	tar -xzf dist/*.tar.gz -C dist && cd dist/*/ && hatchling build -t wheel -d ..
+	rm -rf dist/*/
 
 bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/data.py

@@ -39,7 +39,7 @@ app = typer.Typer(
     name="ulysses",
     help="Fine-tune language models on very long sequences.",
     epilog="\b\n" + EXIT_CODES,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,6 +57,17 @@ recipes_app = typer.Typer(
 )
 
 
+FIRST_HOUR = """\
+Fine-tune language models on very long sequences. A first hour:
+
+  ulysses doctor                       what this machine can do, and what it lacks
+  ulysses recipes copy tiny-cpu        a recipe that trains in a minute on two CPU cores
+  ulysses train tiny-cpu.yaml          train it: a Hugging Face model in runs/tiny-cpu/model
+  ulysses init                         a recipe for your own model, data and GPUs, from six questions
+
+ulysses --help lists all commands, ulysses COMMAND --help says more of one."""
+
+
 def _print_version(is_set: bool) -> None:
     if is_set:
         from ulysses_cli.report import printing
@@ -67,11 +78,15 @@ def _print_version(is_set: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        from ulysses_cli.report import printing
+
+        printing.print_data(FIRST_HOUR)
 
 
 # One line each, short enough for one line of `ulysses --help`. A command's own --help says more.

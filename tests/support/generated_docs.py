@@ -23,7 +23,7 @@ from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
 from ulysses_cli.report.models import format_gate, format_ring, format_size, format_sizes
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 LINE_CHARS = 220  # of a docstring in the code map, if it is longer than a sentence
 PICTURE = re.compile(r'<picture>\n.*srcset="[^"]*?([\w-]+)-dark\.\w+">\n.*\n</picture>')
 COMMAND = "make docs"

@@ -61,6 +61,18 @@ def test_a_plan_shows_what_the_recipe_sets(tmp_path: Path) -> None:
     assert shown[-1] == f"defaults    {len(defaults)} settings besides; --all lists them"
 
 
+def test_without_arguments_the_four_commands_of_a_first_hour_are_shown(tmp_path: Path) -> None:
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    commands = re.findall(r"^  ulysses (.*?)  ", done.stdout, flags=re.MULTILINE)
+    assert [words.split()[0] for words in commands] == ["doctor", "recipes", "train", "init"]
+    assert run(*commands[1].split(), cwd=tmp_path).returncode == 0
+    assert run("validate-config", commands[2].removeprefix("train "), cwd=tmp_path).returncode == 0
+    for words in commands:
+        command = words.split()[: 2 if words.startswith("recipes") else 1]
+        assert "Usage:" in run(*command, "--help").stdout
+
+
 def test_quiet_prints_problems_alone(tmp_path: Path) -> None:
     done = run("validate-config", TINY, "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.blocks import list_blocks
 from support.commands import run
 from support.generated_docs import COMMAND, DOCS, PAGES, fill
 from support.house import MODULES, PACKAGE, ROOT, parse
 
+from ulysses_cli import __version__
 from ulysses_cli.plan.recipe.schema import walk_settings
 
 # Names that docs use but no folder of the repository has: files of a run, of a user, and those that a reader makes.
@@ -74,7 +76,7 @@ def test_every_page_can_be_found_from_the_readme() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(readme.splitlines()) <= 180
+    assert len(readme.splitlines()) <= 160
 
 
 def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
@@ -88,6 +90,10 @@ def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
     if len(versions) == 1:
         assert set(kinds) <= {"Added", "Security"}, "nobody has a version in which something else was"
         assert len(text.partition("## [Unreleased]\n")[2].splitlines()) <= 40, "say what 0.1.0 is"
+
+
+def test_what_is_cited_is_this_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -15,12 +15,12 @@ from ulysses_cli.plan.models.attention_families import DENSE, EXPERTS
 from ulysses_cli.plan.models.family import FULL_ATTENTION, RENAMED, SLIDING_ATTENTION, ConfigFacts, Family, Trait
 from ulysses_cli.plan.models.hybrid_families import HYBRIDS
 
-# A test compares the file with the installed transformers and says how to write it anew.
+# A test compares the file with the installed transformers and says how to write it anew, as a new family needs.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = json.loads(
     (Path(__file__).parent / "defaults" / "transformers.json").read_bytes()
 )
 FAMILIES: dict[str, Family] = {
-    name: replace(family, defaults=DEFAULTS[name]) for name, family in (DENSE | EXPERTS | HYBRIDS).items()
+    name: replace(family, defaults=DEFAULTS.get(name, {})) for name, family in (DENSE | EXPERTS | HYBRIDS).items()
 }
 # Text parts of multimodal models, where their names do not follow from the whole model's.
 TEXT_TYPES = {"mistral3": ("mistral", "ministral3")}
