@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo real-model test test-check test-full coverage lint types map docs pictures package bench yardstick gpu check clean
+.PHONY: help install demo real-model test test-check test-full coverage lint types map snapshots docs pictures package bench yardstick gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ types: install  ## mypy, strict
 
 map: install  ## print every file with what it does, and which room may import which
 	@PYTHONPATH=tests:. python -m support.generated_docs --map
+
+snapshots: install  ## what rules say of wrong recipes, anew: tests/unit/messages.txt
+	PYTHONPATH=tests:. python -m support.messages
 
 docs: install  ## the generated parts of the docs: settings, models, attention
 	PYTHONPATH=tests:. python -m support.generated_docs
