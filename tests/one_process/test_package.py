@@ -68,5 +68,5 @@ def test_the_wheel_works_in_a_fresh_environment(packages: tuple[Path, Path], tmp
     call(ulysses, "recipes", "copy", "tiny-cpu", cwd=tmp_path)
     assert (tmp_path / "tiny-cpu.yaml").read_text() == (ROOT / "recipes" / "tiny-cpu.yaml").read_text()
     call(ulysses, "estimate-memory", "tiny-cpu.yaml", cwd=tmp_path)
-    call(ulysses, "train", "tiny-cpu.yaml", "train.max_steps=2", cwd=tmp_path)
+    call(ulysses, "train", "tiny-cpu.yaml", "train.max_steps=2", "train.warmup_steps=1", cwd=tmp_path)
     assert list((tmp_path / "runs" / "tiny-cpu" / "model").glob("*.safetensors"))
