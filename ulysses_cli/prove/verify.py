@@ -42,6 +42,7 @@ from ulysses_cli.prove.shrink import (
 from ulysses_cli.train.loss import TokenLoss
 from ulysses_cli.train.model.loading import load_model_config, stretch_positions
 from ulysses_cli.train.model.loss_model import load_token_loss
+from ulysses_cli.train.model.routers import list_router_weights
 from ulysses_cli.train.processes.host import count_free_bytes
 
 
@@ -146,6 +147,8 @@ def train_plainly(
             loss = compute_document(model, document, train.z_loss_weight, token_loss)[0] / max(1, count)
             loss.backward()
             total += loss.item()
+        for weight in list_router_weights(model) if train.freeze_router else ():
+            weight.grad = None  # the optimizer passes it over
         step_grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
         losses.append(total)
         grads.append({name: grad.clone() for name, grad in step_grads.items()})

@@ -25,6 +25,8 @@ from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer
 from ulysses_cli.train.optimizer.states import reset_moments
 from ulysses_cli.train.processes.groups import Groups
 
+IS_FROZEN = "is_frozen"  # of a group of the optimizer: its learning rate stays 0
+
 
 class OrderedCopies:
     """One rank's. `parameters`: of ZeRO-3. Nothing changes on a device that runs everything in order."""
@@ -117,7 +119,7 @@ class Engine:
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.wrapped.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = 0.0 if group.get(IS_FROZEN) else rate
 
     def read_update(self, learning_rate: float) -> Update:
         """After the last micro-step. A gradient that is not finite leaves the weights as they are."""

@@ -204,6 +204,7 @@ class Train(Section):
     adam_beta1: float = setting(0.9, "decay of the first moment", unit="share", ge=0, lt=1)
     adam_beta2: float = setting(0.999, "decay of the second moment", unit="share", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, "added to the root of the second moment", unit="number", gt=0, le=1)
+    freeze_router: bool = setting(False, "the weights of routers stay as they are; the experts are trained")
     z_loss_weight: float = setting(0.0, "weight of the squared log-normalizer in the loss", unit="x", ge=0, le=1)
     token_loss: str | None = text(
         None, "Python function that turns the targets' cross-entropies into their losses: FILE.py:NAME or MODULE:NAME"

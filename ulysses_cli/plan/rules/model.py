@@ -143,6 +143,17 @@ def check_router_loss(recipe: Recipe, shape: ModelShape) -> Problems:
         yield _refuse_config(recipe, shape, "a router loss (output_router_logits)", "output_router_logits: false")
 
 
+def check_frozen_routers(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Only a model with experts has routers, and adapters leave them as they are."""
+    key = "train.freeze_router"
+    if not recipe.train.freeze_router:
+        return
+    if not any(layer.num_experts for layer in shape.layers):
+        yield Problem(key, f"{shape.name} has no experts, so no router", "leave it out")
+    elif recipe.lora is not None:
+        yield Problem(key, "adapters leave the weights of routers as they are", "leave it out")
+
+
 def check_dropout(recipe: Recipe, shape: ModelShape) -> Problems:
     """Refuses a model's own dropout: one rank and several do not draw the same numbers."""
     for field, rate in (("attention_dropout", shape.attention_dropout), *shape.other_dropouts):
@@ -243,6 +254,7 @@ MODEL_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_attention_kind,
     check_packed_layers,
     check_router_loss,
+    check_frozen_routers,
     check_dropout,
     check_weights,
     check_attention,

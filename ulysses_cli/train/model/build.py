@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ulysses_cli.train.checkpoint.format import CheckpointContext
 from ulysses_cli.train.clock import count_as, watch_module
 from ulysses_cli.train.elementwise.choice import describe
 from ulysses_cli.train.elementwise.interface import find_norm_widths, serve_elementwise
-from ulysses_cli.train.engine import Engine, OrderedCopies
+from ulysses_cli.train.engine import IS_FROZEN, Engine, OrderedCopies
 from ulysses_cli.train.loop import StopConditions, TrainState
 from ulysses_cli.train.loss import Objective
 from ulysses_cli.train.model.adapters import find_nonfinite_scale
@@ -44,6 +44,7 @@ from ulysses_cli.train.model.loading import (
 )
 from ulysses_cli.train.model.loss_model import LossModel, apply_levers, check_head, load_token_loss, read_head_rule
 from ulysses_cli.train.model.parts import REAL_PARTS, Parts, describe_plain_norms, describe_sums, serve_layers
+from ulysses_cli.train.model.routers import freeze_routers, list_router_weights
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, unlock
 from ulysses_cli.train.optimizer.shards import get_shape
@@ -54,12 +55,18 @@ from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.tensor_file import WORDS, find_file, find_nonfinite
 
 
-def make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offload: str) -> torch.optim.Optimizer:
-    """Weight decay applies to matrices alone. Norms and sinks are vectors; experts' biases are excluded by name."""
+def make_optimizer(
+    train: Train, trained: list[tuple[str, nn.Parameter]], offload: str, frozen: Sequence[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """Weight decay applies to matrices alone. Norms and sinks are vectors; experts' biases are excluded by name.
+    `frozen`: weights that no step changes, whatever their moments are."""
+    numbers = {id(weight) for weight in frozen}
+    trained = [(name, p) for name, p in trained if id(p) not in numbers]
     decayed = {name for name, p in trained if len(get_shape(p)) >= 2 and not name.endswith("bias")}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for name, p in trained if name in decayed], "weight_decay": train.weight_decay},
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+        {"params": list(frozen), "weight_decay": 0.0, "lr": 0.0, IS_FROZEN: True},
     ]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {
@@ -149,7 +156,9 @@ def build(
     module = LossModel(model, loss, objective)
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer)
+    frozen = list_router_weights(module) if recipe.train.freeze_router else []
+    freeze_routers(frozen)
+    optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer, frozen)
     wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
