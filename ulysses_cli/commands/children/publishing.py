@@ -26,7 +26,6 @@ PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt; each has retri
 TEMPORARY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 TOKEN_HINT = "set HF_TOKEN to a token that may write, or run `hf auth login`"
 CARD = "README.md"
-MAX_CONFIG_BYTES = 1 << 20  # a longer one is a tokenizer
 # Names that transformers, peft and this tool give to a model's files. Anything else may be private: keys, notes, .env.
 OF_A_MODEL = re.compile(
     r"(?:model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|(?:model|adapter_model)\.safetensors\.index\.json"
@@ -40,7 +39,7 @@ OF_A_MODEL = re.compile(
 )
 CODE = re.compile(r"[A-Za-z]\w*\.py", re.ASCII)
 MAX_SHOWN = 10
-MAX_CONFIG_BYTES = 64 << 20
+MAX_CONFIG_BYTES = 64 << 20  # of a JSON file whose content is looked at
 _T = TypeVar("_T")
 
 
