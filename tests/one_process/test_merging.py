@@ -196,7 +196,7 @@ def test_a_merged_model_that_computes_something_else_is_found(tmp_path: Path) ->
 
 
 @needs_real_model
-@pytest.mark.check
+@pytest.mark.full
 def test_adapters_of_a_trained_model_are_merged(tmp_path: Path) -> None:
     """In bfloat16 its logits are chaotic where ids are special tokens, with adapters and without."""
     (tmp_path / "base").symlink_to(READY)

@@ -48,7 +48,7 @@ def test_without_files_none_is_counted() -> None:
     assert traced["disk"] == {"activations": 0, "states": 0, "weights": 0}
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_frozen_weight_that_is_soon_used_twice_is_read_once() -> None:
     """DeepSpeed lists it twice among the weights to read ahead, and then fails."""
     sizes = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048}

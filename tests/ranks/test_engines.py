@@ -115,7 +115,7 @@ def measure_peaks(*words: str) -> list[int]:
     return peaks
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_second_engine_has_the_peak_of_the_first() -> None:
     for first, *others in run_on_ranks(2, measure_peaks, *SAVED, "parallel.sp_size=2"):
         assert first > 100_000

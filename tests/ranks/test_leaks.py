@@ -69,7 +69,7 @@ def test_a_run_and_its_export_hold_no_secret(runs: Runs) -> None:
     assert open_to_others == []  # no file is open to more users than the folder is
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_failed_run_holds_no_secret(runs: Runs) -> None:
     secret = SECRETS[-1]
     folder = runs.folder / f"model-{secret}"  # every message about a folder names this one

@@ -250,7 +250,7 @@ SAVED = ("memory.activation_offloading=true", "memory.gradient_checkpointing=tru
             ("parallel.zero_stage=2", "memory.gradient_checkpointing=full"),
             marks=pytest.mark.check,
         ),
-        pytest.param(("parallel.zero_stage=1", "lora={r: 4}", *SAVED), marks=pytest.mark.check),
+        pytest.param(("parallel.zero_stage=1", "lora={r: 4}", *SAVED), marks=pytest.mark.full),
         pytest.param(("parallel.sp_size=2", "parallel.ring_size=2", *SAVED), marks=pytest.mark.full),
     ],
     ids=" ".join,

@@ -145,7 +145,7 @@ def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) ->
     check_resumed_run(runs, run)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
     """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them."""
     words = ("run.rehearsal=false",)  # the whole run has it

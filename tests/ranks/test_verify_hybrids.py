@@ -125,10 +125,7 @@ FOUND_BY = {"halo": "loss", "state": "leak: the first document", "group": "loss"
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        pytest.param(name, marks=mark_by(False, name == "lfm2"))
-        for name in ("lfm2", "bamba", "qwen3_5_text", "kimi_linear", "zamba2")
-    ],
+    [pytest.param(name, marks=pytest.mark.full) for name in ("lfm2", "bamba", "qwen3_5_text", "kimi_linear", "zamba2")],
 )
 def test_without_a_fault_everything_passes(model_type: str, tmp_path: Path) -> None:
     rows = prove_hybrid(model_type, "none", tmp_path)

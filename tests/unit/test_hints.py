@@ -18,6 +18,7 @@ NAMED = re.compile(r"ulysses ([a-z-]+)")
 # what other programs are told, and processes of our own
 OTHERS = re.compile(
     r"^pip |docker|container|torchrun|trackio|benchmarks/gpu|--query|vllm|--max-model-len|--hf-overrides|hf download"
+    r"|COMMAND --help"
     r"|--repo-type|srun|mpirun|flux run|^--(?:help|version|set|recipe|pretend|place|events|weights|share-prompts)\b"
 )
 OTHER_ROOMS = (

@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 MAX_BYTES = 200_000
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_pictures_are_what_the_script_makes() -> None:
     """Compares the picture of a report page, which needs a run and Chromium, by the hash of its inputs."""
     command = [sys.executable, str(FOLDER / "make.py"), "--check"]
