@@ -48,7 +48,7 @@ def test_none_is_on_where_none_is_needed() -> None:
     assert choice.levers == Levers()
     reasons = dict(choice.reasons)
     assert reasons.pop("large_tiles") == "nothing is tiled"
-    assert reasons.pop("overlapped_groups") == "the optimizer is not in host memory"
+    assert reasons.pop("early_groups") == "the optimizer is not in host memory"
     assert set(reasons) == {
         "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
         "gradient_checkpointing", "offloaded_to",
@@ -323,13 +323,13 @@ def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
     choice = choose_levers(recipe, LLAMA_8B, H200)
     job = make_job(recipe, LLAMA_8B, choice.levers)
     groups = list_sub_groups(job.weights, 1, job.engine.sub_group)
-    assert 0 < choice.levers.overlapped_groups < len(groups) - 1
+    assert 0 < choice.levers.early_groups < len(groups) - 1
     assert fits(job, H200)
-    assert not fits(replace(job, levers=replace(job.levers, overlapped_groups=job.levers.overlapped_groups + 1)), H200)
-    plain = replace(job, levers=replace(job.levers, overlapped_groups=0))
+    assert not fits(replace(job, levers=replace(job.levers, early_groups=job.levers.early_groups + 1)), H200)
+    plain = replace(job, levers=replace(job.levers, early_groups=0))
     copies = compute_ledger(job).host_peak_bytes - compute_ledger(plain).host_peak_bytes
-    assert copies == 12 * sum(groups[-job.levers.overlapped_groups :])
-    assert f"of {len(groups)} groups" in choice.reasons["overlapped_groups"]
+    assert copies == 12 * sum(groups[-job.levers.early_groups :])
+    assert f"of {len(groups)} groups" in choice.reasons["early_groups"]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
 )
 def test_no_group_steps_early_where_none_can(overrides: tuple[str, ...], reason: str) -> None:
     choice = choose_levers(load(*ONE_GPU, *overrides).recipe, LLAMA_8B, H200)
-    assert (choice.levers.overlapped_groups, choice.reasons["overlapped_groups"]) == (0, reason)
+    assert (choice.levers.early_groups, choice.reasons["early_groups"]) == (0, reason)
 
 
 def test_tiles_are_large_where_there_is_room() -> None:

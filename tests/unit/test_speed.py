@@ -214,7 +214,7 @@ def test_early_steps_hide_adam_behind_the_backward() -> None:
     """By hand: copies cost 24 bytes on top of Adam's 34, and four fifths of the backward are theirs at most."""
     h200 = TABLE.get_gpu("h200")
     plain = Job(LLAMA, Layout(1, 1, 1), 2**15, Levers(tiled_loss=True, offload_optimizer="cpu"))
-    all_early = replace(plain, levers=replace(plain.levers, overlapped_groups=ALL_GROUPS))
+    all_early = replace(plain, levers=replace(plain.levers, early_groups=ALL_GROUPS))
     before, after = compute_speed(plain, h200), compute_speed(all_early, h200)
     hidden = before.step_seconds - after.step_seconds
     assert hidden == pytest.approx(after.hidden["optimizer"])
@@ -223,7 +223,7 @@ def test_early_steps_hide_adam_behind_the_backward() -> None:
     long_row, on_host = replace(all_early, max_length=2**18), compute_optimizer_host_seconds(plain, h200.host)
     groups = list_sub_groups(plain.weights, 1, plain.engine.sub_group)
     assert compute_speed(long_row, h200).parts["optimizer"] == pytest.approx(34 * groups[0] / 30e9 + on_host)
-    few = replace(long_row, levers=replace(plain.levers, overlapped_groups=3))
+    few = replace(long_row, levers=replace(plain.levers, early_groups=3))
     assert compute_speed(few, h200).hidden["optimizer"] == pytest.approx(34 * sum(groups[-3:]) / 30e9)
 
 

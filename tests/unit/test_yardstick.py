@@ -21,6 +21,7 @@ from support.random_recipes import (
 )
 from support.tiers import sample
 
+from ulysses_cli.plan.ledger.ledger import walk_snapshots
 from ulysses_cli.plan.models.families import FAMILIES
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -94,3 +95,12 @@ def test_draws_cover_every_family_and_every_setting() -> None:
         [bool(lora.modules_to_save) for lora in adapters],
     ):
         assert len(set(values)) > 1
+
+
+def test_the_names_that_programs_read_stay() -> None:
+    """Lines of the ledger are keys of `--format json`, and so are the fields of levers."""
+    number = next(n for n, row in enumerate(ROWS) if row["recipe"].get("lora", {}).get("use_dora"))
+    job = make_drawn_job(read_recipe(ROWS[number]["recipe"]))
+    lines = {name for snapshot in walk_snapshots(job) for name in snapshot.lines}
+    assert {"parameters", "gradients", "logits", "lengths"} <= lines
+    assert {"early_groups", "offloaded_layers", "head_chunks"} <= set(vars(job.levers))

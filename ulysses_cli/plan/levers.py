@@ -16,7 +16,7 @@ SPELLED = {
     "head_chunks": "attention_head_chunks",
     "offloaded_layers": "activation_offloading",
     "offloaded_to": "activation_offload_device",
-    "overlapped_groups": "overlap_optimizer",
+    "early_groups": "overlap_optimizer",
 }
 ALL_GROUPS = 10_000  # more than any rank has
 
@@ -34,7 +34,7 @@ class Levers:
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
     large_tiles: bool = False  # of tiled_mlp and tiled_loss; spends memory and saves time
-    overlapped_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
+    early_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
     offloaded_to: Device = "cpu"  # where what offloaded layers save waits
 
 

@@ -225,7 +225,7 @@ def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> tu
     gpu, _ = target.hardware.recognise(facts.name, facts.total_memory, host_bytes)
     levers = choose_levers(recipe, shape, gpu).levers
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
-    without_overlap = compute_ledger(replace(job, levers=replace(job.levers, overlapped_groups=0)))
+    without_overlap = compute_ledger(replace(job, levers=replace(job.levers, early_groups=0)))
     return compute_ledger(job).host_peak_bytes, without_overlap.host_peak_bytes, compute_node_disk_bytes(job)
 
 

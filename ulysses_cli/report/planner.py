@@ -385,7 +385,7 @@ def format_levers(levers: Levers) -> str:
         format_count(levers.head_chunks, "head chunk"): levers.head_chunks > 1,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",
-        "early steps": levers.overlapped_groups > 0,
+        "early steps": levers.early_groups > 0,
         f"weights on {levers.offload_param}": levers.offload_param != "none",
     }
     return ", ".join(name.replace("_", " ") for name, is_on in names.items() if is_on) or "none"

@@ -144,7 +144,7 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
     for name, of_mixer, of_mlp, work in adapters_of.list_dora_backward(job, kind, whole_mixer, left):
         yield (
             "mlp" if of_mlp else "attention",
-            take(adapters_of.name_dora_snapshot(name), of_mixer, of_mlp, adapters_of=work),
+            take(adapters_of.name_dora_snapshot(name), of_mixer, of_mlp, lengths=work),
         )
     if kind.mlp is not None:
         yield from _walk_mlp(job, kind, whole_mixer, take)

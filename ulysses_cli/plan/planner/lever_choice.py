@@ -24,7 +24,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.plan.units import format_count
 
-SPENDING = ("large_tiles", "overlapped_groups")  # what costs memory and no time, if there is some left
+SPENDING = ("large_tiles", "early_groups")  # what costs memory and no time, if there is some left
 NO_ROOM = "the GPU has no room for them"
 OFF = Levers()
 
@@ -34,7 +34,7 @@ def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Iterable[
     memory."""
     most: dict[str, Any] = {
         "large_tiles": int(levers.tiled_mlp or levers.tiled_loss),
-        "overlapped_groups": 0 if _find_no_overlap(replace(job, levers=levers)) else count_groups(job) - 1,
+        "early_groups": 0 if _find_no_overlap(replace(job, levers=levers)) else count_groups(job) - 1,
     }
     for name in open_names:
         if name in SPENDING:
@@ -152,7 +152,7 @@ def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
         "offload_optimizer": memory.offload_optimizer,
         "offload_param": memory.offload_param,
         "large_tiles": memory.large_tiles,
-        "overlapped_groups": early,
+        "early_groups": early,
     }
     open_names = [name for name, value in written.items() if value == "auto"]
     settled = {name: value for name, value in written.items() if value != "auto"}

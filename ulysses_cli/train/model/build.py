@@ -189,12 +189,10 @@ def build(
     if plan.levers.offload_param == "nvme":
         read_each_once(module.parameters())
     early = None
-    if plan.levers.overlapped_groups and plan.levers.offload_optimizer == "cpu":
+    if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
         if not unlock(optimizer):
             report(LOCKED)
-        early = OverlappedOptimizer(
-            wrapped.optimizer, device, parts.make_executor(device), plan.levers.overlapped_groups
-        )
+        early = OverlappedOptimizer(wrapped.optimizer, device, parts.make_executor(device), plan.levers.early_groups)
     check_head(model, head_rule, groups, device)
     _watch(wrapped, module)
     schedule = make_schedule(recipe.train, num_steps)

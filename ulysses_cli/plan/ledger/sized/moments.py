@@ -256,9 +256,7 @@ def _find_stack(job: Job) -> Stack:
 def _plan_recording(job: Job, rank: int, stack: Stack, depth: Depth) -> tuple[Hashable, Callable[[], Recording]]:
     """What the tensors of a run depend on, and how it is run."""
     live = sum(number < job.levers.offloaded_layers for number in depth.live)
-    levers = replace(
-        job.levers, offload_optimizer="none", offload_param="none", overlapped_groups=0, offloaded_layers=live
-    )
+    levers = replace(job.levers, offload_optimizer="none", offload_param="none", early_groups=0, offloaded_layers=live)
     own = replace(_forget_engine(job), levers=levers)
     place = rank % job.layout.sp_size
     kinds = tuple(stack.kinds[number] for number in depth.live)

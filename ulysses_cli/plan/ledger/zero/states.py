@@ -402,7 +402,7 @@ def list_overlapped_groups(job: Job) -> tuple[int, ...]:
     """Elements of this rank's groups that may step early: the last ones, whose gradients come first. The first group
     is complete when the backward is over."""
     groups = list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
-    num_overlapped = min(job.levers.overlapped_groups, len(groups) - 1)
+    num_overlapped = min(job.levers.early_groups, len(groups) - 1)
     return groups[len(groups) - num_overlapped :] if job.levers.offload_optimizer == "cpu" else ()
 
 
