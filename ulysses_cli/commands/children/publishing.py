@@ -1,4 +1,4 @@
-"""Publishes a model folder on the Hugging Face hub, with retries, and completes its card: what it was trained on,
+"""Publishes a run's model folder on the Hugging Face hub, with retries, and completes its card: what it was trained on,
 losses by length, layout, versions, how to load it in transformers and vLLM. Takes the card that the export wrote
 and the facts of the run. The access token is the hub's own (HF_TOKEN, or `hf auth login`); it appears in no
 message."""
@@ -15,17 +15,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ulysses_cli.plan.files import describe_special, read_regular
+from ulysses_cli.plan.models.model_files import find_damaged_weights
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.resolved import changes_positions
-from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, list_public_datasets, make_config_public, make_public
+from ulysses_cli.plan.rules.files import HUB_NAME
+from ulysses_cli.plan.rules.public_names import (
+    LOCAL_FOLDER,
+    find_public_name,
+    list_public_datasets,
+    make_config_public,
+    make_public,
+)
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.plan.units import format_count
-from ulysses_cli.report.run_summary import RecordedRun, list_values
+from ulysses_cli.report.run_summary import RecordedRun, list_values, load_run
+from ulysses_cli.run.records import note_notification
 
 PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt; each has retries of its own
 TEMPORARY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 TOKEN_HINT = "set HF_TOKEN to a token that may write, or run `hf auth login`"
 CARD = "README.md"
+MODEL_FILES = ("config.json", "adapter_config.json")
+YOUR_ACCOUNT = "YOUR-ACCOUNT"
 # Names that transformers, peft and this tool give to a model's files. Anything else may be private: keys, notes, .env.
 OF_A_MODEL = re.compile(
     r"(?:model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors|(?:model|adapter_model)\.safetensors\.index\.json"
@@ -181,6 +192,65 @@ class HubModels:
                 self.report(f"{what} ({reason}); trying again in {pause:g} s")
                 time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
+
+
+def push_run(run_dir: Path, repo: str | None, *, is_private: bool, report: Callable[[str], None]) -> tuple[str, str]:
+    """Returns the repository's name and address. Raises RecipeError."""
+    run, folder = _load_model_run(run_dir)
+    models = HubModels(report)
+    name = models.complete_name(_choose_name(run, run_dir, repo))
+    _check_repo_name(name)
+    base = find_public_name(run.get_part("recipe").get("model", {}).get("name_or_path")) or ""
+    licence = models.find_licence(base) if "/" in base else {}
+    card = complete_card(_read_card(folder, name), name, run, folder, licence)
+    report(f"uploading {folder} to {name}{', private' if is_private else ''}")
+    step = run.metrics[-1]["step"] if run.metrics else 0
+    address = models.publish(folder, name, card, is_private=is_private, message=f"The model after step {step}")
+    size = sum(file.stat().st_size for file in list_files(folder))
+    note_notification(run_dir, "hub", name, f"published the model after step {step}, {size:,} bytes: {address}")
+    return name, address
+
+
+def plan_upload(run_dir: Path, repo: str | None, *, is_private: bool) -> dict[str, Any]:
+    """What a push would upload. Asks no network: the account's name and the base's licence are left open."""
+    run, folder = _load_model_run(run_dir)
+    name = _choose_name(run, run_dir, repo)
+    shown = _check_repo_name(name) if "/" in name else f"{YOUR_ACCOUNT}/{_check_repo_name(name)}"
+    card = complete_card(_read_card(folder, shown), shown, run, folder, {})
+    sizes = {file.relative_to(folder).as_posix(): measure_sent(file) for file in list_files(folder)}
+    sizes[CARD] = len(card.encode())
+    files = [{"path": path, "bytes": size} for path, size in sizes.items()]
+    return {"repo": shown, "private": is_private, "files": files, "bytes": sum(sizes.values()), "card": card}
+
+
+def _load_model_run(run_dir: Path) -> tuple[RecordedRun, Path]:
+    run, folder = load_run(run_dir), run_dir / "model"
+    if not any((folder / name).is_file() for name in MODEL_FILES):
+        hint = f"finish the run, or `ulysses export {run_dir} --to {folder}` for its newest checkpoint"
+        raise RecipeError([Problem("", f"{run_dir} holds no model", hint)])
+    list_files(folder)  # before anything in it is read
+    if damage := find_damaged_weights(folder):
+        hint = f"move {folder} away and write it again: ulysses export {run_dir} --to {folder}"
+        raise RecipeError([Problem("", f"{damage}; nothing was uploaded", hint)])
+    return run, folder
+
+
+def _read_card(folder: Path, name: str) -> str:
+    """The card that the export wrote."""
+    file = folder / CARD
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else f"---\n---\n\n# {name}\n"
+
+
+def _choose_name(run: RecordedRun, run_dir: Path, repo: str | None) -> str:
+    """The repository that was asked for, or the run's name, which must be one that the hub accepts."""
+    return repo or _check_repo_name(str(run.facts.get("run_name") or run_dir.resolve().name))
+
+
+def _check_repo_name(name: str) -> str:
+    """Raises RecipeError for a name that the hub does not accept."""
+    if not HUB_NAME.fullmatch(name):
+        raise RecipeError([Problem("--repo", f"{name} is not the name of a repository", "write owner/name")])
+    return name
 
 
 LOADED_BY_TRANSFORMERS = """\

@@ -148,7 +148,7 @@ def _check_hub(valid: ValidRecipe) -> None:
 
 def _push(valid: ValidRecipe, outcome: Outcome) -> Outcome:
     """Publishes the model. A failure fails the command; the model stays on disk."""
-    from ulysses_cli.commands.push import push_run
+    from ulysses_cli.commands.children.publishing import push_run
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
 
