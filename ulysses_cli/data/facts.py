@@ -88,8 +88,7 @@ def compute_layout_facts(rows: PackedRows, recipe: Recipe, pad_to_multiple_of: i
     """The facts that depend on the mesh: padding, steps per epoch, balance of the predicted work between groups."""
     tokens = np.asarray([rows.count_tokens(row) for row in _sample(len(rows))])
     padded = -(-tokens // pad_to_multiple_of) * pad_to_multiple_of
-    num_groups = make_layout(recipe).dp_size
-    micro_steps = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
+    num_groups, micro_steps = make_layout(recipe).dp_size, recipe.train.rows_per_group
     return {
         "pad_to_multiple_of": pad_to_multiple_of,
         "padding_share": float(1 - tokens.sum() / padded.sum()),

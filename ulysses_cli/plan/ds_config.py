@@ -111,7 +111,7 @@ def make_ds_config(
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
         # For DeepSpeed all ranks are data-parallel. If it knows of sequence parallelism, ZeRO-3 (0.19.8) divides
         # gradients by the world size on one of its reduction paths and by world / sp on the other.
-        "train_batch_size": train.per_device_train_batch_size * train.gradient_accumulation_steps * layout.world_size,
+        "train_batch_size": train.rows_per_group * layout.world_size,
         "gradient_clipping": train.max_grad_norm,
         "bf16": {"enabled": recipe.model.dtype == "bfloat16"},
         "zero_optimization": zero,

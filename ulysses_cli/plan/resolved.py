@@ -162,7 +162,7 @@ def get_original_positions(recipe: Recipe, shape: ModelShape) -> int:
 def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> Resolved:
     """For a recipe that passed its checks. `written` holds the keys that the user gave."""
     layout = choose_layout(recipe, shape)
-    rows = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps * layout.dp_size
+    rows = recipe.train.rows_per_group * layout.dp_size
     max_length = recipe.data.max_length
     return Resolved(
         layout=layout,

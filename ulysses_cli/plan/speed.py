@@ -384,7 +384,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
         parts=parts,
         hidden=hidden,
         step_seconds=sum(parts.values()),
-        tokens_per_step=steps * job.batch * job.max_length * job.layout.dp_size,
+        tokens_per_step=steps * job.micro_step_tokens * job.layout.dp_size,
         model_flops=3 * forward * steps * job.world_size,
         peak_flops=peak * job.world_size,
         num_gpus=job.world_size,

@@ -221,9 +221,8 @@ def time_trainer(
     num_steps: int,
 ) -> Timed:
     """Collective over all ranks."""
-    layout, train = make_layout(recipe), recipe.train
-    total = num_warmup + num_steps
-    rows_per_step = train.gradient_accumulation_steps * train.per_device_train_batch_size * layout.dp_size
+    layout, total = make_layout(recipe), num_warmup + num_steps
+    rows_per_step = recipe.train.rows_per_group * layout.dp_size
     row = FullRows(recipe.data.max_length, shape.vocab_size).read(0, 0, recipe.data.max_length)
     tokens, places = torch.from_numpy(row.input_ids), torch.from_numpy(row.positions)
     rows: Any = [{"input_ids": tokens, "labels": tokens, "position_ids": places}] * (total * rows_per_step)

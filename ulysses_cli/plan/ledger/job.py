@@ -166,10 +166,15 @@ class Job:
     def world_size(self) -> int:
         return self.layout.world_size
 
+    @property
+    def micro_step_tokens(self) -> int:
+        """Tokens that an sp group takes in a micro-step."""
+        return self.batch * self.max_length
+
     @cached_property
     def local_tokens(self) -> int:
         """Tokens of a micro-step on each rank."""
-        return self.batch * self.max_length // self.layout.sp_size
+        return self.micro_step_tokens // self.layout.sp_size
 
     @property
     def query_width(self) -> int:

@@ -74,7 +74,7 @@ def compare(margin: int, uncertainty: int) -> Verdict:
 def is_indexable(job: Job) -> bool:
     """No call of an operator that counts in 32 bits sees a tensor of 2^31 elements (plan/rows/indexing.py)."""
     sizes = RowSizes(
-        tokens=job.batch * job.max_length,
+        tokens=job.micro_step_tokens,
         sp_size=job.layout.sp_size,
         ring_size=job.layout.ring_size,
         head_chunks=job.levers.head_chunks,

@@ -210,6 +210,11 @@ class Train(Section):
         None, "Python function that turns the targets' cross-entropies into their losses: FILE.py:NAME or MODULE:NAME"
     )
 
+    @property
+    def rows_per_group(self) -> int:
+        """Rows that an sp group takes in an optimizer step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
 
 class Memory(Section):
     """Levers that trade time or host memory for GPU memory. Results differ by float rounding at most."""
@@ -412,6 +417,11 @@ class Recipe(Section):
         unit="keys",
         max_length=1000,
     )
+
+    @property
+    def micro_step_tokens(self) -> int:
+        """Tokens that an sp group takes in a micro-step."""
+        return self.train.per_device_train_batch_size * self.data.max_length
 
 
 def compute_recipe_hash(recipe: Recipe) -> str:

@@ -189,7 +189,7 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
     sp_size, chunks, lora = recipe.parallel.sp_size, recipe.memory.attention_head_chunks, recipe.lora
     num_ranks = _count_ulysses_ranks(recipe, shape) or sp_size
     sizes = RowSizes(
-        tokens=recipe.train.per_device_train_batch_size * recipe.data.max_length,
+        tokens=recipe.micro_step_tokens,
         sp_size=sp_size,
         ring_size=sp_size // num_ranks,
         head_chunks=max(1, shape.common_heads // num_ranks) if chunks == "auto" else chunks,

@@ -166,7 +166,7 @@ def apply_levers(
     if plan.recipe.parallel.zero_stage == 3:
         gather_whole = partial(set_z3_leaf_module, flag=True)
     head = model.get_output_embeddings()
-    tokens = plan.recipe.train.per_device_train_batch_size * plan.resolved.local_tokens
+    tokens = plan.recipe.micro_step_tokens // plan.layout.sp_size
     try:
         if levers.tiled_mlp:
             count_tiles = partial(

@@ -264,15 +264,14 @@ def _choose_kernels(
 def _measure_rows(plan: RunPlan) -> RowSizes:
     """What decides the largest call of a kernel."""
     recipe, layout = plan.recipe, plan.layout
-    num_rows = recipe.train.per_device_train_batch_size
     return RowSizes(
-        tokens=num_rows * recipe.data.max_length,
+        tokens=recipe.micro_step_tokens,
         sp_size=layout.sp_size,
         ring_size=layout.ring_size,
         head_chunks=plan.levers.head_chunks,
         tiled_mlp=plan.levers.tiled_mlp,
         is_quantized=False,
-        num_rows=num_rows,
+        num_rows=recipe.train.per_device_train_batch_size,
     )
 
 

@@ -374,10 +374,9 @@ class SizedRun:
         recipe = SimpleNamespace(
             model=SimpleNamespace(dtype="bfloat16" if job.dtype_bytes == BFLOAT16.itemsize else "float32"),
             parallel=SimpleNamespace(zero_stage=job.zero_stage),
-            train=SimpleNamespace(per_device_train_batch_size=job.batch),
+            micro_step_tokens=job.micro_step_tokens,
         )
-        resolved = SimpleNamespace(local_tokens=job.max_length // job.layout.sp_size)
-        return SimpleNamespace(levers=job.levers, shape=job.shape, recipe=recipe, resolved=resolved)
+        return SimpleNamespace(levers=job.levers, shape=job.shape, recipe=recipe, layout=job.layout)
 
     def _serve_recurrences(self, model: Any) -> None:
         """As the trace chooses: kernels of packages on a GPU, transformers' own functions on a CPU."""
