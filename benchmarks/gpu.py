@@ -1,5 +1,6 @@
 """What 15 minutes on a GPU give, in two calls: does it run, and how fast. Each figure is beside its prediction and is
-written when it exists; a later call goes on where an earlier one stopped, of another day too.
+written when it exists; a later call goes on where an earlier one stopped, of another day too. In the first, what is no
+run goes on beside the runs, since no figure of it counts; in the second nothing runs beside a measurement.
 
     python benchmarks/gpu.py --suite proof|measure|more [--minutes 7] [--results FOLDER] [--only PART] [--again]
     python benchmarks/gpu.py --suite proof --rehearse      in miniature on a CPU; measures nothing

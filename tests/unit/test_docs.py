@@ -79,6 +79,13 @@ def test_the_readme_is_short() -> None:
     assert len(readme.splitlines()) <= 160
 
 
+def test_the_decisions_are_few() -> None:
+    """A new one takes the place of another, or belongs where it is used."""
+    text = (DOCS / "decisions.md").read_text()
+    assert len(re.findall(r"^### ", text, flags=re.MULTILINE)) <= 30
+    assert len(text.splitlines()) <= 260
+
+
 def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
     """While no version is released, it says in 40 lines what 0.1.0 is. Its mistakes on the way are in git's log."""
     text = (ROOT / "CHANGELOG.md").read_text()

@@ -173,7 +173,7 @@ NUM_HOPS = 4
 NUM_COMMON, COMMON_TIMES, RARE_TIMES = 10, 30, 3
 SHORT_LENGTH, SHORT_COMMON_TIMES, SHORT_RARE_TIMES = 4096, 6, 1
 CODED_ALPHA, CODED_LETTERS = 2.0, 6
-MIN_NODES, TOKENS_OF_NODE = 16, 50  # an edge has about 20 tokens
+MIN_NODES, TOKENS_OF_NODE = 16, 50  # an edge has about 20 tokens: each node has two or three at any length
 MAX_REACHED, MAX_STARTS = 20, 100
 
 

@@ -65,7 +65,8 @@ def estimate_normal_mean(values: Sequence[float]) -> Interval:
 
 @cache
 def find_student_quantile(freedom: int, share: float = 0.95) -> float:
-    """Returns t such that a variable of Student's distribution lies in [-t, t] with probability `share`."""
+    """Returns t such that a variable of Student's distribution lies in [-t, t] with probability `share`. Computed
+    here, since scipy would be a dependency for one number."""
     low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
     while high - low > 1e-12:
         middle = (low + high) / 2

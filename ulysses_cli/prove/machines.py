@@ -1,5 +1,6 @@
 """Ranks of one world on several machines: who meets where, and how the world ends on all of them when one machine
-fails. The machines' store is opened as for a run of training; each machine starts ranks of its own."""
+fails. The machines' store is opened as for a run of training; each machine starts ranks of its own. Nothing is
+restarted in place, so torch's agent is not needed."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ def find_named_cluster(environ: Mapping[str, str], command: str = "train") -> Cl
 
 def refuse_lone_rank(environ: Mapping[str, str], *, is_alone: bool) -> None:
     """Raises RecipeError where a variable gives this machine a number and none says how many machines there are; if the
-    machine `is_alone`, where the number is above 0. SLURM gives a batch script on its only machine the number 0."""
+    machine `is_alone`, where the number is above 0. SLURM gives a batch script on its only machine the number 0.
+    It may be one of several machines or one of several runs: a run on one of four machines is worse than a refusal."""
     for each in (BY_HAND, *CLUSTERS):
         rank = read_number(environ, each.rank)
         counts = [other.count for other in (BY_HAND, *CLUSTERS) if other.rank == each.rank]

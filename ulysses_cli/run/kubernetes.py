@@ -170,6 +170,7 @@ def make_runtime(job: ClusterJob, image: str, claim: str | None) -> dict[str, An
             "spec": {"backoffLimit": 0, "podFailurePolicy": {"rules": [is_mistake]}, "template": {"spec": pod}},
         },
     }
+    # JobSet tells reasons of a failure apart, not exit codes, so an early stop counts as a restart.
     stop_rule = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": TRAINER_API,

@@ -19,6 +19,8 @@ from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.ring import count_shared_out
 
 STATE_BYTES = 4  # recurrent states are float32
+# Of a row's queries on a rank, by which a prefill has chunks of heads: one number for all GPUs, so that machines choose
+# alike and a dry run needs none.
 CHUNK_BYTES = 1 << 29
 NEW_TOKENS = 128  # of the longest answers of tasks that are made
 

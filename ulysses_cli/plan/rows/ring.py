@@ -216,7 +216,8 @@ def fill_shared(shared: Shared, lengths: Sequence[int]) -> Shared:
 def _plan_branches(
     starts: Sequence[int], order: Order, window_tokens: int | None, rank: int, shared: Shared
 ) -> KeyPlan:
-    """One call for each run of queries, with the keys that each of its documents reaches, one after another."""
+    """One call for each run of queries, with the keys that each of its documents reaches, one after another. So keys
+    are copied once per layer; a call of its own for each answer would need no copy, but two calls for each pair."""
     places, stem = list[tuple[int, int, int]](), 0
     for start, num_shared in zip(starts, shared, strict=False):
         stem = stem if num_shared else start

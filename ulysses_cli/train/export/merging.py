@@ -1,6 +1,7 @@
 """Merges adapters into their base model, one tensor of the base's files after another: host memory holds one shard.
 
-peft computes each adapter's delta in float32; it is split as the weight is that it is added to.
+peft computes each adapter's delta in float32; it is split as the weight is that it is added to. No module of the
+base is made, and experts need no rule of their own.
 """
 
 from __future__ import annotations

@@ -215,7 +215,8 @@ def gather_whole(parameter: Any) -> contextlib.AbstractContextManager[Any]:
 
 def grow_rows(rows: Tensor, num_rows: int) -> Tensor:
     """Appends rows for new tokens to a matrix with one row per token. Each is the mean of the old rows, so that no new
-    token is more likely than a token is on average."""
+    token is more likely than a token is on average. transformers draws around the mean: with the exact one, a base
+    without such rows gets the same when adapters are loaded on it."""
     mean = rows.mean(0, dtype=torch.float64).to(rows.dtype)
     return torch.cat([rows, mean.expand(num_rows - len(rows), -1)])
 
