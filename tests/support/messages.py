@@ -1,7 +1,8 @@
 """Snapshots of messages: `tests/unit/messages.txt` holds changes of a small valid recipe, and what is said of each.
 
-`# heading` starts a block, `> note` gives a reason. `$ words` are settings, `--num-processes` and `--model` (keys of
-config.json, or a name below), as in a shell. Indented lines are the answer; where there are none, nothing is wrong.
+`# heading` starts a block, `> note` gives a reason. `$ words` are settings, `--num-processes`, `--model` (keys of
+config.json, or a name below), `--append` (text behind the recipe) and `--text` (another recipe), as in a shell, with
+escapes as in Python. Indented lines are the answer; where there are none, nothing is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from support.recipes import check
+from support.recipes import VALID, check
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 SNAPSHOT = Path(__file__).parents[1] / "unit" / "messages.txt"
@@ -60,15 +61,22 @@ def _ask(words: str, folder: Path) -> Iterable[str]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--model", default="{}")
+    parser.add_argument("--append", type=_unescape, default="")
+    parser.add_argument("--text", type=_unescape, default=VALID)
     parser.add_argument("settings", nargs="*")
     asked = parser.parse_args(shlex.split(words.replace(FOLDER, str(folder))))
     config = MODELS.get(asked.model) or yaml.safe_load(asked.model)
+    text = asked.text + asked.append
     try:
-        problems: Iterable[Problem] = check(*asked.settings, num_processes=asked.num_processes, **config)
+        problems: Iterable[Problem] = check(*asked.settings, num_processes=asked.num_processes, text=text, **config)
     except RecipeError as error:
         problems = error.problems
     for problem in problems:
         yield from (line for line in str(problem).replace(str(folder), FOLDER).splitlines() if line)
+
+
+def _unescape(text: str) -> str:
+    return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
 
 
 if __name__ == "__main__":

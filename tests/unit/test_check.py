@@ -47,51 +47,6 @@ def test_paths_that_are_not_names_on_the_hub(tmp_path: Path) -> None:
     assert check(f"data.datasets.0.path='{tmp_path}/x[1].jsonl'") == []
 
 
-def test_a_key_in_an_address_is_not_shown() -> None:
-    assert "verysecret" not in only("run.checkpoint_uri=s3://AKIAabcdefghijk:verysecret@bucket/x")
-
-
-def test_a_prompt_has_a_bound() -> None:
-    assert "has 20,001 letters" in only(f"run.sample_prompts=[{'a' * 20_001}]")
-
-
-def test_a_model_without_rotary_positions_has_no_base() -> None:
-    problems = list(check_model.check_rope_theta(load("model.rope_theta=8e6").recipe, make_shape(**NOPE)))
-    assert [problem.message for problem in problems] == [
-        "owner/model has no rotary positions, so a base would do nothing"
-    ]
-
-
-NOPE = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "attention"], "head_dim": 128}
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_rotary"),
-    [
-        (NOPE, False),
-        ({"model_type": "granitemoehybrid", "position_embedding_type": "nope"}, False),
-        ({"model_type": "granitemoehybrid", "position_embedding_type": "rope"}, True),
-        ({"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": None, "rope_type": "default"}}, False),
-        ({"model_type": "olmo_hybrid", "rope_theta": None}, False),
-        ({"model_type": "olmo_hybrid"}, True),
-    ],
-)
-def test_models_without_rotary_positions_are_not_told_to_stretch(changes: dict[str, object], is_rotary: bool) -> None:
-    """Rows of any length pass, and a stretch that would do nothing is refused."""
-    shape = make_shape(**{**changes, "rope_scaling": None})
-    recipe, stretched = (
-        load("data.max_length=1Mi", *words).recipe for words in ((), ("model.rope_scaling.type=yarn",))
-    )
-    long, refused = (
-        list(check_model.check_positions(recipe, shape)),
-        list(check_model.check_rotary(stretched, shape)),
-    )
-    assert (len(long), len(refused)) == ((1, 0) if is_rotary else (0, 1))
-    if not is_rotary:
-        assert "has no rotary positions, so a stretch would do nothing" in refused[0].message
-        assert resolve(recipe, shape).is_rotary is False
-
-
 def test_the_chosen_base_covers_what_the_rest_does_not() -> None:
     """The numbers are by hand: 5e5 x 8^1.65, and x 4^1.65 where yarn covers a half."""
     shape = make_shape(rope_theta=5e5, max_position_embeddings=8192)
@@ -141,11 +96,6 @@ def test_a_run_of_an_earlier_version_is_of_the_same_recipe(tmp_path: Path) -> No
     (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": "of other settings", "recipe": old}))
     assert check(here) == []
     assert "in:\n  run.eval_on_start: was true, is false\n" in only(here, "run.eval_on_start=false")
-
-
-def test_suggested_sizes_pass_the_rules() -> None:
-    assert "sp_size" not in only("parallel.sp_size=1", num_processes=8, kv_lora_rank=512).partition("hint")[2]
-    assert "dp_replicate" not in only("parallel.zero_stage=2", num_processes=8).partition("hint")[2]
 
 
 def test_problems_come_in_the_order_of_the_file() -> None:

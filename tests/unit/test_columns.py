@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.recipes import load
 from support.tokenizers_trained import train, wrap
 from test_prepare import prepare, read_documents, write_rows
 
 from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.rules.files import check_datasets
 from ulysses_cli.readers.columns import Chat, Reading, detect_kind, read_sample
 from ulysses_cli.readers.problems import BadRow, DataError
 
 QA = [{"question": "2+2?", "answer": "four", "prompt": 7}, {"question": "3+3?", "answer": "six"}]
 NAMED = "data.datasets.0.columns={prompt: question, completion: answer}"
-WRITE = "write {EXPECTED: NAME IN THE FILE}; expected are"
 
 
 def test_named_columns_are_read_as_if_the_file_had_these_names(tmp_path: Path) -> None:
@@ -77,32 +74,6 @@ def test_a_row_without_a_named_column_is_said_by_the_name_in_the_file(tmp_path: 
     assert "column `answer` is missing; there is question, reply" in str(raised.value)
     with pytest.raises(DataError, match=r"question \+ wrong"):
         prepare(tmp_path, "data.datasets.0.columns={prompt: question, completion: wrong}")
-
-
-@pytest.mark.parametrize(
-    ("words", "key", "message", "hint"),
-    [
-        (["columns={promt: a}"], "columns.promt", "is no column that rows are read from", f"{WRITE} messages, tools"),
-        (
-            ["columns={text: body}", "type=chat"],
-            "columns.text",
-            "type chat has none",
-            f"{WRITE} messages, tools, system",
-        ),
-        (["columns={prompt: a, completion: a}"], "columns.completion", "`a` is named twice", "name each column"),
-        (["columns={text: a}", "type=folder"], "columns", "is not used for type folder", "leave it out"),
-    ],
-)
-def test_names_that_mean_nothing_are_refused(
-    words: list[str], key: str, message: str, hint: str, tmp_path: Path
-) -> None:
-    where = f"data.datasets.0.path={tmp_path}"
-    problems = list(check_datasets(load(where, *(f"data.datasets.0.{word}" for word in words)).recipe))
-    found = [problem for problem in problems if problem.key == f"data.datasets.0.{key}"]
-    assert [problem.message for problem in found] == [message]
-    assert (
-        "prompt" in found[0].hint or "messages" in found[0].hint or "leave" in found[0].hint or "once" in found[0].hint
-    )
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"question": "a"}, {}])

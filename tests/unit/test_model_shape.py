@@ -104,31 +104,6 @@ def test_a_multimodal_model_gives_its_language_part() -> None:
     assert shape.model_type == "gemma3_text"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"vocab_size": "many"}, "vocab_size is 'many', not a number"),
-        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, not a count"),
-        ({"model_type": 3}, "model_type is 3"),
-        ({"hidden_size": float("nan")}, "hidden_size is nan, not a number"),
-        ({"num_key_value_heads": 5}, "5 key/value heads do not divide 32 attention heads"),
-        ({"num_key_value_heads": 64}, "64 key/value heads do not divide 32 attention heads"),
-        ({"hidden_size": 65}, "hidden_size 65 is not a multiple of 32 attention heads"),
-        ({"num_hidden_layers": 300_000_000}, "num_hidden_layers is 300000000, more than 10000"),
-        ({"layer_types": 5}, "layer_types is 5, not a list"),
-    ],
-)
-def test_a_config_that_cannot_be_used(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        make_shape(**changes)
-    assert str(caught.value.problems[0]) == (
-        f"model.name_or_path: the config of owner/model cannot be used: {message}\n\n"
-        "hint: a model's config.json gives model_type, sizes and head counts\n"
-    )
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.recipes import load
 
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.units import format_parameters, format_plain, format_usd
 
 
@@ -15,22 +13,6 @@ from ulysses_cli.plan.units import format_parameters, format_plain, format_usd
 )
 def test_plain_numbers(number: float, text: str) -> None:
     assert format_plain(number) == text
-
-
-@pytest.mark.parametrize(
-    ("setting", "hint"),
-    [
-        ("train.max_grad_norm=1e12", "use 1,000,000,000 or less"),
-        ("run.step_timeout=1e12", "use 1,000,000 or less"),
-        ("run.max_cost=1e12", "use 1,000,000,000 or less"),
-    ],
-)
-def test_a_bound_is_written_without_a_fraction(setting: str, hint: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        load(setting)
-    (problem,) = error.value.problems
-    assert problem.hint == hint
-    assert ".0 " not in f"{problem.message} "
 
 
 @pytest.mark.parametrize(
