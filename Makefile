@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo real-model test test-check test-full coverage lint types map snapshots docs pictures package bench yardstick gpu check clean
+.PHONY: help install demo real-model test test-check test-full coverage lint types map snapshots docs site pictures package bench yardstick gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,18 @@ snapshots: install  ## what rules say of wrong recipes, anew: tests/unit/message
 docs: install  ## the generated parts of the docs: settings, models, attention
 	PYTHONPATH=tests:. python -m support.generated_docs
 
+.site/installed: pyproject.toml
+	$(PYTHON) -m venv --clear .site/venv
+	.site/venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' | \
+		xargs .site/venv/bin/python -m pip install -q --no-compile
+	touch $@
+
+# What pages link to, in folders as here. A link to another file of the code is an error, and a path to add.
+site: .site/installed  ## .site/html: README, docs and the pages for contributors as a site
+	rm -rf .site/pages && mkdir -p .site/pages
+	cp -r --parents *.md docs recipes tests/ranks/test_exact_training.py .site/pages
+	NO_MKDOCS_2_WARNING=1 .site/venv/bin/mkdocs build -q --strict
+
 pictures: install  ## the pictures of the docs; that of a report page needs Chromium
 	python docs/pictures/make.py
 
@@ -100,4 +112,4 @@ check: install  ## all that CI runs
 	$(MAKE) test-check
 
 clean:  ## delete .venv, builds, runs and caches
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .site build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -75,6 +75,18 @@ def test_every_page_can_be_found_from_the_readme() -> None:
     assert {page.relative_to(ROOT).as_posix() for page in PAGES} - {"README.md"} <= linked
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    def list_pages(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for part in entry.values() if isinstance(entry, dict) else entry:
+                yield from list_pages(part)
+
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(list_pages(site["nav"])) == sorted(page.relative_to(ROOT).as_posix() for page in PAGES)
+
+
 def test_the_readme_is_short() -> None:
     assert len(readme.splitlines()) <= 160
 
