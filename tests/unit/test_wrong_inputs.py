@@ -3,12 +3,11 @@
 The commands run in this process, in a folder of their own with a few wrong files in it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
+from support.paths import RECIPES as SHIPPED
 from support.paths import TINY_RECIPE
 from support.tiers import sample_every
 from typer.testing import CliRunner
@@ -36,6 +35,7 @@ FILES = {
 FILE_BELOW_FILE = 'data.datasets={"path":"d/a.jsonl","data_files":["d.jsonl"]}'
 NUMBER = "hint: write a whole number, such as 10, 65_536, 500K or 64Ki"
 QWEN = ("--model", "Qwen/Qwen3-8B", "--max-length")
+LONG = str(SHIPPED / "llama-3.1-8b-128k-8gpu.yaml")
 
 RECIPES = (
     ("empty.yaml", "empty.yaml:1:1: model: required and not written\n\nhint: write model, a section with name_or_path"),
@@ -93,6 +93,32 @@ COMMANDS = (
     ("bench t.yaml --max-length 1", "1 is shorter than sp_size 2\n\nhint: use 2 or more"),
     ("bench t.yaml --html folder", "--html: folder cannot be written: Is a directory"),
     ("estimate-memory", "neither a recipe nor --model is given"),
+    ("estimate-memory nowhere.yaml", "cannot be read"),
+    ("estimate-memory RECIPE --gpu h1000", "--gpu: no GPU is called h1000"),
+    ("estimate-memory RECIPE --model Qwen/Qwen3-8B", "cannot be combined with"),
+    ("estimate-memory RECIPE --max-length 8Ki", "--max-length: is for --model only"),
+    ("estimate-memory RECIPE --num-processes 6", "the run has 6 processes"),
+    ("estimate-memory RECIPE --num-processes 0", "Invalid value"),
+    ("estimate-memory --model Qwen/Qwen3-8B", "--max-length: required with --model"),
+    ("estimate-memory --model Qwen/Qwen3-8 --max-length 8Ki", "a similar model that is known is Qwen/Qwen3-8B"),
+    ("estimate-memory QWEN -3", "-3 is not a whole number from 2"),
+    ("estimate-memory QWEN 8Ki parallel.ring_size=3", "does not divide"),
+    ("estimate-memory --model deepseek-ai/DeepSeek-V3 --max-length 8Ki", "quantized by fp8"),
+    ("plan --model deepseek-ai/DeepSeek-V3 --max-length 8Ki", "quantized by fp8"),
+    ("plan --model Qwen/Qwen3-8B", "--max-length: required"),
+    ("plan QWEN 8Ki --tokens 4Ki", "less than one row"),
+    ("plan QWEN 8Ki --tokens 1M --tokens-per-step 2M", "2,000,000 are more than the 1,000,000 in all"),
+    ("plan QWEN 8Ki --gpus h100:0", "is not a number of GPUs"),
+    ("plan QWEN 8Ki --gpus=", "--gpus: names no GPU"),
+    ("plan QWEN 8Ki --longest", "leave out one of them"),
+    ("plan QWEN 256Mi --gpus h100:8", "no plan (heads)"),
+    ("plan --model Qwen/Qwen3-8B --longest --budget 100", "--budget: bounds a plan for rows"),
+    ("plan --model Qwen/Qwen3-8B --longest --deadline 1h", "--deadline: bounds a plan for rows"),
+    ("plan --model Qwen/Qwen3-8B --longest --tokens-per-step 1Mi", "leave out one of them"),
+    ("plan --model microsoft/Phi-3-mini-128k-instruct --max-length 256Ki", "longer than the 131072"),
+    ("plan --model meta-llama/Llama-3.1-70B --max-length 8Ki --gpus h100:1 --method full", "no plan (host)"),
+    ("plan --model Qwen/Qwen3-32B --longest --gpus rtx-4090:1 --method lora", "leave out --method"),
+    ("plan --model Qwen/Qwen3-30B-A3B --max-length 8Ki --gpus h100:1 --method qlora", "--method: the experts of"),
     ("estimate-memory t.yaml --gpu h100,h200", "hint: write --gpu again for each"),
     ("estimate-memory t.yaml --sweep --html folder", "--html: folder cannot be written"),
     ("estimate-memory --model t.yaml --max-length 8Ki", "--model: t.yaml is a recipe"),
@@ -190,7 +216,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_wrong_input_is_reported(line: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    result = CliRunner().invoke(app, line.replace("QWEN", " ".join(QWEN)).split())
+    result = CliRunner().invoke(app, line.replace("QWEN", " ".join(QWEN)).replace("RECIPE", LONG).split())
     assert isinstance(result.exception, SystemExit)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
@@ -202,6 +228,8 @@ def test_an_empty_argument_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
         result = CliRunner().invoke(app, [command, ""])
         assert result.exit_code == 2
         assert "RECIPE: is an empty argument\n\nhint: name a recipe, or leave" in result.stderr
+    result = CliRunner().invoke(app, ["estimate-memory", "--model", "", "--max-length", "8Ki"])
+    assert (result.exit_code, "--model: is an empty text" in result.stderr) == (2, True)
     for command in ("train", "prepare"):
         assert "2 recipes: t.yaml, an empty argument\n" in CliRunner().invoke(app, [command, "t.yaml", ""]).stderr
 
