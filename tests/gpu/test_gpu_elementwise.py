@@ -1,8 +1,6 @@
 """Tests on a GPU that norms, rotary embedding and gated activations of one pass equal transformers' formula, and that
 the run's choice among them says why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests on a GPU that operators compute more than 2^31 elements as they compute halves of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Documents must not mix. Ulysses also runs on several ranks that share the GPU, each with an NCCL host id of its own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

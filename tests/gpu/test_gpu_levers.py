@@ -1,8 +1,6 @@
 """Tests memory levers on a GPU: tensors that travel to host memory and back on side streams keep their values, every
 step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.levers import LENGTHS, Case, Levers, make_loss_model, make_row

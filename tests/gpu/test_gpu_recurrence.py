@@ -1,8 +1,6 @@
 """Tests that a GPU runs recurrences and convolutions by an installed package's kernel, chosen against torch's code, and
 that without the package torch's code is exact on packed documents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

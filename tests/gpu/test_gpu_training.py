@@ -1,8 +1,6 @@
 """Tests training steps over NCCL: ranks that share a GPU, with sequence parallelism and ZeRO, give the losses and
 weights of one rank. They say nothing about speed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

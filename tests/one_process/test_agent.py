@@ -1,7 +1,5 @@
 """Tests a signal to the agent: its ranks save and end by themselves, however long that takes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

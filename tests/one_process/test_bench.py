@@ -1,8 +1,6 @@
 """Tests how bench judges: a row that runs out of memory is reported and the sweep goes on, and calibration moves the
 estimate to the measurement. In `make test-full` the whole command also runs beside the Trainer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Tests how results over blocks of keys are merged, and that every kernel's backward takes the result of all blocks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that an export keeps tensors of the base model's files that transformers' text model ignores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests 8-bit codes: they decode as in bitsandbytes, and encoding what was decoded gives the same codes."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests how doctor reads machines from recorded output, and that a check that raises is a finding and stops no
 other."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """Compares early stopping with transformers' EarlyStoppingCallback on random losses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

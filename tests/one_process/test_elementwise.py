@@ -1,7 +1,5 @@
 """Tests norms, rotary embedding and gated activations of one pass against transformers' own code and autograd."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests that transformers loads an exported folder of every family: its own names, the same values, the same logits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

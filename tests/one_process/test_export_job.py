@@ -1,7 +1,5 @@
 """Tests the export of a checkpoint without its run: merged, as adapters, and without running code of the model."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,8 +1,6 @@
 """Tests that exports and merges of every family whose files transformers renames or splits have the layout of the base
 model's own files, whichever of the two that transformers reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that NaN and infinity in weights are named where they are read: in a model, in a checkpoint, in an export."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -3,8 +3,6 @@ FlashAttention and torch were read from their releases as text, those of the ins
 has run on a GPU: names, order and meaning of arguments are proven, values are not.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace

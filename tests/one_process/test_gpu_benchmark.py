@@ -1,8 +1,6 @@
 """Tests the first 15 minutes on a GPU without one: its parts are rehearsed, each row is kept when it comes, a part that
 fails or hangs stops no other and leaves no process, and a later call goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Tests of DeepSpeed's Adam for the host: a resumed run does not depend on the powers of betas that it remembers, and
 an image's build of it runs on any CPU with AVX2."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests what a run may take of a machine's memory, and that levers are chosen within that, alike on all ranks."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 packages that end their process, machines that differ, and choices kept on disk. No GPU is needed: trials are replaced.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

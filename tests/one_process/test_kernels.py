@@ -1,7 +1,5 @@
 """Tests kernels on one process: the chooser, refusals, shapes under fake tensors, and FLOP counts."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests the cases that compare operators past 2^31 elements with halves: on few rows, and on a CPU what fits it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Tests that a recomputation stops before a layer's last product under ZeRO-3's linear layer, with the same values to
 the last bit. Under DeepSpeed's engine tests/ranks/test_levers_on_ranks.py compares values with the plain model's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

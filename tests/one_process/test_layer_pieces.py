@@ -1,8 +1,6 @@
 """Tests that no layer of any family gets a whole row that its kernel could not index: neither an embedding nor a linear
 layer nor a layer norm of torch's."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Compares the ledger's activation terms with counted steps of transformers' models with our attention, levers and
 loss. ranks/test_trace.py compares what DeepSpeed adds with a trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

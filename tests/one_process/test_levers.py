@@ -1,8 +1,6 @@
 """Tests memory levers on one process: they change no value in float64, run attention and MLP once, and bound host
 memory."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Tests that irrelevant messages of libraries do not reach the screen."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Compares the loss from hidden states with the models' own losses, and with cross-entropy by its definition."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares adapters merged file by file with peft's merge in memory, for every family, and bounds the memory of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

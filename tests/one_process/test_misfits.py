@@ -1,7 +1,5 @@
 """Tests configs of which transformers makes no model: one line with the cause, and the exit code of a recipe."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that no pickle of a model folder runs code: one that tries is refused with a message."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

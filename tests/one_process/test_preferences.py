@@ -1,7 +1,5 @@
 """Compares losses of preferences with what TRL's own code returned (benchmarks/preferences.py)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Tests verify, bench and doctor as commands: mistakes, failures inside them, and interruptions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tests that what is published of a run made of local files says nothing of the machine, and that it still loads."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

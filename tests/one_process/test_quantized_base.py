@@ -1,7 +1,5 @@
 """Tests a base in 4 or 8 bits on one process: how it is made, what it takes, and adapters that a run starts from."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests the quickstart: every command of the page runs, one after another."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tests the store in a file through which the ranks of one machine connect."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from datetime import timedelta

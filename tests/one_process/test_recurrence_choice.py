@@ -1,8 +1,6 @@
 """What a rank says of its recurrent layers: which package is missing, what torch's code costs this run, and that
 kernels of an installed package are used, except the one that cannot be cut."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

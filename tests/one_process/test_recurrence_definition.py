@@ -1,8 +1,6 @@
 """transformers' torch code, which runs where no package is installed, equals the recurrence's definition token by
 token, in float64, on a row of 50,000 tokens whose states outlive thousands of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

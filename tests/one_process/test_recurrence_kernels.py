@@ -1,7 +1,5 @@
 """The choice of kernels for recurrences and convolutions, with kernels of a package that is right, leaks or fails."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

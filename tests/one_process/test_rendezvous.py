@@ -1,7 +1,5 @@
 """Tests agents that meet: what was written with another key, or without one, is neither read nor executed."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

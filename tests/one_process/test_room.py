@@ -1,7 +1,5 @@
 """Tests the disk space that a run needs at most, counted before it starts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

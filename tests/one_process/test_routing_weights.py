@@ -1,7 +1,5 @@
 """Compares the families whose experts' results are weighted in float32, a fact of the ledger, with transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests parts of a run that need no ranks: stop conditions, evaluation buckets, metrics, trackers, schedules, the
 card."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Tests that planted secrets reach neither run.json nor the model card, which people publish."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support.small_run import CONFIG

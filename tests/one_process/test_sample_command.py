@@ -1,7 +1,5 @@
 """`ulysses sample` where the model ends at once: it says so, and names the chat template that was not used."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

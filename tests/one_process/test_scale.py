@@ -1,7 +1,5 @@
 """Tests benchmarks/scale.py: groups on torch's fake backend, what crosses machines, a prediction at 4,096 ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Models and operators on sizes alone, beside torch's own tensors without data: every byte that comes and goes."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The small model of `verify` keeps the layers of a model with convolutions and recurrences."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.hybrids import HYBRIDS, TINY

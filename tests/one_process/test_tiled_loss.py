@@ -1,8 +1,6 @@
 """Compares the loss of targets, whole and in tiles, with cross-entropy over all logits, in float64; bounds its error in
 bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

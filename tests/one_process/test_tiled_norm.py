@@ -1,7 +1,5 @@
 """Tests norms in tiles: they give the same values and gradients and save only the input."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Traces a step whose optimizer states and weights are in files, and compares it with the ledger's formula."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """A turn of a chat is learned as it is written: its log-probability in packed rows of split chats is that of prompt and
 answer alone, in a plain model and float64."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

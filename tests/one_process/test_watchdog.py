@@ -1,7 +1,5 @@
 """Tests which rank is named when no rank moves on, and whether a stack waits in a collective."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

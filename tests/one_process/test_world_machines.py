@@ -1,7 +1,5 @@
 """Machines of one evaluation meet in a store, compare facts, and notice that one is lost. Here they are threads."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Tests multimodal models whose text part is trained: it is loaded from their files, and an export is the whole model
 again, with every other tensor as it was. The reference is transformers' own class of the whole model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Trains a model that grows by added tokens on ranks, against a plain model grown by transformers, and loads its export
 with plain transformers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests that a run keeps, ends at and exports its best model, and does the same when it is killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tests that what rank 0 alone tries ends on all ranks alike, also when it fails, and that ranks tell each other which
 kernels they have."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,8 +1,6 @@
 """Tests that ours equals DeepSpeed's own Ulysses layer bit for bit in float32, where that layer is right (one document
 per row)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss by position on the user's documents, on every layout, against the plain model."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

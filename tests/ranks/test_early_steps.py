@@ -1,8 +1,6 @@
 """Tests that groups which step while the backward goes on end with the bits of DeepSpeed's own order: also in steps
 that are clipped, that have a gradient which is not finite, and after a resume."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import Executor, Future
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Tests AdamW with 8-bit moments on ranks: bitsandbytes' own steps, any ZeRO stage, checkpoints, the rehearsal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

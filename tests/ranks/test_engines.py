@@ -1,7 +1,5 @@
 """Tests that engines of one process follow each other without a trace: nothing of one is alive when it is closed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Questions between the steps of a run: asked on all ranks, recorded, and without effect on training."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

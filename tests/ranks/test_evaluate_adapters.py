@@ -1,8 +1,6 @@
 """`ulysses evaluate` of a run's checkpoints with adapters, on another layout than they were trained on: merged, they
 answer as plain peft does with the adapters beside their base."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

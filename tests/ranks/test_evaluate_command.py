@@ -1,7 +1,5 @@
 """`ulysses evaluate` from end to end on CPU ranks: mistakes, a prediction, answers on one rank and on two."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """`ulysses evaluate` on two machines, as network namespaces with disks of their own: the same answers as on one, a
 mistake, a machine that is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

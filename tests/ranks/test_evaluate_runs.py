@@ -1,7 +1,5 @@
 """What `ulysses evaluate` says of folders that are no model, and of wrong inputs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Tests that training on ranks equals plain torch on one process: loss, every gradient and the weights after three
 steps, or five in `make test-full`."""
 
-from __future__ import annotations
-
 import json
 import math
 from datetime import timedelta

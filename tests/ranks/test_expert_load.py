@@ -1,7 +1,5 @@
 """Compares the loads of experts that a run records with counts from plain transformers on one process."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Training of families with attention of other kinds on ranks equals plain torch on one process: latent keys, sinks, an
 expert that every token goes to, Gemma 4 with keys that are values or another layer's."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

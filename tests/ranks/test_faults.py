@@ -1,8 +1,6 @@
 """Tests real runs that are killed and resumed, saves while steps go on, and saves that fail. benchmarks/faults.py kills
 many more."""
 
-from __future__ import annotations
-
 import errno
 import random
 import signal

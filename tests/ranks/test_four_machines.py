@@ -1,8 +1,6 @@
 """Four machines, as network namespaces: their names are in the reverse order of their numbers and mean 127.0.1.1 on the
 machine itself, no two share a disk, and they come in any order."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

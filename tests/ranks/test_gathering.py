@@ -1,7 +1,5 @@
 """Compares the ledger's replay of what ZeRO-3 gathers with DeepSpeed's own hooks in a traced step, hook by hook."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compares greedy generation on split rows with transformers' own `generate`, in float32: tokens and logits."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generation on a live training engine: groups of ranks with other prompts, under ZeRO-3, between two steps."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from datetime import timedelta
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Tests the process groups of a layout: which ranks are in them, and how long they wait; and that a choice which rank 0
 makes reaches all ranks, or its error does."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

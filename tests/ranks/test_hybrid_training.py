@@ -1,8 +1,6 @@
 """Training of models with convolutions and recurrences on ranks equals plain torch on one process: loss, every gradient
 and the weights after five steps, with packed documents. An evaluation between steps has the plain model's loss."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that no file and no output of a real run holds a planted secret, also when the run fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

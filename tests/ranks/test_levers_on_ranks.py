@@ -1,7 +1,5 @@
 """Tests memory levers over ranks: split rows, weights that ZeRO-3 shards, rows of unequal length."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ On one machine, only gloo's sockets listen, on the loopback. On several machines
 to the master can connect, and nothing that it sends is executed.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import signal

@@ -1,7 +1,5 @@
 """lm-eval's tasks on the sharded model: the same numbers as lm-eval's own model class gives on one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares weights loaded into a model on several ranks with transformers' own loading on one process."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

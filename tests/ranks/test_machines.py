@@ -1,8 +1,6 @@
 """Two machines, as network namespaces: started as docs/machines.md says; one comes late, has another recipe, or is cut
 off in mid-run, for good or for some seconds."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -5,8 +5,6 @@ The models run through transformers' own interface. Compared are the logits' los
 with documents that do not attend to each other.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock

@@ -1,8 +1,6 @@
 """Tests run.checkpoint_uri at gs:// and hf:// addresses, against stand-ins of both services on loopback: checkpoints go
 up with their manifest last, and a run goes on from there alone, in a new folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tests runs on two machines that share no disk: each has a folder of its own for recipe, data and run."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import socket

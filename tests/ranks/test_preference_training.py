@@ -1,8 +1,6 @@
 """Pairs of answers on ranks: losses and gradients in float64 against plain torch, one answer at a time; references that
 are bitwise those of step 1; a run that resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

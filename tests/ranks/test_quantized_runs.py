@@ -1,8 +1,6 @@
 """Tests training of adapters on a base in 4 or 8 bits: it equals peft and bitsandbytes on one process, also with an
 evaluation between steps, and resumes at another layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compares formulas and runs on sizes with a trace of ten recipes that were drawn once."""
 
-from __future__ import annotations
-
 import pytest
 from support.random_recipes import (
     draw_recipe,

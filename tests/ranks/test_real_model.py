@@ -1,8 +1,6 @@
 """A model that was really trained, by the docs' own commands: its tokenizer, template and weights hide no fault that
 random ones do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

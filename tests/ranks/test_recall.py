@@ -1,8 +1,6 @@
 """A tiny model that `ulysses train` teaches to recall, and what `ulysses evaluate` says of it: with the evidence in the
 shard of another rank than the question's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

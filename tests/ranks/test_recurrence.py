@@ -1,8 +1,6 @@
 """Convolutions and recurrences on split rows, in float64, for drawn documents: bounds on, before and after the edges of
 slices, documents and slices shorter than the convolution, one-token documents. The reference knows no ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

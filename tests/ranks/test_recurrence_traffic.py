@@ -2,8 +2,6 @@
 backward of tiny models with convolutions and recurrences: halos, what a recurrence exchanges, and heads of attention.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -1,8 +1,6 @@
 """Families with convolutions and recurrences on split rows, against the plain model document by document: logits' loss
 and the gradient of every parameter. A token of one document changes no bit of another's logits."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import chain

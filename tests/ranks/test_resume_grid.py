@@ -5,8 +5,6 @@ The resumed run has the same rows in the same order across the ends of several e
 uninterrupted run's.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The run ends in time and leaves no process. All ranks enter the same collectives
 uninterrupted run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 """Compares attention on a ring, alone and with Ulysses inside, with plain attention on one process: output and every
 gradient, in float64. Counts what travels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache, partial

@@ -1,8 +1,6 @@
 """Runs on rings what plain Ulysses attention is tested for besides values: documents that never mix, the ends of
 windows, every division of heads into ranks and chunks, graphs that are kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

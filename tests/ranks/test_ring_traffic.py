@@ -1,8 +1,6 @@
 """Compares the bytes that the speed model gives to the exchange of heads and to a ring with those that ranks trade,
 counts the collectives of a layer, and shows that keys of the next round travel while those of one are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compares runs whose routers are frozen with plain transformers on one process."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

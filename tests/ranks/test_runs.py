@@ -1,8 +1,6 @@
 """Tests what a run guarantees besides exact steps: copies of parameters, bad steps, checkpoints of any layout,
 agreement."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Tests what a run says about itself between its steps: greedy continuations that equal transformers' own."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

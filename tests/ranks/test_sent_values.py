@@ -2,8 +2,6 @@
 was sent elsewhere or before, and what was changed on its way, is refused: rank 0 receives what an attacker sends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests on CPU ranks what tests/gpu/test_gpu_training.py does on a GPU, so that none of it fails there for a silly
 reason."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The batch script that `ulysses launch slurm` writes, on a real SLURM of two machines, by the commands of
 docs/machines.md."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

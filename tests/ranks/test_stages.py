@@ -1,8 +1,6 @@
 """Tests a training in stages: the second starts from the first one's weights and moments, with rows, a schedule and
 positions of its own, and resumes like any run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Tests what layers save on a disk: the bits are those of host memory, no file outlives a run, a full disk is named.
 And layers that run in pieces of a row, on ranks."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

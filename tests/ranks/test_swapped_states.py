@@ -1,8 +1,6 @@
 """Tests optimizer states and weights on a disk: they have the bits of those in memory, through checkpoints, the
 rehearsal and a run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares the trace of a step with the same step on real ranks, and with the ledger's formula."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

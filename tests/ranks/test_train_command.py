@@ -1,8 +1,6 @@
 """Tests `ulysses train` as a person runs it: real processes, a real signal, a model folder that plain transformers
 loads."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Compares Ulysses attention on 2 and 4 ranks with plain attention on one: output and every gradient, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests runs with run.checkpoint_uri: real processes, killed during uploads, that go on from the bucket alone; uploads
 that are slow, and uploads that fail."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Tests that `ulysses verify` detects each planted fault by a number, and passes without a fault."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Tests that `verify` passes models with convolutions and recurrences, and detects each fault planted in what splits
 them over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that `ulysses verify` passes a ring, alone and with Ulysses inside, and detects each fault planted in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

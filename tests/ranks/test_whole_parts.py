@@ -1,8 +1,6 @@
 """Tests parts that are trained whole beside adapters (lora.modules_to_save), and DoRA: training equals plain peft on
 one process at any layout and stage, and resumes at another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests gradients sent in bfloat16 on one rank and between two: they have the bits of float32 sums; elsewhere float32
 is the default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

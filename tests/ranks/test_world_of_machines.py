@@ -1,8 +1,6 @@
 """Ranks of two machines of one evaluation, which are threads here: each starts its own, and rank 0 alone has the
 questions and the answers."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The reference for attention, written independently: the whole matrix of logits, autograd, no ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

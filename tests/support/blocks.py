@@ -1,7 +1,5 @@
 """Reads the code blocks of a Markdown page."""
 
-from __future__ import annotations
-
 import re
 
 

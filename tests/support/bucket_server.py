@@ -1,7 +1,5 @@
 """Starts servers of S3 and of Google Cloud Storage on loopback, for tests of remote disks."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -4,8 +4,6 @@ A dispatch mode sees each storage when an operator returns it and when it is fre
 shares no code with the trace of ulysses_cli, which it checks.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

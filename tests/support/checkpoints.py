@@ -1,7 +1,5 @@
 """Makes checkpoints as a run leaves them: with arbitrary bytes where nothing is loaded, or with tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

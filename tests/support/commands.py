@@ -1,8 +1,6 @@
 """Runs the command in this process: its words, its streams, its exit code. What it starts is served.py's.
 `run_process` starts a process of its own, for tests of what a start costs."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

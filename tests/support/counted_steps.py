@@ -3,8 +3,6 @@
 Also predicts the same step with the ledger. DeepSpeed takes no part: real_steps.py has it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A tiny model of each supported family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Writes transformers' own defaults of the fields that shapes are read from:
 `PYTHONPATH=tests:. python -m support.family_defaults`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Injects faults into real runs: signals to ranks at chosen moments, damage to files on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

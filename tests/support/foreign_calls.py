@@ -6,8 +6,6 @@ wheel, read as text) to flash_signatures.json; with KERNEL torch, the operators 
 torch_schemas.json. Nothing of a foreign package is imported.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

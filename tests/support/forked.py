@@ -6,8 +6,6 @@ agent and the agent's ranks are forked too. A process that forks so must not hav
 threads, starts a `Command`.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -5,8 +5,6 @@ A page keeps what is written by hand. A generated part stands between two commen
 texts come from docs/pictures/README.md.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -4,8 +4,6 @@ step to stdout.
 It runs as a process of its own, like the trace, since it patches DeepSpeed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

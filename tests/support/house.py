@@ -1,7 +1,5 @@
 """The code's files, and the import rules as pyproject.toml writes them for import-linter."""
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from functools import cache

@@ -2,8 +2,6 @@
 use, with faults. Like the hub, it refuses a commit while another one goes on, and the deletion of a file that is not
 there."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

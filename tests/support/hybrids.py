@@ -1,7 +1,5 @@
 """A tiny model of each family with convolutions or recurrences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ signal to the chosen processes. The product has no code for this. `arm` is calle
 its environment. Each rank also logs its collectives.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 """Runs operators of a step on more than 2^31 elements and on halves of them: a case for each operator of the census
 that may see so many (plan/rows/indexing.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

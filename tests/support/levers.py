@@ -1,8 +1,6 @@
 """Runs a tiny model with memory levers on or off, in one process or under DeepSpeed ZeRO-3; returns losses, gradients,
 weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ config.json, or a name below), `--append` (text behind the recipe) and `--text` 
 escapes as in Python. Indented lines are the answer; where there are none, nothing is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

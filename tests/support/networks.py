@@ -1,7 +1,5 @@
 """Simulates machines as network namespaces of this one, joined by a switch; traffic never leaves them."""
 
-from __future__ import annotations
-
 import ctypes
 import ipaddress
 import os

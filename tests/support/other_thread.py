@@ -1,7 +1,5 @@
 """Runs backwards as a GPU does: in a thread of their own, in which no context variable is set."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Makes prompters as the product does: with the model's chat template rendered in a bounded child process."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

@@ -4,8 +4,6 @@ Families, sizes, levers, layouts, stages, adapters and engine settings are drawn
 rule of the checks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

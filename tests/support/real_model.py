@@ -4,8 +4,6 @@
 4 bits become bfloat16, with its own tokenizer and chat template. Tests that need it are skipped where it is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Runs real training steps on CPU ranks with every byte counted, and requests a trace of the same."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

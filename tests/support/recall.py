@@ -1,7 +1,5 @@
 """A recall task for a tiny model: needles of `ulysses evaluate` from other seeds, with their answers as targets."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs training without its command: rows in memory, an engine on the ranks of a test, the real loop."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ to the server, passes signals on, and ends as the program ends. So a test sees a
 streams and exit code, and dead when the client is killed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

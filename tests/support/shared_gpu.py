@@ -1,7 +1,5 @@
 """Starts ranks that share one GPU, each of which NCCL takes for a host of its own. On a CPU they are ranks of gloo."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """Leaves out what takes time in each process of a test and changes no result."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 

@@ -1,8 +1,6 @@
 """A model's forward and backward on sizes alone, and the same on torch's tensors without data: what each allocates and
 frees, in order."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Mapping
 from typing import Any, NamedTuple

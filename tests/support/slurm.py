@@ -1,7 +1,5 @@
 """A SLURM of two machines on this one: its own daemons, each in a network namespace with a host name of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

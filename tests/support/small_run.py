@@ -1,7 +1,5 @@
 """Holds the one small model and the one small recipe that tests and benchmarks train on CPU ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 CONFIG: dict[str, Any] = {

@@ -1,8 +1,6 @@
 """Decides which tests run where: `make test` runs a case of each class, `make check` a wider sample, `make test-full`
 all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path

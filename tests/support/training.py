@@ -1,7 +1,5 @@
 """The reference for training, written independently with plain torch on one process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ The last of the preloaded modules: what is alive when it ends is not searched by
 collects by hand for each engine, which would take half a second with all of torch and transformers alive.
 """
 
-from __future__ import annotations
-
 import gc
 
 import deepspeed.ops

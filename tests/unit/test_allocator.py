@@ -1,7 +1,5 @@
 """Compares the allocator's model with a brute force that knows no blocks: one byte of a map for each unit of memory."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

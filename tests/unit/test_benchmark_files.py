@@ -1,7 +1,5 @@
 """How benchmarks of files are asked: templates that prompts hold already, conversations, lengths, odd characters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

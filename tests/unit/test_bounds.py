@@ -1,7 +1,5 @@
 """Tests that files of unknown origin cost no more than they may: data, benchmarks, tokenizers, results of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

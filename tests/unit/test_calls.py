@@ -1,8 +1,6 @@
 """Calls of tools as models write them: read in each known form, compared as JSON, and asked for in held-out chats. The
 forms are written by hand."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Tests that processes of the package end with the process that started them, do not block on output, and know their
 limits."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Tests README, ARCHITECTURE and docs/: links, paths, generated parts, printed outputs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Which machine of an evaluation this is, and how many ranks there are."""
 
-from __future__ import annotations
-
 import pytest
 
 from ulysses_cli.commands.children.evaluating import find_place

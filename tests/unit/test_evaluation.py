@@ -1,7 +1,5 @@
 """Tasks from a seed at exact lengths, scorers by the rule of each benchmark, files, statistics."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

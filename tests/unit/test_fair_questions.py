@@ -1,8 +1,6 @@
 """Questions that a perfect reader answers right at any length: one right answer, which fits its tokens, in a haystack
 that neither gives it away nor drowns it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

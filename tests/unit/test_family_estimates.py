@@ -1,7 +1,5 @@
 """Tests which models have a formula: unknown families, and weights beside those of usual layers, are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

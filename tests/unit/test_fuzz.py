@@ -4,8 +4,6 @@ It raises no other exception, does not hang and uses bounded memory. A small sam
 structures run in `make test-full`.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

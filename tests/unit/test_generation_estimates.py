@@ -1,7 +1,5 @@
 """Tests what is predicted of generation: for which models, and the weights that a later token reads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that GPUs are counted by NVIDIA's driver. A small C library stands in for it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

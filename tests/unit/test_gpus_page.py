@@ -1,7 +1,5 @@
 """Checks docs/gpus.md: the commands that need no GPU run, and what the page says of their results is true."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

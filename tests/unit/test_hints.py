@@ -1,7 +1,5 @@
 """Tests that messages name options that exist: of the command that shows them, or of the one that they name."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

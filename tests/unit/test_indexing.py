@@ -1,7 +1,5 @@
 """Tests the census of operators by the width of their indices: its sources, and what rules and planner make of it."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests what a rank does with a signal to stop, phase by phase; signals and a parent's death in real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tests files that submit a recipe to a cluster: each project's own loader reads them, and the batch script runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests how a layout becomes an agent's command line: which machine this is, and what failed when a run ends."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,8 +1,6 @@
 """What the assistant said and a chat template does not show: found in templates of known models' manners, counted,
 refused until the recipe allows it, and never a target that is an end mark alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Checks the commands and files of docs/machines.md: those of this tool run, and each cluster's own loader reads what
 its commands would read. tests/ranks/test_machines.py and tests/ranks/test_slurm.py run those that start ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """Tests which checkpoint counts as the best, what is kept for it, and when a run ends early. transformers' own early
 stopping is compared in tests/one_process/test_early_stopping.py."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests which machine of how many this is, from options, a hostfile, and the environment of each kind of cluster."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

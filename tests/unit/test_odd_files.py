@@ -1,7 +1,5 @@
 """Tests files that never end, never begin or are cut while they are read: each is one problem with its place."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,8 +1,6 @@
 """Tests where operators are built, that builds are waited for with a word, and that those of dead builders are taken
 over."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess

@@ -1,7 +1,5 @@
 """Tests how rows are dealt to a ring: every token once, equal work, and keys that are exactly those of the mask."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate, pairwise
 

@@ -1,7 +1,5 @@
 """Rows of two answers to one prompt, in the columns that data sets have, and the tokens that both answers share."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

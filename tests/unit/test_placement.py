@@ -1,7 +1,5 @@
 """Compares where ranks stand on machines with a count of them one by one."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

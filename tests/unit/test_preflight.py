@@ -1,7 +1,5 @@
 """Tests that what a machine lacks is reported before data is prepared or a rank starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests that text from elsewhere is printed without secrets, moves no cursor and does not look like another line."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tests what a rank asks of the ledger: which GPU this is, and what to change after memory ran out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests checkpoints and models in a bucket: what is uploaded, what is fetched, what is deleted, what is refused. The
 bucket is a folder with a file:// address; tests/ranks/test_uploads.py has a server."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

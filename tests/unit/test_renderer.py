@@ -1,8 +1,6 @@
 """Tests chat templates that never end or fill the memory: each is soon one problem with its place and leaves no
 process."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

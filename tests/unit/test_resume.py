@@ -1,7 +1,5 @@
 """Tests where a run resumes: damaged checkpoints, folders that a dead process left, recipes that have changed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

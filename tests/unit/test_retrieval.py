@@ -1,7 +1,5 @@
 """Retrieval beside length: BM25 against its formula, chunks, budgets, recall, and what is summed up."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from random import Random

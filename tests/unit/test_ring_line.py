@@ -1,7 +1,5 @@
 """Tests the line in which validate-config explains the ring: each of its answers, through the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

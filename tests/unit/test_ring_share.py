@@ -1,7 +1,5 @@
 """Tests what the ledger and the speed model know of a ring: keys held and traded, and when a ring wins."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

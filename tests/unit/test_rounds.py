@@ -1,8 +1,6 @@
 """Tests the rounds of a ring against the definition of the mask: each query meets each of its keys once, and ranks
 agree on what travels."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

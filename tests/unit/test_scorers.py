@@ -1,8 +1,6 @@
 """Each rule of scoring against what the benchmark's own code gave for the same answer. The values were computed with
 the scorers of LongBench and InfiniteBench, and the packages rouge, rouge_score and rapidfuzz."""
 
-from __future__ import annotations
-
 import pytest
 
 from ulysses_cli.evaluate.scoring import SCORERS

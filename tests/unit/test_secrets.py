@@ -1,7 +1,5 @@
 """Tests secrets by name, by look and by value, in time that grows with the text's length alone."""
 
-from __future__ import annotations
-
 import json
 import time
 

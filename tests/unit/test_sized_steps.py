@@ -1,7 +1,5 @@
 """Runs on sizes: layers that are alike run once, and what is kept of a run serves others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

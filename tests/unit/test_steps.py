@@ -1,8 +1,6 @@
 """Tests steps: every row of an epoch once at any layout, slices that make up whole rows, the same plan on every
 rank."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

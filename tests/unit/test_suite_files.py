@@ -1,7 +1,5 @@
 """Benchmarks by their name on the hub: files and archives, what is missing, and the cache."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -1,8 +1,6 @@
 """Tests the folder of optimizer states on a disk: private and empty at first, refused with a reason, removed at the
 end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """Tests what optimizer states on a disk take: disk space, locked memory, GPU memory, and a step's time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests Parquet and Arrow files that are small and expand to much: bounded memory, one problem with the file's name."""
 
-from __future__ import annotations
-
 import resource
 import struct
 from pathlib import Path

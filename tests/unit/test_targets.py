@@ -1,8 +1,6 @@
 """Which tokens of a chat are targets: by turns, by fields of messages, by thoughts, and where a template rewrites a
 turn. The expected targets are written by hand, as text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Models that think before they answer: asked to answer at once, or given tokens for a thought that does not count."""
 
-from __future__ import annotations
-
 import pytest
 from support.prompters import make_prompter
 

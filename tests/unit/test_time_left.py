@@ -1,7 +1,5 @@
 """The time that an evaluation still takes, against a clock that knows what each question costs."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests how numbers, money and parameters are written in every command."""
 
-from __future__ import annotations
-
 import pytest
 
 from ulysses_cli.plan.units import format_parameters, format_plain, format_usd

@@ -1,8 +1,6 @@
 """Holds formulas and runs on sizes to the traces of benchmarks/results/yardstick.json, and tests how recipes are
 drawn."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any
