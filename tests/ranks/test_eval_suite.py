@@ -19,12 +19,12 @@ from support.training import MemoryRows, make_recipe
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import SEEDED, Amount, Sources, plan_suites
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.recipe.recipe import EvalTask, Run
+from ulysses_cli.plan.recipe.recipe import EvalTask
 from ulysses_cli.plan.schedule import SCORE_MEASURE
 from ulysses_cli.train import evaluation as eval_suite
-from ulysses_cli.train.evaluation import EvalSuite, ModelChoice
+from ulysses_cli.train.evaluation import EvalSuite, Measures, ModelChoice
 from ulysses_cli.train.loop import StopConditions, TrainState, every, train
-from ulysses_cli.train.start import finish, measure_again
+from ulysses_cli.train.start import finish
 
 AMOUNT = Amount((1200,), 1)
 
@@ -147,8 +147,9 @@ def test_a_run_that_ends_late_asks_by_a_signal_alone(monkeypatch: pytest.MonkeyP
     assert any(late.stop.read_flags())
     run: Any = SimpleNamespace(state=late, plan=SimpleNamespace(recipe=None))
     nothing: Any = Mock()
+    measures = Measures(nothing, nothing, Suite())  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
-        finish(nothing, nothing, run, nothing, nothing, nothing, Suite(), nothing, "")  # type: ignore[arg-type]
+        finish(nothing, nothing, run, nothing, measures, nothing, "")
     assert not any(asked.value.args[0])
 
 
@@ -179,8 +180,8 @@ def test_a_resumed_run_asks_what_its_end_had_interrupted(
 
     monkeypatch.setattr(eval_suite, "ask_questions", ask)
     evaluation, samples = Counted(), Counted()
-    settings = Run(eval_steps=2, eval_suite=("vt",), eval_suite_steps=4, sample_steps=2, sample_prompts=("a",))
-    measure_again(state, settings, evaluation, samples, suite)  # type: ignore[arg-type]
+    measures = Measures(evaluation, samples, suite, eval_steps=2, sample_steps=2, suite_steps=4)  # type: ignore[arg-type]
+    measures.measure_again(state)
     assert steps == asked
     assert evaluation.steps == samples.steps == [step] * (step == 4)
 

@@ -16,11 +16,10 @@ from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves
 from ulysses_cli.train.evaluation import rehearse
 from ulysses_cli.train.loop import StepResult
 from ulysses_cli.train.metrics import BadSteps
-from ulysses_cli.train.model.build import assemble_run
+from ulysses_cli.train.model.build import assemble_run, choose_objective
 from ulysses_cli.train.model.loading import load_model_config
 from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.record import Record
-from ulysses_cli.train.start import choose_objective
 
 
 class RunHarness:

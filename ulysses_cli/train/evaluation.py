@@ -8,6 +8,7 @@ longest rows before training, without effect on the losses."""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -25,21 +26,30 @@ from numpy.typing import NDArray
 from ulysses_cli.data.steps import Batching, Rows, get_shared, plan_longest, plan_step, read_micro_batch
 from ulysses_cli.data.store import CALL, SAID, THOUGHT, TURN_BITS
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
-from ulysses_cli.data.tokenizing.renderer import Renderer
+from ulysses_cli.data.tokenizing.renderer import Renderer, TemplateProblem
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.suites import CALLS, Amount, Sources, check_lengths, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.files import remove_own
+from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.schedule import choose_best, describe_measure, describe_stall, has_stalled, invert_score
+from ulysses_cli.plan.schedule import (
+    SCORE_MEASURE,
+    choose_best,
+    describe_measure,
+    describe_stall,
+    has_stalled,
+    invert_score,
+)
 from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
 from ulysses_cli.train.engine import Engine, find_positions
 from ulysses_cli.train.generation.decoding import generating
 from ulysses_cli.train.generation.questions import Document, Quiz, ask_questions, make_call_prompts
-from ulysses_cli.train.loop import StopConditions, TrainState, compare_plans, run_step
+from ulysses_cli.train.loop import StepResult, StopConditions, TrainState, compare_plans, every, run_step
 from ulysses_cli.train.processes.consistency import compare_facts, gather_values
-from ulysses_cli.train.processes.device import get_rng_states, set_rng_states
+from ulysses_cli.train.processes.device import StartError, get_rng_states, set_rng_states
 from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.record import Record
 
 FIRST_BOUND = 2048
 MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows
@@ -180,11 +190,12 @@ TRAIN_ON = "to train on, use --resume auto and a larger run.early_stopping_patie
 
 
 class ModelChoice:
-    """Called after each evaluation. `save` saves a model that is the best so far. `patience` None: no early stop."""
+    """Called after each evaluation. `save` saves a model that is the best so far; None saves none. `patience` None: no
+    early stop."""
 
     def __init__(
         self,
-        save: Callable[[TrainState], None],
+        save: Callable[[TrainState], None] | None,
         patience: int | None,
         threshold: float,
         report: Callable[[str], None],
@@ -194,11 +205,21 @@ class ModelChoice:
         self.threshold = threshold
         self.report = report
 
+    def judge_loss(self, state: TrainState) -> None:
+        """Collective over all ranks, after the held-out losses are known."""
+        if state.measure != SCORE_MEASURE:
+            self.judge(state)
+
+    def judge_score(self, state: TrainState) -> None:
+        """Collective over all ranks, after the score of run.eval_suite is known."""
+        if state.measure == SCORE_MEASURE:
+            self.judge(state)
+
     def judge(self, state: TrainState) -> None:
         """Collective over all ranks: all of them know the same losses or scores."""
         losses = state.measured
         best = choose_best(losses, losses)
-        if best == state.step:
+        if best == state.step and self.save is not None:
             self.save(state)
         if state.step < state.num_steps and has_stalled(losses, self.patience, self.threshold):
             state.num_steps = state.step
@@ -342,9 +363,64 @@ class Samples:
         state.last_sample_step = state.step
 
 
+def make_samples(
+    tokenizer: Any, texts: Sequence[str], stop_tokens: Collection[int], max_new_tokens: int,
+    write: Callable[[dict[str, Any]], None], *, as_chat: bool, variables: Mapping[str, Any] | None,
+) -> Samples:  # fmt: skip
+    """Raises StartError for what the recipe asks and the tokenizer's chat template does not give."""
+    if texts and as_chat and tokenizer.chat_template is None:
+        raise StartError(
+            "run.sample_as_chat: the tokenizer has no chat template: set data.chat_template, or leave it out"
+        )
+    try:
+        prompts = encode_prompts(tokenizer, texts, as_chat=as_chat, variables=variables)
+    except TemplateProblem as error:
+        raise StartError(f"run.sample_as_chat: the tokenizer's template cannot be used: {error}") from None
+    return Samples(prompts, stop_tokens, max_new_tokens, tokenizer.decode, write)
+
+
 def _show_progress(state: TrainState, title: str, num_tokens: int) -> None:
     """The watchdog sees that the phase changes: run.step_timeout is for one token, not for a whole sample."""
     state.phase = f"{title}, token {num_tokens}"
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a run measures between its steps and at its end. `*_steps`: how often; None: at the end alone."""
+
+    evaluation: Evaluation
+    samples: Samples
+    suite: EvalSuite
+    eval_steps: int | None = None
+    sample_steps: int | None = None
+    suite_steps: int | None = None
+
+    def list_hooks(self) -> list[Callable[[TrainState, StepResult | None], None]]:
+        """Of the held-out losses, the samples and the questions, in this order."""
+        return [
+            every(self.eval_steps, self.evaluation.run),
+            every(self.sample_steps, self.samples.run),
+            every(self.suite_steps, self.suite.run),
+        ]
+
+    def measure_again(self, state: TrainState) -> None:
+        """Collective over all ranks, after a resume: what is due after the checkpoint's step, as far as a signal or a
+        kill had ended it. What is known of that step is rank 0's, on all ranks."""
+        evaluate_if_due, *ask_if_due = self.list_hooks()
+        if state.last_eval_step < state.step:
+            evaluate_if_due(state, None)
+        for hook in ask_if_due:
+            hook(state, None)
+
+    def measure_last(self, state: TrainState) -> str:
+        """Collective over all ranks, after the last step. Returns the reason to stop that ended it early, or ''."""
+        signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
+        measures = [self.evaluation.run] if state.last_eval_step != state.step else []
+        for measure in (*measures, self.samples.run, self.suite.run):
+            measure(state, signals)
+            if reason := signals.decide(state.groups.host_group):
+                return reason
+        return ""
 
 
 class LongestRow:
@@ -402,3 +478,18 @@ def rehearse(
     set_rng_states(rng_states, device)
     state.phase = ""
     return longest
+
+
+def rehearse_and_report(
+    state: TrainState, eval_rows: Rows | None, eval_batching: Batching, context: CheckpointContext, record: Record,
+    predicted: str,
+) -> None:  # fmt: skip
+    """Collective over all ranks. `predicted`: what is said of the peak beside the measured one."""
+    record.set_phase("rehearsal")
+    started, device, memory = time.perf_counter(), state.engine.device, ""
+    longest = rehearse(state, eval_rows, eval_batching, context, record.run_dir / "rehearsal", record.set_phase)
+    if device.type == "cuda":
+        memory = f", peak {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB{predicted}"
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = time.perf_counter() - started
+    record.report(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")

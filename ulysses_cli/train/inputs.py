@@ -9,7 +9,7 @@ import argparse
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ulysses_cli.data.steps import Batching, count_rows, make_batching
+from ulysses_cli.data.steps import Batching, count_rows, make_batching, make_eval_batching, plan_step
 from ulysses_cli.data.store import PackedRows, hash_content, open_rows
 from ulysses_cli.data.tokenizing.targets import list_turn_ends
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
@@ -31,25 +31,41 @@ from ulysses_cli.plan.ledger.zero.states import compute_swap_need
 from ulysses_cli.plan.levers import Levers, get_key, uses_disk
 from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.planner.estimate import find_host_bound
+from ulysses_cli.plan.planner.estimate import explain_memory, find_host_bound
 from ulysses_cli.plan.planner.lever_choice import LeverChoice, choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
 from ulysses_cli.plan.recipe.loader import Loaded
-from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import Resolved, RunPlan, resolve
+from ulysses_cli.plan.recipe.recipe import Recipe, Train
+from ulysses_cli.plan.resolved import Resolved, RunPlan, find_sharing_obstacle, resolve
 from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.plan.speed import PACKED_KERNELS, explain_packed
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.run.bucket import Bucket, BucketError
 from ulysses_cli.run.checkpoints import CheckpointError, tidy_folder
 from ulysses_cli.run.remote_checkpoints import has_checkpoint, read_remote_model_steps
-from ulysses_cli.run.resume import FRESH, ResumePoint, adapt, count_restarts, describe_restart, find_resume_point
+from ulysses_cli.run.resume import (
+    FRESH,
+    ResumePoint,
+    adapt,
+    count_restarts,
+    describe_longer_run,
+    describe_restart,
+    find_resume_point,
+)
+from ulysses_cli.train.attention.kernels.choice import measure_mix
 from ulysses_cli.train.checkpoint.collection import Collector, Disks, find_disks
 from ulysses_cli.train.loop import StopConditions
-from ulysses_cli.train.model.build import RunLength
+from ulysses_cli.train.model.build import Built, RunLength, make_schedule
 from ulysses_cli.train.model.loading import load_model_config, read_shape
 from ulysses_cli.train.optimizer.states import name_folder, open_folder, remove_rank_files
 from ulysses_cli.train.processes.consistency import compare_machines, gather_values
-from ulysses_cli.train.processes.device import StartError, choose_device, find_least, recognise_gpu
+from ulysses_cli.train.processes.device import (
+    GpuMemoryError,
+    StartError,
+    choose_device,
+    find_least,
+    recognise_gpu,
+)
 from ulysses_cli.train.processes.groups import Groups, make_groups
 from ulysses_cli.train.processes.host import (
     find_missing_compiler,
@@ -199,6 +215,10 @@ class Inputs:
         """The tokens with which the turns of its chats end."""
         return list_turn_ends(store.manifest.get("turns", {}) for store in self.rows.stores)
 
+    @cached_property
+    def eval_batching(self) -> Batching:
+        return make_eval_batching(self.shape, self.resolved)
+
 
 @dataclass(frozen=True)
 class RemainingRun:
@@ -344,6 +364,48 @@ class Connected:
     @property
     def has_steps_ahead(self) -> bool:
         return self.resume_point.step < self.length.num_steps
+
+    def explain_rows(self, inputs: Inputs, built: Built) -> list[str]:
+        """What the run's kernels of attention cost on its rows, and how answers read their prompts."""
+        kernels, lengths = [*built.kernel.by_head_dim.values(), built.kernel.name], measure_mix(inputs.rows).lengths
+        lines, recipe = self.forecast.explain_attention(self.plan, kernels, lengths), self.plan.recipe
+        if recipe.preference is None:
+            return lines
+        if inputs.rows.shares_prompts:
+            return [*lines, "answers read one copy of their prompt"]
+        obstacle = find_sharing_obstacle(recipe, inputs.shape) or "as the recipe says"
+        return [*lines, f"each answer has a copy of its prompt: {obstacle}"]
+
+    def describe_next_step(self, inputs: Inputs, num_trained: int) -> str:
+        """'' where no step is left."""
+        if not self.has_steps_ahead:
+            return ""
+        point = self.resume_point
+        step = plan_step(inputs.rows, self.batching, point.position, self.length.end)
+        return (
+            f"step {point.step + 1}: {format_count(len(step.rows), 'row')}, {step.num_tokens:,} tokens, "
+            f"{step.num_targets:,} targets; {num_trained:,} trained parameters"
+        )
+
+    def describe_longer_run(self) -> str:
+        """What another length than the checkpoint's changes, or ''."""
+        recipe = self.plan.recipe.model_dump(mode="json")
+        return describe_longer_run(self.resume_point, recipe, self.length.num_steps, _make_schedule_of)
+
+    def explain_out_of_memory(self, error: BaseException) -> GpuMemoryError:
+        """Names the rows that did not fit and the smallest change of the recipe that does."""
+        first_line = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
+        plan, gpu = self.plan, self.forecast.gpu
+        rows = f"rows of {plan.resolved.max_length:,} tokens, {plan.resolved.local_tokens:,} per rank"
+        hint = "shorter rows (data.max_length), or a larger sp_size"
+        if gpu is not None:
+            hint = explain_memory(plan.recipe, plan.shape, plan.levers, gpu)
+        return GpuMemoryError(f"out of memory with {rows}: {first_line}", hint)
+
+
+def _make_schedule_of(recipe: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    """The schedule of a recipe as a checkpoint holds it."""
+    return make_schedule(Train.model_validate(recipe["train"]), num_steps)
 
 
 def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:

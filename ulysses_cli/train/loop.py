@@ -109,6 +109,10 @@ class TrainState:
         """By step, what the best model and early stopping go by; lower is better."""
         return self.eval_lacks if self.measure == SCORE_MEASURE else self.eval_losses
 
+    def describe(self) -> str:
+        """Where the run is, for a failure's record; '' outside of a step."""
+        return f"step {self.step + 1}, {self.phase}" if self.phase else ""
+
 
 LONG_STEP_SECONDS = 10  # a step that takes longer can be left between its micro-steps
 
@@ -167,11 +171,12 @@ def run_step(state: TrainState, plan: StepPlan, learning_rate: float, *, may_lea
     return StepResult(plan, loss, engine.read_update(learning_rate), own_losses, measures)
 
 
-def every(period: int, hook: Callable[[TrainState], None]) -> Callable[[TrainState, StepResult | None], None]:
-    """A post-step hook that runs `hook` each `period`-th step. The last step's run is left to completion.finish."""
+def every(period: int | None, hook: Callable[[TrainState], None]) -> Callable[[TrainState, StepResult | None], None]:
+    """A post-step hook that runs `hook` each `period`-th step, or never where there is no period. After the last step
+    it is the run's end that calls `hook`."""
 
     def run_if_due(state: TrainState, _: StepResult | None) -> None:
-        if state.step % period == 0 and state.step < state.num_steps:
+        if period and state.step % period == 0 and state.step < state.num_steps:
             hook(state)
 
     return run_if_due

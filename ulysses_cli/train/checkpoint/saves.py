@@ -5,6 +5,7 @@ thread."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -20,8 +21,10 @@ from ulysses_cli.run.bucket import REPORT_SECONDS, Bucket, BucketError, format_t
 from ulysses_cli.run.checkpoints import (
     MANIFEST,
     CheckpointError,
+    choose_checkpoint,
     dump_losses,
     dump_scores,
+    find_damage,
     get_folder,
     get_step,
     list_checkpoints,
@@ -39,17 +42,20 @@ from ulysses_cli.run.remote_checkpoints import (
     set_remote_aside,
 )
 from ulysses_cli.run.resume import ResumePoint
+from ulysses_cli.train.checkpoint.collection import Collector
 from ulysses_cli.train.checkpoint.format import (
     BackgroundSave,
     CheckpointContext,
     HostCopies,
     load_checkpoint,
+    load_start,
     open_folder,
     save_checkpoint,
     take_share,
 )
 from ulysses_cli.train.loop import StepResult, TrainState
 from ulysses_cli.train.metrics import BadSteps
+from ulysses_cli.train.processes.device import StartError
 from ulysses_cli.train.record import Record
 
 WAIT_SECONDS = 1.0
@@ -236,6 +242,17 @@ class Uploads(NoUploads):
         return self.machine_of[rank] if rank < len(self.machine_of) else 0
 
 
+def open_uploads(
+    address: str | None, context: CheckpointContext, keep: int | None, report: Callable[[str], None],
+    losses: Mapping[int, float] | None,
+) -> NoUploads:  # fmt: skip
+    """Collective over all ranks where there is an `address`: run.checkpoint_uri."""
+    if address is None:
+        return NoUploads()
+    machines = context.gather(os.environ.get("GROUP_RANK", "0"))
+    return Uploads(Bucket(address), context, machines, keep, report, losses)
+
+
 STATE_BYTES = 12  # per trained parameter: its float32 value and two moments
 HEADER_SHARE = 1.01
 SAVING = "saving"  # a phase
@@ -393,8 +410,17 @@ class Saves:
     def _list_losses(self, state: TrainState) -> dict[int, float]:
         return dict(state.measured) if self.policy.keeps_best else {}
 
-    def choose_for_export(self, state: TrainState, *, wants_best: bool) -> Path:
-        """Collective over all ranks. The last checkpoint, or the best one that is on rank 0's disk."""
+    def bring_for_export(self, state: TrainState, *, wants_best: bool) -> Path:
+        """Collective over all ranks. The last checkpoint, or the best one that is on rank 0's disk, with all of its
+        files there."""
+        checkpoint = self._choose_for_export(state, wants_best=wants_best)
+        if self.context.is_spread:
+            collector = Collector(self.context.disk_owners, self.context.rank, state.groups.host_group)
+            if problem := collector.collect(checkpoint, [0]):
+                raise CheckpointError(f"{checkpoint} cannot be exported: {problem}")
+        return checkpoint
+
+    def _choose_for_export(self, state: TrainState, *, wants_best: bool) -> Path:
         steps = [get_step(path) for path in list_checkpoints(self.record.run_dir)]
         best = self.context.gather(choose_best(state.measured, steps))[0]
         if not wants_best or best is None:
@@ -420,11 +446,46 @@ class Saves:
             **self.facts,
         }
 
+    def check_disk(
+        self, num_trained: int, model_bytes: int, num_steps: int, save_steps: int | None, judged_steps: int | None
+    ) -> None:
+        """Collective over all ranks: a rank of each disk checks, all follow. Reports a disk that will be full before
+        the first of `num_steps` steps. `judged_steps`: how often a model may become the best one."""
+        num_saves, limit = -(-num_steps // save_steps) if save_steps else 1, self.policy.total_limit
+        if self.policy.keeps_best:
+            num_saves += num_steps // (judged_steps or num_steps)
+            limit = None if limit is None else limit + 1
+        find = partial(find_shortage, self.record.run_dir, num_trained, model_bytes, limit)
+        shortage = next(filter(None, self.context.gather(find(num_saves) if self.context.owns_disk else "")), "")
+        if shortage and not self.policy.continue_on_error:
+            raise StartError(shortage)
+        if shortage:
+            self.record.warn(shortage)
+
     def begin(self) -> None:
         """Collective over all ranks. The run starts at step 1."""
         if self.context.is_spread and self.context.owns_disk:  # the command has looked after the first machine's disk
             set_aside(self.record.run_dir, self.record.run_dir, self.record.warn)
         self.uploads.begin(-1)
+
+    def start_from(self, state: TrainState, folder: str, *, with_moments: bool) -> None:
+        """Collective over all ranks. Takes the weights of run.start_from, and its optimizer's moments. Rank 0 chooses
+        the checkpoint; no rank loads it unless all see it."""
+        found: Path | str = ""
+        if self.context.rank == 0:
+            try:
+                found = choose_checkpoint(Path(os.path.expanduser(folder)), self.record.report)
+            except (CheckpointError, OSError) as error:
+                found = str(error)
+        found = self.context.gather(found)[0]
+        unseen = find_damage(found, is_quick=True) if isinstance(found, Path) else found
+        if problem := next(filter(None, self.context.gather(unseen)), ""):
+            raise StartError(f"run.start_from: {problem}")
+        assert isinstance(found, Path)
+        saved = load_start(self.context, found, with_moments=with_moments)
+        state.optimizer_steps = int(saved["optimizer_steps"]) if with_moments else 0
+        what = "weights and moments" if with_moments else "weights"
+        self.record.report(f"step 1 starts from the {what} of {found}, after its step {saved['step']}")
 
     def resume(self, state: TrainState, resume_point: ResumePoint) -> None:
         """Collective over all ranks."""

@@ -1,5 +1,6 @@
-"""Exports a checkpoint without its run: config, tokenizer and adapters come from the recipe in the checkpoint. `ulysses
-merge`: writes the weighted sum of models, one tensor after another; each sum is float32 and is rounded once."""
+"""Exports a checkpoint: at the end of its run, or without the run, with config, tokenizer and adapters from the recipe
+in the checkpoint. `ulysses merge`: writes the weighted sum of models, one tensor after another; each sum is float32 and
+is rounded once."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules.merged_models import MergedModel, find_differences, list_config_differences, read_entries
 from ulysses_cli.plan.rules.public_names import LOCAL_FOLDER, find_public_name
+from ulysses_cli.plan.schedule import name_measure
 from ulysses_cli.plan.units import format_count
-from ulysses_cli.run.checkpoints import CheckpointError, get_step
+from ulysses_cli.run.checkpoints import CheckpointError, find_damage, get_step
 from ulysses_cli.train.export.base_model import COMPANIONS, BaseModel, find_base_files
 from ulysses_cli.train.export.merging import Merging, add_adapters
 from ulysses_cli.train.export.weights import (
@@ -38,6 +41,7 @@ from ulysses_cli.train.export.weights import (
     temporary_folder,
 )
 from ulysses_cli.train.model.adapters import make_adapter_config
+from ulysses_cli.train.model.build import AssembledRun
 from ulysses_cli.train.model.loading import (
     BuildError,
     find_key_mapping,
@@ -45,7 +49,7 @@ from ulysses_cli.train.model.loading import (
     read_shape,
     stretch_positions,
 )
-from ulysses_cli.train.record import get_own_version, make_card
+from ulysses_cli.train.record import Record, get_own_version, make_card
 
 
 class ExportError(ValueError):
@@ -153,6 +157,48 @@ class ExportJob:
             self.checkpoint, files, make_adapter_config(self.recipe), getattr(torch, model.dtype), self.dtype,
             self.num_own_tokens, BaseModel(str(model.name_or_path), model.revision),
         )  # fmt: skip
+
+
+def write_model(
+    run: AssembledRun, checkpoint: Path, tokenizer: Any, record: Record, *, run_name: str, num_own_tokens: int,
+    turn_ends: Sequence[str],
+) -> None:  # fmt: skip
+    """Runs on rank 0 alone, at the end of the run. `num_own_tokens`: rows of the embedding in the model's files."""
+    recipe, built, step = run.plan.recipe, run.built, get_step(checkpoint)
+    if step != run.state.step and (damage := find_damage(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint}, the best by {name_measure(run.state.measure)}, cannot be exported: {damage}; "
+            "export another one with ulysses export"
+        )
+    dtype = getattr(torch, recipe.model.dtype)
+    named = recipe.model.name_or_path
+    base = BaseModel(named, recipe.model.revision) if named is not None else None
+    probe = make_probe(tokenizer, built.config.vocab_size)
+    check = partial(
+        check_model, checkpoint, config=built.config, dtype=dtype, report=record.set_phase, probe=probe, base=base
+    )
+    export_model(
+        checkpoint,
+        record.run_dir / "model",
+        config=built.config,
+        tokenizer=tokenizer,
+        adapter_config=built.adapter.peft_config["default"] if built.adapter is not None else None,
+        dtype=dtype,
+        check=check if built.adapter is None else partial(check_adapter, checkpoint, dtype=dtype),
+        card=make_card(
+            recipe.model_dump(mode="json"),
+            run_name,
+            run.plan.shape,
+            num_own_tokens,
+            key_mapping=find_key_mapping(os.path.expanduser(named), recipe.model.revision) if named else None,
+            template=get_template(tokenizer),
+        ),
+        step=step,
+        run_step=run.state.step,
+        base=base,
+        tell=record.report,
+        turn_ends=turn_ends,
+    )
 
 
 def _load_tokenizer(recipe: Any, state: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Builds model, loss, optimizer, learning rate schedule and engine of a resolved plan on this rank, and assembles the
-run around them: train state and checkpoint context. `train`, `verify`, `bench` and the tests all use it.
-Initializes DeepSpeed. Collective over all ranks; the rest of train/ takes plain arguments. Finds the routers of a
-mixture of experts, and freezes them."""
+run around them: train state and checkpoint context. Chooses the objective, and what it compares with. `train`,
+`verify`, `bench` and the tests all use it. Initializes DeepSpeed. Collective over all ranks; the rest of train/ takes
+plain arguments. Finds the routers of a mixture of experts, and freezes them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ulysses_cli.plan.ledger.job import read_adapters
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero.states import size_weight_buffers
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
+from ulysses_cli.plan.recipe.sections import UNPAIRED, WITHOUT_REFERENCE
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.plan.schedule import make_share
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
@@ -33,7 +34,7 @@ from ulysses_cli.train.elementwise.choice import describe
 from ulysses_cli.train.elementwise.interface import find_norm_widths, serve_elementwise
 from ulysses_cli.train.engine import IS_FROZEN, Engine, OrderedCopies
 from ulysses_cli.train.loop import StopConditions, TrainState
-from ulysses_cli.train.loss import Objective
+from ulysses_cli.train.loss import NextToken, Objective
 from ulysses_cli.train.model.adapters import find_nonfinite_scale
 from ulysses_cli.train.model.loading import (
     BuildError,
@@ -46,13 +47,16 @@ from ulysses_cli.train.model.loss_model import LossModel, apply_levers, check_he
 from ulysses_cli.train.model.parts import REAL_PARTS, Parts, describe_plain_norms, describe_sums, serve_layers
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, unlock
-from ulysses_cli.train.optimizer.shards import get_shape
+from ulysses_cli.train.optimizer.shards import count_parameters, get_shape
 from ulysses_cli.train.optimizer.states import read_each_once, reset_beta_powers
+from ulysses_cli.train.preferences import PreferenceObjective, PreferenceSettings, UnpairedObjective
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import seed_all
 from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.reference import ComputedReferences, ReferenceFile, References
 from ulysses_cli.train.tensor_file import WORDS, find_file, find_nonfinite
 
+SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
 ROUTER_NAMES = ("gate", "router")  # a gate that is no router stands beside no experts
 
 
@@ -412,3 +416,36 @@ def assemble_run(
     )
     seed_all(settings.seed + groups.rank)
     return AssembledRun(plan, built, state, context)
+
+
+def choose_objective(recipe: Recipe, groups: Groups) -> Objective:
+    if recipe.preference is None:
+        return NextToken()
+    settings = PreferenceSettings(**recipe.preference.model_dump(exclude={"share_prompts"}))
+    if recipe.preference.loss in UNPAIRED:
+        return UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD if groups.layout.world_size > 1 else None)
+    return PreferenceObjective(settings, groups.sp_axis)
+
+
+def choose_references(
+    run: AssembledRun, data: str, folder: Path, eval_rows: Rows | None, eval_batching: Batching
+) -> References:
+    """What the objective compares with; nothing where it compares with nothing. `data`: the hash of the rows."""
+    plan, recipe = run.plan, run.plan.recipe
+    if recipe.preference is None or recipe.preference.loss in WITHOUT_REFERENCE:
+        return References(eval_rows, eval_batching)
+    key = {"data": data, "seed": recipe.run.seed, **recipe.model_dump(mode="json", include={"model", "lora"})}
+    layout = {"layout": vars(plan.layout), "batching": run.state.batching, "levers": plan.levers}
+    files = [ReferenceFile(folder / f"{split}.npz", key, layout) for split in ("train", "eval")]
+    return ComputedReferences(eval_rows, eval_batching, run.state, files)
+
+
+def assert_sharded(run: AssembledRun, report: Callable[[str], None]) -> None:
+    """Under ZeRO-3 this rank holds about its share of the parameters, and no more."""
+    if run.plan.recipe.parallel.zero_stage != 3:
+        return
+    layout = run.plan.layout
+    local, total, small = count_parameters(run.built.module)
+    if local > total / layout.world_size * SHARD_SLACK + small:
+        raise AssertionError(f"this rank holds {local:,} of {total:,} parameters, its share is 1 in {layout}")
+    report(f"each rank holds {local:,} of {total:,} parameters")
