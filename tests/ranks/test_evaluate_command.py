@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.commands import run
 from support.faults import wait_for_end
+from support.json_page import find_undocumented
 from support.prompters import make_prompter
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
@@ -77,6 +78,7 @@ def test_a_dry_run_predicts_the_cache(model: str) -> None:
     result = run("evaluate", model, *WORDS, "--dry-run", "--max-length", "4Ki", "--sp-size", "2")
     (prediction,) = json.loads(result.stdout)["predictions"]
     assert prediction["cache_bytes"] == 2 * 2 * 8 * 4 * (4096 + 128)
+    assert not find_undocumented("ulysses evaluate", json.loads(result.stdout))
     assert prediction["prefill_seconds"] is None, "the GPU is not known"
 
 
@@ -224,6 +226,7 @@ def test_what_is_too_long_is_listed_and_the_rest_answered(model: str, questions:
     result = run("evaluate", model, *WORDS, *words, "--html", str(tmp_path / "page.html"))
     assert result.returncode == 0, result.stderr
     findings = json.loads(result.stdout)
+    assert not find_undocumented("ulysses evaluate", findings)
     assert [(row["task"], row["n"]) for row in findings["scores"]] == [("longbench-v2", 1)]
     (each,) = findings["too_long"]
     assert (each["id"], each["file_id"]) == ("longbench-v2/0/0", "long")

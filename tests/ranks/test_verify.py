@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.json_page import find_undocumented
 from support.paths import TINY_RECIPE
 from support.rank_pool import run_on_ranks
 from support.tiers import mark_by
@@ -213,6 +214,7 @@ def test_the_command_proves(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     assert answer["passed"]
+    assert not find_undocumented("ulysses verify", answer)
     assert {row["group"] for row in answer["rows"]} == {"sp 1", "sp 2"}
     assert all(row["verdict"] == "PASS" for row in answer["rows"])
     assert "evaluation tokens" in page.read_text()

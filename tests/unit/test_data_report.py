@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.json_page import find_undocumented
 from support.paths import TINY_RECIPE
 from support.recipes import VALID
 from support.served import ServedPopen
@@ -154,6 +155,7 @@ def test_the_command(tmp_path: Path) -> None:
     again = run(recipe, f"data.store_dir={tmp_path}", "--format", "json")
     assert json.loads(again.stdout)["splits"]["train"]["num_rows"] == 414
     assert "tokenizing" not in again.stderr
+    assert not find_undocumented("ulysses prepare", json.loads(again.stdout))
 
 
 @pytest.mark.check

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from support.commands import run
 from support.hub_server import TOKEN, Hub, use_hub
+from support.json_page import find_undocumented
 from support.paths import ROOT
 from support.run_directory import write_run
 from support.tiers import sample, sample_every
@@ -103,6 +104,7 @@ def test_a_dry_run_shows_everything_and_asks_nothing(
     assert str(tmp_path) not in card
     as_json = json.loads(run("push", str(run_dir), "--dry-run", "--repo", "team/x", "--format", "json").stdout)
     assert as_json["repo"] == "team/x"
+    assert not find_undocumented("ulysses push", as_json)
     assert {file["path"] for file in as_json["files"]} == {"README.md", "config.json", "model.safetensors"}
     assert as_json["bytes"] == sum(file["bytes"] for file in as_json["files"])
     refused = run("push", str(run_dir), "--dry-run", "--repo", "a b")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import commands
+from support.json_page import find_undocumented
 from support.run_directory import SECRET, write_run
 
 
@@ -32,6 +33,7 @@ def test_the_summary_as_json_writes_a_page_only_on_request(folder: Path, tmp_pat
     done = run(str(folder), "--format", "json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["last_step"] == 1000
+    assert not find_undocumented("ulysses report", json.loads(done.stdout))
     assert not (folder / "report.html").exists()
     target = tmp_path / "new" / "page.html"
     done = run(str(folder), "--format", "json", "--output", str(target))
