@@ -10,12 +10,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
-from ulysses_cli.train.recurrence.kernels import (
-    choose_recurrence_kernel,
-    find_missing,
-    find_obstacle,
-    measure_error,
-)
+from ulysses_cli.train.recurrence.kernels import choose_recurrence_kernel, find_missing, find_obstacle, measure_error
 from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe
 from ulysses_cli.train.recurrence.trial_process import find_obstacle_in_process
 

@@ -296,15 +296,8 @@ def test_a_local_model_without_weights_is_refused_before_ranks_start(tmp_path: P
 @pytest.mark.full
 def test_the_command_measures_beside_the_trainer(tmp_path: Path) -> None:
     words = [
-        "bench",
-        str(TINY_RECIPE),
-        "--max-length",
-        "256,512",
-        "--against",
-        "trainer",
-        "--format",
-        "json",
-    ]
+        "bench", str(TINY_RECIPE), "--max-length", "256,512", "--against", "trainer", "--format", "json",
+    ]  # fmt: skip
     page = tmp_path / "bench.html"
     done = subprocess.run(
         [sys.executable, "-m", "ulysses_cli", *words, "--html", str(page)],

@@ -88,11 +88,7 @@ def test_why_torch_sees_no_gpu() -> None:
 
 def test_errors_and_limits_that_a_gpu_reports() -> None:
     alarms = doctor.read_alarms("0, Not Active, 0\n1, Active, [N/A]\n2, Not Active, 3\n")
-    assert alarms == {
-        "0": "",
-        "1": "slowed down by its own hardware (heat or power)",
-        "2": "uncorrected memory errors",
-    }
+    assert alarms == {"0": "", "1": "slowed down by its own hardware (heat or power)", "2": "uncorrected memory errors"}
     facts = dict.fromkeys(doctor.QUERY, "0") | {"index": "1", "name": "H100", "driver_version": "570.1"}
     assert doctor._judge_gpu(facts, "").verdict == "PASS"
     assert doctor._judge_gpu(facts, alarms["1"]).verdict == "WARN"

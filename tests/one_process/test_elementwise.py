@@ -297,8 +297,7 @@ def test_a_width_is_compiled_for_many_kinds_of_rows(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "operator",
-    sample(["rotate", "rotate_backward", "gate", "gate_backward"], quick=(), checked=["rotate_backward"]),
+    "operator", sample(["rotate", "rotate_backward", "gate", "gate_backward"], quick=(), checked=["rotate_backward"])
 )
 def test_another_thread_compiles_as_many_kinds(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's backward and its recomputations run in a thread of their own, for which torch keeps its own settings."""

@@ -189,12 +189,8 @@ def test_presence_runs_no_code_of_a_package(start: str, monkeypatch: pytest.Monk
     (inner / "interface.py").write_text(start)
     monkeypatch.syspath_prepend(str(tmp_path))
     names = [
-        "broken_kernels",
-        "broken_kernels.cute",
-        "broken_kernels.cute.interface",
-        "broken_kernels.other",
-        "nobody.x",
-    ]
+        "broken_kernels", "broken_kernels.cute", "broken_kernels.cute.interface", "broken_kernels.other", "nobody.x",
+    ]  # fmt: skip
     assert [flash.has_module(name) for name in names] == [True, True, True, False, False]
 
 

@@ -259,14 +259,10 @@ def test_flex_is_compiled_for_many_kinds_in_another_thread(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("head_dim", "room", "tokens"),
     [
-        (512, 232_448, 32),
-        (512, 166_912, 16),
-        (320, 166_912, 32),
-        (512, 101_376, 16),
-        (512, None, 16),
+        (512, 232_448, 32), (512, 166_912, 16), (320, 166_912, 32), (512, 101_376, 16), (512, None, 16),
         (256, 101_376, 0),
     ],
-)
+)  # fmt: skip
 def test_flex_takes_blocks_that_fit_into_shared_memory(
     head_dim: int, room: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

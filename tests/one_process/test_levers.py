@@ -83,11 +83,7 @@ def test_a_family(kind: str, levers: Levers) -> None:
     assert compare(Case(kind, levers)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "levers",
-    sample(LEVERS, quick=LEVERS[::2]),
-    ids=str,
-)
+@pytest.mark.parametrize("levers", sample(LEVERS, quick=LEVERS[::2]), ids=str)
 def test_a_lever(levers: Levers) -> None:
     assert compare(Case("llama", levers)) < 1e-12
 

@@ -46,8 +46,4 @@ def test_only_three_files_unpickle() -> None:
         for file in PACKAGE.rglob("*.py")
         if re.search(r"\bpickle\.loads?\b|torch\.load\(|joblib|allow_pickle=True", file.read_text())
     }
-    assert plan_results <= {
-        "prove/ranks.py",
-        "train/processes/consistency.py",
-        "train/processes/rendezvous.py",
-    }
+    assert plan_results <= {"prove/ranks.py", "train/processes/consistency.py", "train/processes/rendezvous.py"}

@@ -69,14 +69,10 @@ def draw_delta(rule: str) -> dict[str, Tensor]:
 def draw_scan() -> dict[str, Tensor]:
     """With steps of about 0.1, heads forget over 10 to 10,000 tokens."""
     return {
-        "x": draw(NUM_TOKENS, HEADS, VALUES),
-        "dt": draw(NUM_TOKENS, HEADS) * 0.5 - 2.5,
-        "b": draw(NUM_TOKENS, GROUPS, KEYS),
-        "c": draw(NUM_TOKENS, GROUPS, KEYS),
-        "A": -torch.logspace(0, -3, HEADS, dtype=torch.float64),
-        "D": draw(HEADS),
-        "dt_bias": draw(HEADS) * 0.3,
-    }
+        "x": draw(NUM_TOKENS, HEADS, VALUES), "dt": draw(NUM_TOKENS, HEADS) * 0.5 - 2.5,
+        "b": draw(NUM_TOKENS, GROUPS, KEYS), "c": draw(NUM_TOKENS, GROUPS, KEYS),
+        "A": -torch.logspace(0, -3, HEADS, dtype=torch.float64), "D": draw(HEADS), "dt_bias": draw(HEADS) * 0.3,
+    }  # fmt: skip
 
 
 def define(rule: str, inputs: dict[str, Tensor]) -> Tensor:

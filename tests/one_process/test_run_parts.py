@@ -391,12 +391,9 @@ def test_safetensors_reads_a_tensor_file(tmp_path: Path) -> None:
 
     whole = torch.arange(24.0).view(4, 6)
     given = {
-        "view": whole[1:3],
-        "column": whole[:, 2],
-        "half": torch.tensor([1.5], dtype=torch.bfloat16),
-        "empty": torch.empty(0),
-        "bytes": torch.tensor([1, 2, 255], dtype=torch.uint8),
-    }
+        "view": whole[1:3], "column": whole[:, 2], "half": torch.tensor([1.5], dtype=torch.bfloat16),
+        "empty": torch.empty(0), "bytes": torch.tensor([1, 2, 255], dtype=torch.uint8),
+    }  # fmt: skip
     digest = write_tensors(tmp_path / "x.safetensors", given.items(), {"note": "é"})
     result = load_file(tmp_path / "x.safetensors")
     assert result.keys() == given.keys()

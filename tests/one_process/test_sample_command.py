@@ -83,14 +83,9 @@ def test_a_model_is_asked_with_the_templates_variables_of_its_training(tmp_path:
 @needs_real_model
 def test_a_chat_model_without_its_template() -> None:
     command = [
-        str(write_python()),
-        "-m",
-        "ulysses_cli",
-        "sample",
-        str(READY),
-        "What is the capital of France?",
+        str(write_python()), "-m", "ulysses_cli", "sample", str(READY), "What is the capital of France?",
         "--device=cpu",
-    ]
+    ]  # fmt: skip
     plain = subprocess.run([*command, "--format=json"], capture_output=True, text=True, check=True)
     assert [(each["text"], each["num_tokens"]) for each in json.loads(plain.stdout)] == [("", 0)]
     assert f"the answer is {EMPTY}\n{HINT}" in plain.stderr

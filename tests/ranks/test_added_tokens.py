@@ -125,11 +125,8 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
     checkpoint = next((tmp_path / "run" / "checkpoints").glob("step-*"))
     template = load_tokenizer(recipe.model, recipe.data).chat_template
     facts = {
-        "step": 1,
-        "recipe": recipe.model_dump(mode="json"),
-        "chat_template": template,
-        "turn_ends": ["<|im_end|>"],
-    }
+        "step": 1, "recipe": recipe.model_dump(mode="json"), "chat_template": template, "turn_ends": ["<|im_end|>"],
+    }  # fmt: skip
     state = mask_secrets(facts)
     to = tmp_path / f"to-{is_merged}"
     job = ExportJob(checkpoint, state, None, is_merged, trusts_code=False)

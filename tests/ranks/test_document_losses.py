@@ -198,17 +198,9 @@ def test_documents_that_cannot_be_measured_end_with_2(folder: Path, words: tuple
 @pytest.mark.full
 def test_two_models_are_compared_document_by_document(folder: Path, tmp_path: Path) -> None:
     words = (
-        "--path",
-        "documents.jsonl",
-        "--max-length",
-        "301,600",
-        "--samples",
-        "3",
-        "--sp-size",
-        "2",
-        "--against",
+        "--path", "documents.jsonl", "--max-length", "301,600", "--samples", "3", "--sp-size", "2", "--against",
         "other",
-    )
+    )  # fmt: skip
     output = ("--output", str(tmp_path / "out"), "--html", str(tmp_path / "page.html"))
     result = run("evaluate", "model", *WORDS, *words, *output, cwd=folder)
     assert result.returncode == 0, result.stderr

@@ -250,9 +250,7 @@ def test_a_model_that_has_learned_a_chat_makes_its_calls_in_the_run_and_afterwar
             **{"chat_template": TEMPLATE, "assistant_only_loss": True},
         },
         train={"max_steps": 60, "learning_rate": 0.02, "lr_scheduler_type": "constant", "adam_epsilon": 1e-8},
-        run={
-            **{"eval_suite": ["calls"], "eval_suite_lengths": [400], "rehearsal": False},
-        },
+        run={**{"eval_suite": ["calls"], "eval_suite_lengths": [400], "rehearsal": False}},
     )
     runs = Runs(tmp_path)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))

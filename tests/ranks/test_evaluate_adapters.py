@@ -91,12 +91,9 @@ def test_adapters_beside_a_base_in_four_bits_answer_as_bitsandbytes(tmp_path: Pa
     """The base stays in four bits: what was trained is asked, on two ranks. A merged export is another model."""
     torch.manual_seed(0)
     sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
+        "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 4096,
         "initializer_range": 0.3,
-    }
+    }  # fmt: skip
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**BYTES_CONFIG, **sizes})).save_pretrained(
         tmp_path / "base"
     )

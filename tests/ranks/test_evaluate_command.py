@@ -251,8 +251,7 @@ FURTHER_CACHES = ("llama", "qwen3_next", "bamba", "lfm2", "zamba2")
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    ["gemma2", *(pytest.param(each, marks=pytest.mark.full) for each in FURTHER_CACHES)],
+    "model_type", ["gemma2", *(pytest.param(each, marks=pytest.mark.full) for each in FURTHER_CACHES)]
 )
 def test_the_predicted_cache_is_the_counted_one(model_type: str) -> None:
     from test_generation import make

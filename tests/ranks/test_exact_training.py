@@ -238,15 +238,11 @@ def check_training(
     sp_size, shard_size, *replicate_sizes = map(int, name.split("x"))
     replicate_size = math.prod(replicate_sizes)
     overrides = [
-        *more,
-        f"parallel.sp_size={sp_size}",
-        f"parallel.dp_shard_size={shard_size}",
-        f"parallel.dp_replicate_size={replicate_size}",
-        f"parallel.zero_stage={stage}",
-        f"train.gradient_accumulation_steps={accumulation}",
-        "train.lr_scheduler_type=linear",
+        *more, f"parallel.sp_size={sp_size}", f"parallel.dp_shard_size={shard_size}",
+        f"parallel.dp_replicate_size={replicate_size}", f"parallel.zero_stage={stage}",
+        f"train.gradient_accumulation_steps={accumulation}", "train.lr_scheduler_type=linear",
         *(["lora.r=4"] if lora else []),
-    ]
+    ]  # fmt: skip
     recipe = make_recipe(*overrides, config=config)
     expected = make_reference(recipe)
     for rank, ours in enumerate(run_on_ranks(sp_size * shard_size * replicate_size, train_on_ranks, recipe)):

@@ -39,10 +39,7 @@ def expect(recipe: Recipe) -> dict[str, float]:
         for layer, each in enumerate(logits):
             for token in each:
                 counts[layer, token.topk(config.num_experts_per_tok).indices.numpy()] += 1
-    return {
-        "expert_load": float((counts.max(1) / counts.mean(1)).max()),
-        "idle_experts": float((counts == 0).mean()),
-    }
+    return {"expert_load": float((counts.max(1) / counts.mean(1)).max()), "idle_experts": float((counts == 0).mean())}
 
 
 LAYOUTS = {

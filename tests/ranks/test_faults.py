@@ -124,8 +124,7 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
 
 
 @pytest.mark.parametrize(
-    ("bad_rank", "is_async"),
-    sample([(0, False), (0, True), (1, False), (1, True)], quick=[(0, True)], checked=()),
+    ("bad_rank", "is_async"), sample([(0, False), (0, True), (1, False), (1, True)], quick=[(0, True)], checked=())
 )
 def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(tmp_path: Path, is_async: bool, bad_rank: int) -> None:
     recipe = make_recipe("parallel.sp_size=2")

@@ -157,8 +157,7 @@ def test_tokens_and_logits_equal_those_of_transformers(model_type: str, num_rank
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=mark_by(False, name in ("llama", "gpt_oss"))) for name in ATTENTION_ONLY],
+    "model_type", [pytest.param(name, marks=mark_by(False, name in ("llama", "gpt_oss"))) for name in ATTENTION_ONLY]
 )
 def test_a_prompt_is_read_by_chunks_of_heads(model_type: str) -> None:
     assert max(run_on_ranks(2, compare, model_type, "one", 2)) < TOLERANCE

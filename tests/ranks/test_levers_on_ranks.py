@@ -79,13 +79,9 @@ def test_a_recomputation_that_keeps_attention_exchanges_nothing(levers: Levers, 
 # float32 and two steps of SGD; deep sums run in another order
 TOLERANCE = 2e-5
 SAMPLE = [
-    ("llama", 1, ()),
-    ("llama", 2, ADAPTED),
-    ("qwen3", 2, ()),
-    ("gemma3_text", 1, ()),
-    ("qwen3_moe", 2, ()),
+    ("llama", 1, ()), ("llama", 2, ADAPTED), ("qwen3", 2, ()), ("gemma3_text", 1, ()), ("qwen3_moe", 2, ()),
     ("gemma4_text", 2, ()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "sp_size", "lora"), sample(SAMPLE, quick=SAMPLE[1:2], checked=SAMPLE[5:]), ids=str)
@@ -244,10 +240,7 @@ SAVED = ("memory.activation_offloading=true", "memory.gradient_checkpointing=tru
     [
         (*SAVED, "parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true"),
         pytest.param((*SAVED, *HOST), marks=[pytest.mark.check, pytest.mark.operator("cpu_adam")]),
-        pytest.param(
-            ("parallel.zero_stage=2", "memory.gradient_checkpointing=full"),
-            marks=pytest.mark.check,
-        ),
+        pytest.param(("parallel.zero_stage=2", "memory.gradient_checkpointing=full"), marks=pytest.mark.check),
         pytest.param(("parallel.zero_stage=1", "lora={r: 4}", *SAVED), marks=pytest.mark.full),
         pytest.param(("parallel.sp_size=2", "parallel.ring_size=2", *SAVED), marks=pytest.mark.full),
     ],

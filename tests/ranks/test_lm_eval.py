@@ -19,11 +19,8 @@ pytestmark = pytest.mark.check
 MAX_LENGTH = 300
 TASKS = {
     "choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{label}}",
-        "metric_list": [{"metric": "acc"}],
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}", "metric_list": [{"metric": "acc"}],
     },
     "words": {
         "output_type": "loglikelihood_rolling",
@@ -38,7 +35,7 @@ TASKS = {
         "generation_kwargs": {"until": ["c"], "max_gen_toks": 12, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
-}
+}  # fmt: skip
 REQUESTS: dict[str, list[tuple[Any, ...]]] = {
     "loglikelihood": [
         ("The lake is", " still"), ("The lake is", " green and deep"), ("", "A bird"), ("Soon it ", "flies away"),

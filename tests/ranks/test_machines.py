@@ -265,14 +265,10 @@ def test_mpirun_starts_a_run(tmp_path: Path, lan: list[str]) -> None:
     (line,) = [line for line in COMMANDS if line.startswith("mpirun ")]
     words = [*shlex.split(line.replace("my.yaml", "r.yaml")), "run.output_dir=run", "train.max_steps=3"]
     environ = {
-        **runs.environ,
-        "PATH": f"{program.parent}:{runs.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "DS_ACCELERATOR": "cpu",
-        "OMPI_MCA_plm_rsh_agent": str(enter),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        **runs.environ, "PATH": f"{program.parent}:{runs.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "DS_ACCELERATOR": "cpu", "OMPI_MCA_plm_rsh_agent": str(enter), "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
+    }  # fmt: skip
     inside = ["ip", "netns", "exec", lan[0], "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', NAMES[0]]
     done = subprocess.run(
         [*inside, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False

@@ -49,11 +49,7 @@ from ulysses_cli.train.reference import ComputedReferences, ReferencedRows, Refe
 
 # Pairs of documents, chosen and rejected: (length, first target). In the first row, one rank of two has no target; in
 # the third the shorter answer comes first.
-ROWS = [
-    [(40, 36), (20, 16)],
-    [(9, 4), (12, 4), (30, 20), (11, 6)],
-    [(25, 22), (33, 22)],
-]
+ROWS = [[(40, 36), (20, 16)], [(9, 4), (12, 4), (30, 20), (11, 6)], [(25, 22), (33, 22)]]
 SHARED = [[0, 15], [0, 3, 0, 0], [0, 21]]  # tokens of a rejected answer that are the chosen one's; one pair shares none
 SEVERAL = [[0, 15], [0, 3, 7, 0], [0, 0]]
 BETA = 0.3

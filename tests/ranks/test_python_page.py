@@ -26,19 +26,10 @@ PROGRAMS = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
 TINY = (Path(__file__).parents[2] / "recipes/tiny-cpu.yaml").read_text()
 ROWS = [[(7 * row + 3 * at * at) % 50 for at in range(length)] for row, length in enumerate((12, 9, 16, 7, 11))]
 SETTINGS: dict[str, Any] = {
-    "max_steps": 3,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "train_sampling_strategy": "sequential",
-    "use_cpu": True,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "lr_scheduler_type": "constant",
-    "per_device_eval_batch_size": 1,
-    "bf16": False,
-}
+    "max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "logging_steps": 1,
+    "train_sampling_strategy": "sequential", "use_cpu": True, "report_to": "none", "save_strategy": "no",
+    "disable_tqdm": True, "lr_scheduler_type": "constant", "per_device_eval_batch_size": 1, "bf16": False,
+}  # fmt: skip
 FINISH = """
 import json, os
 found = {"losses": [line["loss"] for line in trainer.state.log_history if "loss" in line]}
@@ -69,13 +60,9 @@ def run_ranks(folder: Path, text: str) -> None:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
     command = [
-        str(write_python()),
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={port}",
+        str(write_python()), "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}",
         "program.py",
-    ]
+    ]  # fmt: skip
     plain = {name: value for name, value in os.environ.items() if name != KEY}  # a user's shell has no key of a run
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170, env=plain)
     assert done.returncode == 0, done.stderr[-9000:]

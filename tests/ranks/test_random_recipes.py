@@ -1,14 +1,7 @@
 """Compares formulas and runs on sizes with a trace of ten recipes that were drawn once."""
 
 import pytest
-from support.random_recipes import (
-    draw_recipe,
-    make_drawn_job,
-    measure_errors,
-    predict_phases,
-    run_phases,
-    trace_phases,
-)
+from support.random_recipes import draw_recipe, make_drawn_job, measure_errors, predict_phases, run_phases, trace_phases
 
 NUM_RECIPES, SEED = 10, 20261203
 

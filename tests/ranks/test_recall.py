@@ -38,13 +38,10 @@ def test_a_trained_model_finds_needles_across_the_boundary_of_shards(tmp_path: P
         "train": {"learning_rate": 1e-2, "max_steps": NUM_STEPS, "warmup_steps": 30, "adam_beta2": 0.98},
         "memory": {"gradient_checkpointing": False, "tiled_mlp": False, "tiled_loss": False},
         "run": {
-            "device": "cpu",
-            "output_dir": str(tmp_path / "run"),
-            "rehearsal": False,
-            "save_steps": 75,
+            "device": "cpu", "output_dir": str(tmp_path / "run"), "rehearsal": False, "save_steps": 75,
             "save_total_limit": 9,
         },
-    }
+    }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     trained = run("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr

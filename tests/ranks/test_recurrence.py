@@ -96,18 +96,12 @@ def draw_tensors(heads: tuple[int, int], rows: int, tokens: int, taps: int) -> d
 
     num_heads, groups = heads
     return {
-        "x": draw(rows, tokens, num_heads, WIDTH),
-        "q": draw(rows, tokens, groups, KEY_WIDTH),
-        "k": draw(rows, tokens, groups, KEY_WIDTH),
-        "g": draw(rows, tokens, num_heads),
-        "channels": draw(rows, tokens, num_heads, KEY_WIDTH),
-        "beta": draw(rows, tokens, num_heads),
-        "A": -draw(num_heads).abs(),
-        "D": draw(num_heads),
-        "dt_bias": draw(num_heads),
-        "weight": draw(num_heads * WIDTH, taps),
-        "bias": draw(num_heads * WIDTH),
-    }
+        "x": draw(rows, tokens, num_heads, WIDTH), "q": draw(rows, tokens, groups, KEY_WIDTH),
+        "k": draw(rows, tokens, groups, KEY_WIDTH), "g": draw(rows, tokens, num_heads),
+        "channels": draw(rows, tokens, num_heads, KEY_WIDTH), "beta": draw(rows, tokens, num_heads),
+        "A": -draw(num_heads).abs(), "D": draw(num_heads), "dt_bias": draw(num_heads),
+        "weight": draw(num_heads * WIDTH, taps), "bias": draw(num_heads * WIDTH),
+    }  # fmt: skip
 
 
 OF_ROWS = ("x", "q", "k", "g", "channels", "beta")  # the others are weights

@@ -37,10 +37,7 @@ WRITERS = {
     "dp 2, stage 1": ("parallel.dp_shard_size=2", "parallel.zero_stage=1"),
     "ring 2": (SP_2, "parallel.ring_size=2"),
 }
-OFFLOADS = (
-    "memory.offload_optimizer=cpu",
-    "memory.offload_optimizer=cpu memory.offload_param=cpu",
-)
+OFFLOADS = ("memory.offload_optimizer=cpu", "memory.offload_optimizer=cpu memory.offload_param=cpu")
 
 
 def fit(*overrides: str, config: dict[str, Any] | None = None) -> Recipe:

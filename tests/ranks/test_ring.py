@@ -141,12 +141,9 @@ LARGE = [pytest.param(layout, marks=pytest.mark.full) for layout in [(2, 4), (3,
 IN_CI = [pytest.param((2, 2), marks=pytest.mark.check)]
 IN_CI += [pytest.param(layout, marks=pytest.mark.full) for layout in [(2, 1), (4, 1), (2, 4), (3, 2), (1, 2), (1, 4)]]
 DOCUMENTS = {
-    "one": (96,),
-    "on-edges": (24, 24, 48),
-    "off-edges": (5, 30, 1, 1, 40, 19),
-    "forty": (1,) * 30 + (3,) * 9 + (39,),
+    "one": (96,), "on-edges": (24, 24, 48), "off-edges": (5, 30, 1, 1, 40, 19), "forty": (1,) * 30 + (3,) * 9 + (39,),
     "padded": (60, 13, 23),
-}
+}  # fmt: skip
 
 
 def list_heads(ulysses_size: int) -> list[tuple[int, int]]:

@@ -79,12 +79,9 @@ def check(num_ranks: int, problem: Problem) -> None:
 
 HEADS = [(4, 4), (8, 4), (8, 2), (4, 1), (12, 3), (12, 6), (24, 3)]
 DOCUMENTS = {
-    "one": (64,),
-    "on-edges": (16, 16, 32),
-    "off-edges": (5, 30, 1, 1, 27),
-    "forty": (1,) * 30 + (3,) * 9 + (7,),
+    "one": (64,), "on-edges": (16, 16, 32), "off-edges": (5, 30, 1, 1, 27), "forty": (1,) * 30 + (3,) * 9 + (7,),
     "padded": (40, 13, 11),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)

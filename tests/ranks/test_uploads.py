@@ -75,12 +75,9 @@ def test_a_run_goes_on_from_the_bucket_alone(runs: Runs, tmp_path: Path) -> None
 def kill_and_resume(runs: Runs, seed: int, address: str) -> None:
     generator, run = random.Random(seed), f"killed-{seed}"
     plan: Mapping[str, Any] = {
-        "moment": "upload",
-        "ranks": generator.choice([[0], [1], [0, 1]]),
-        "ahead": generator.randint(0, 2),
-        "nth": generator.randint(1, 5),
-        "wait": 0.0,
-    }
+        "moment": "upload", "ranks": generator.choice([[0], [1], [0, 1]]), "ahead": generator.randint(0, 2),
+        "nth": generator.randint(1, 5), "wait": 0.0,
+    }  # fmt: skip
     process = runs.start(run, *WORDS, f"run.checkpoint_uri={address}/{run}", plan=plan)
     _, err = process.communicate(timeout=240)
     assert (process.pids / "fired").exists(), err

@@ -25,17 +25,10 @@ from ulysses_cli.prove.results import Row
 
 # Fewer key/value heads than ranks, a window, several documents in a row.
 CONFIG: dict[str, Any] = {
-    "model_type": "mistral",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 9,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "sliding_window": 512,
-    "tie_word_embeddings": False,
-}
+    "model_type": "mistral", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 9,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 32000, "max_position_embeddings": 4096,
+    "sliding_window": 512, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def make_proof(*overrides: str) -> Recipe:
@@ -167,24 +160,14 @@ def plant_unsharded_evaluation() -> list[Any]:
 
 
 FAULTS: dict[str, Callable[[], list[Any]]] = {
-    "none": list,
-    "mean": plant_mean,
-    "kv gradient": plant_lost_kv_gradient,
-    "boundary": plant_boundary,
-    "leak": plant_leak,
-    "positions": plant_local_positions,
-    "window": plant_local_window,
+    "none": list, "mean": plant_mean, "kv gradient": plant_lost_kv_gradient, "boundary": plant_boundary,
+    "leak": plant_leak, "positions": plant_local_positions, "window": plant_local_window,
     "evaluation": plant_unsharded_evaluation,
-}
+}  # fmt: skip
 FOUND_BY = {
-    "mean": "gradients",
-    "kv gradient": "gradients",
-    "boundary": "loss",
-    "leak": "leak: the first document",
-    "positions": "loss",
-    "window": "evaluation loss",
-    "evaluation": "evaluation tokens",
-}
+    "mean": "gradients", "kv gradient": "gradients", "boundary": "loss", "leak": "leak: the first document",
+    "positions": "loss", "window": "evaluation loss", "evaluation": "evaluation tokens",
+}  # fmt: skip
 
 
 @pytest.mark.check

@@ -111,12 +111,9 @@ def plant_lost_decay_gradient() -> list[Any]:
 
 
 FAULTS: dict[str, Callable[[], list[Any]]] = {
-    "none": list,
-    "halo": plant_dropped_halo,
-    "state": plant_kept_state,
-    "group": plant_wrong_group,
+    "none": list, "halo": plant_dropped_halo, "state": plant_kept_state, "group": plant_wrong_group,
     "decay": plant_lost_decay_gradient,
-}
+}  # fmt: skip
 CHECKED = {("qwen3_5_text", "state")}  # by `make check`
 FOUND_BY = {"halo": "loss", "state": "leak: the first document", "group": "loss", "decay": "gradients"}
 

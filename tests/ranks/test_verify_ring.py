@@ -110,14 +110,9 @@ FAULTS: dict[str, Callable[[], list[Any]]] = {
     "plain order": plant_plain_order,
 }
 FOUND_BY = {
-    "mean": "gradients",
-    "boundary": "loss",
-    "leak": "leak: the first document",
-    "window": "evaluation loss",
-    "own log-sum-exp": "gradients",
-    "lost key gradient": "gradients",
-    "plain order": "loss",
-}
+    "mean": "gradients", "boundary": "loss", "leak": "leak: the first document", "window": "evaluation loss",
+    "own log-sum-exp": "gradients", "lost key gradient": "gradients", "plain order": "loss",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,9 @@ def train_on_ranks(recipe: Recipe) -> dict[str, Any]:
 
 
 CASES = [
-    (WHOLE, 2, 1, 3),
-    (DORA, 2, 1, 2),
-    (WHOLE, 1, 2, 2),
-    (DORA, 1, 2, 1),
-    (WHOLE, 2, 1, 1),
-    (DORA, 2, 2, 2),
+    (WHOLE, 2, 1, 3), (DORA, 2, 1, 2), (WHOLE, 1, 2, 2), (DORA, 1, 2, 1), (WHOLE, 2, 1, 1), (DORA, 2, 2, 2),
     (WHOLE, 2, 2, 3),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

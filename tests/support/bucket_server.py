@@ -29,12 +29,9 @@ def serve_bucket() -> Iterator[Mapping[str, str]]:
 
     with _serve(["moto.server", "-H", "127.0.0.1", "-p"], make_bucket) as address:
         yield {
-            "AWS_ENDPOINT_URL": address,
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "NO_PROXY": "127.0.0.1",
-        }
+            "AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1",
+        }  # fmt: skip
 
 
 @contextmanager

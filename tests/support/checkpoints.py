@@ -19,17 +19,9 @@ RECIPE = {
 
 def make_state(step: int, world_size: int = 2, **changes: Any) -> dict[str, Any]:
     return {
-        "step": step,
-        "position": 4 * step,
-        "optimizer_steps": step,
-        "bad_steps": 0,
-        "hours": 0.5,
-        "world_size": world_size,
-        "rows_per_step": 4,
-        "recipe": RECIPE,
-        "data": "abc",
-        **changes,
-    }
+        "step": step, "position": 4 * step, "optimizer_steps": step, "bad_steps": 0, "hours": 0.5,
+        "world_size": world_size, "rows_per_step": 4, "recipe": RECIPE, "data": "abc", **changes,
+    }  # fmt: skip
 
 
 def make_checkpoint(run_dir: Path, step: int, world_size: int = 2, **changes: Any) -> Path:

@@ -21,11 +21,7 @@ FIELDS = (
     *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"),
     *("global_attn_every_n_layers", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     *(
-        "attention_multiplier",
-        "logits_scaling",
-        "logit_scale",
-        "attention_dropout",
-        "residual_dropout",
+        "attention_multiplier", "logits_scaling", "logit_scale", "attention_dropout", "residual_dropout",
         "hidden_dropout",
     ),
     *("embedding_dropout", "output_router_logits", "num_experts", "num_local_experts", "n_routed_experts"),
@@ -39,14 +35,8 @@ FIELDS = (
     *("gating", "use_attention_gate", "use_sandwich_norm", "linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "linear_num_heads"),
     *(
-        "linear_head_dim",
-        "short_conv_kernel_size",
-        "layer_group_size",
-        "mamba_num_heads",
-        "mamba_n_heads",
-        "mamba_head_dim",
-        "mamba_d_head",
-        "mamba_d_ssm",
+        "linear_head_dim", "short_conv_kernel_size", "layer_group_size", "mamba_num_heads", "mamba_n_heads",
+        "mamba_head_dim", "mamba_d_head", "mamba_d_ssm",
     ),
     *("mamba_expand", "n_groups", "mamba_n_groups", "ssm_state_size", "mamba_d_state", "conv_kernel"),
     *("mamba_d_conv", "chunk_size", "mamba_chunk_size", "use_conv_bias", "mamba_conv_bias", "mamba_proj_bias"),
@@ -55,15 +45,12 @@ FIELDS = (
     *("n_mamba_heads", "mamba_ngroups", "add_bias_linear", "num_mem_blocks", "adapter_rank", "use_mem_rope"),
     "use_shared_attention_adapter",
     *INEXACT_KEYS,
-)
+)  # fmt: skip
 # Published config.json files of these leave out sizes too.
 SPARING = {"gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "vaultgemma"}
 SPARED = ("num_attention_heads", "vocab_size")
 # Arguments of a config's own constructor that are no fields of it.
-HIDDEN = {
-    "gemma4_text": {"global_head_dim": 512},
-    "gemma4_unified_text": {"global_head_dim": 512},
-}
+HIDDEN = {"gemma4_text": {"global_head_dim": 512}, "gemma4_unified_text": {"global_head_dim": 512}}
 
 
 def read_defaults(model_type: str, names: Iterable[str]) -> dict[str, Any]:

@@ -25,14 +25,10 @@ PRELOADED = (
     *("torch", "deepspeed", "peft", "transformers.models.qwen3.modeling_qwen3", "torch.distributed.run"),
     *("ulysses_cli.train.agent", "ulysses_cli.train.start", "ulysses_cli.train.failure"),
     *(
-        "ulysses_cli.commands.children.training",
-        "ulysses_cli.data.prepare",
-        "ulysses_cli.report.live",
-        "ulysses_cli.plan.rules.check",
-        "ulysses_cli.validate",
-        "support.warm",
+        "ulysses_cli.commands.children.training", "ulysses_cli.data.prepare", "ulysses_cli.report.live",
+        "ulysses_cli.plan.rules.check", "ulysses_cli.validate", "support.warm",
     ),
-)
+)  # fmt: skip
 on_start: list[Callable[[str, Mapping[str, str]], None]] = []  # called in each child: (module, environment)
 
 

@@ -114,16 +114,9 @@ def make_models() -> str:
         for summary in summarize_table()
     ]
     header = (
-        "model",
-        "`model_type`",
-        "parameters",
-        "layers",
-        "heads",
-        "sp sizes by heads",
-        "ring",
-        "positions",
+        "model", "`model_type`", "parameters", "layers", "heads", "sp sizes by heads", "ring", "positions",
         "licence gate",
-    )
+    )  # fmt: skip
     return make_table(header, rows)
 
 

@@ -6,25 +6,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 128,
-    "attention_dropout": 0.0,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": 128, "attention_dropout": 0.0,
+}  # fmt: skip
 EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -34,13 +22,9 @@ DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }
 MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
     "mamba_chunk_size": 8,
-}
+}  # fmt: skip
 LATENT = {  # latent attention, with values as wide as keys
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -74,23 +58,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
     },
     "nemotron_h": {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 8,
-        "chunk_size": 8,
-        "layer_types": ["mamba", "moe", "mamba", "attention"],
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "moe_shared_expert_intermediate_size": 24,
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,
+        "layer_types": ["mamba", "moe", "mamba", "attention"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
     },
     "granitemoehybrid": {
-        **MAMBA,
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 24,
+        **MAMBA, "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 24,
     },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "num_hidden_layers": 2},
     "bamba": {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 3},
@@ -116,7 +90,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
     "lfm3": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
-}
+}  # fmt: skip
 
 
 def describe_hybrid(model_type: str, **changes: Any) -> dict[str, Any]:

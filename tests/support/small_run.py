@@ -3,17 +3,10 @@
 from typing import Any
 
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
 # large enough for the embedded tokenizer's bytes
 BYTES_CONFIG = {**CONFIG, "vocab_size": 260, "max_position_embeddings": 512, "tie_word_embeddings": True}
 # Adam divides a gradient by its own size. With the usual epsilon, elements whose gradient is rounding noise would take

@@ -3,17 +3,7 @@
 from functools import cache
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -39,18 +29,9 @@ CORPUS = [
     "   leading, trailing   \n\n\n- a list\n- of things\n\n```\ncode `x` == y_z\n```\n",
 ] * 20
 KINDS = (
-    "gpt2",
-    "gpt2-prefix",
-    "llama3",
-    "qwen",
-    "o200k",
-    "llama2",
-    "gemma",
-    "metaspace-unigram",
-    "metaspace-first",
-    "wordpiece",
-    "t5-strip",
-)
+    "gpt2", "gpt2-prefix", "llama3", "qwen", "o200k", "llama2", "gemma", "metaspace-unigram", "metaspace-first",
+    "wordpiece", "t5-strip",
+)  # fmt: skip
 
 
 @cache

@@ -49,14 +49,10 @@ def test_a_plan_shows_what_the_recipe_sets(tmp_path: Path) -> None:
     shown = done.stdout.partition("\nsettings\n")[2].splitlines()
     assert shown[: len(BYTES_CONFIG)] == [f"  model.config.{key}: {format_value(each)}" for key, each in sizes]
     assert shown[len(BYTES_CONFIG) : -1] == [
-        "  model.tokenizer: bytes",
-        f"  data.datasets.0.path: {tmp_path}/texts.jsonl",
-        "  data.max_length: 512",
-        "  run.notify_webhook: ***",
-        "  run.sample_prompts: [Once, Then]",
-        "  train.learning_rate: 0.0003",
+        "  model.tokenizer: bytes", f"  data.datasets.0.path: {tmp_path}/texts.jsonl", "  data.max_length: 512",
+        "  run.notify_webhook: ***", "  run.sample_prompts: [Once, Then]", "  train.learning_rate: 0.0003",
         "  train.max_steps: 1",
-    ]
+    ]  # fmt: skip
     defaults = json.loads(run(*words, "--format", "json").stdout)["plans"][0]["defaults"]
     assert shown[-1] == f"defaults    {len(defaults)} settings besides; --all lists them"
 
@@ -101,12 +97,8 @@ def test_problems_as_json(tmp_path: Path) -> None:
     good = json.loads(run("validate-config", TINY, "--format", "json").stdout)
     assert good["valid"] is True
     assert good["plans"][0]["heads"] == {
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "local_heads": 2,
-        "local_kv_heads": 1,
-        "kv_heads_are": "sharded",
-    }
+        "num_heads": 4, "num_kv_heads": 2, "local_heads": 2, "local_kv_heads": 1, "kv_heads_are": "sharded",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,7 @@ SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {}}}
                     {"from": "observation", "value": None},
                 ]
             },
-            [
-                ASKED,
-                {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                {"role": "tool", "content": ""},
-            ],
+            [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": ""}],
         ),
         (
             {

@@ -69,11 +69,7 @@ def test_a_users_keys_are_merged_and_the_recipes_win() -> None:
 def test_a_contradiction_names_the_recipes_setting() -> None:
     recipe = load("deepspeed.bf16.enabled=false", "deepspeed.zero_optimization.offload_param.device=cpu").recipe
     assert list(find_contradictions(recipe, make_ds_config(recipe, make_layout(recipe)))) == [
-        (
-            "bf16.enabled",
-            "is false, but model.dtype is bfloat16",
-            "change model.dtype and leave bf16.enabled out",
-        ),
+        ("bf16.enabled", "is false, but model.dtype is bfloat16", "change model.dtype and leave bf16.enabled out"),
         (
             "zero_optimization.offload_param.device",
             'is "cpu", but memory.offload_param is auto',

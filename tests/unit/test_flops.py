@@ -13,14 +13,9 @@ from ulysses_cli.plan.flops import (
 from ulysses_cli.plan.models.shape import read_model_shape
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
 
 
 @given(st.integers(1, 60), st.none() | st.integers(1, 80))

@@ -238,14 +238,9 @@ MANIFEST_TEXT = json.dumps(
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"b": "c"}}).encode()
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": []}]}
 ROW |= {
-    "text": "t",
-    "prompt": "p",
-    "completion": "c",
-    "input_ids": [1],
-    "labels": [-100],
-    "instruction": "i",
+    "text": "t", "prompt": "p", "completion": "c", "input_ids": [1], "labels": [-100], "instruction": "i",
     "output": "o",
-}
+}  # fmt: skip
 STEP = {"step": 1, "loss": 1.0, "step_seconds": 0.5, "step_parts": {"mlp": 0.1}, "by_position": {"0-2K": {"loss": 1}}}
 READERS: dict[str, tuple[bytes, Callable[[Path, bytes], None]]] = {
     "manifest": (MANIFEST_TEXT.encode(), read_manifest),

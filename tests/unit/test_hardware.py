@@ -16,17 +16,9 @@ WANTED = (
     "rtx-pro-6000 mi300x mi355x"
 )
 MINE: dict[str, Any] = {
-    "name": "Mine",
-    "memory_mib": 1000,
-    "tflops": 10,
-    "memory_gb_s": 100,
-    "link_gb_s": 10,
-    "host_gb_s": 10,
-    "network_gb_s": 1,
-    "attention": [0.5, 0.4],
-    "gpus_per_node": 2,
-    "host_gib_per_gpu": 16,
-}
+    "name": "Mine", "memory_mib": 1000, "tflops": 10, "memory_gb_s": 100, "link_gb_s": 10, "host_gb_s": 10,
+    "network_gb_s": 1, "attention": [0.5, 0.4], "gpus_per_node": 2, "host_gib_per_gpu": 16,
+}  # fmt: skip
 
 
 def read(own: Any) -> Any:

@@ -20,14 +20,8 @@ OTHERS = re.compile(
     r"|--repo-type|srun|mpirun|flux run|^--(?:help|version|set|recipe|pretend|place|events|weights|share-prompts)\b"
 )
 OTHER_ROOMS = (
-    "report/page/",
-    "train/export/__main__",
-    "run/launcher",
-    "run/jobs",
-    "run/kubernetes",
-    "train/agent/",
-    "__main__",
-)
+    "report/page/", "train/export/__main__", "run/launcher", "run/jobs", "run/kubernetes", "train/agent/", "__main__",
+)  # fmt: skip
 # a room's messages are shown by these commands alone
 SHOWN_BY = {
     "commands/children/proving.py": ("bench", "verify", "doctor"),

@@ -147,12 +147,9 @@ def _is_closed(connection: socket.socket) -> bool:
 def test_a_browser_shows_the_page_and_refreshes_it(served: Served, tmp_path: Path) -> None:
     write_run(served.folder)
     flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
         f"--user-data-dir={tmp_path / 'profile'}",
-    ]
+    ]  # fmt: skip
     browser = subprocess.Popen(
         [str(BROWSER), *flags, "--remote-debugging-port=0", served.page.address],
         stdout=subprocess.DEVNULL,

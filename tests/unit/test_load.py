@@ -33,21 +33,10 @@ def test_a_small_recipe_loads() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("500_000", 500_000),
-        ("500K", 500_000),
-        ("512Ki", 524_288),
-        ("1M", 10**6),
-        ("1.5K", 1500),
-        ("-3", -3),
-        ("1e-5", 1e-5),
-        ("1e3", 1000.0),
-        (".5", 0.5),
-        ("1Kib", "1Kib"),
-        ("0x10", "0x10"),
-        ("1e", "1e"),
-        ("", ""),
+        ("500_000", 500_000), ("500K", 500_000), ("512Ki", 524_288), ("1M", 10**6), ("1.5K", 1500), ("-3", -3),
+        ("1e-5", 1e-5), ("1e3", 1000.0), (".5", 0.5), ("1Kib", "1Kib"), ("0x10", "0x10"), ("1e", "1e"), ("", ""),
     ],
-)
+)  # fmt: skip
 def test_numbers(text: str, value: object) -> None:
     assert parse_number(text) == value
     assert type(parse_number(text)) is type(value)
@@ -74,13 +63,9 @@ def test_spellings_of_values() -> None:
 
 def test_every_alias_is_accepted_and_shown() -> None:
     samples = {
-        "model.dtype": "float32",
-        "data.added_tokens": "[a]",
-        "lora.target_modules": "[q_proj]",
-        "lora.modules_to_save": "[norm]",
-        "lora.dropout": "0.5",
-        "data.chat_template_kwargs": "{a: 1}",
-    }
+        "model.dtype": "float32", "data.added_tokens": "[a]", "lora.target_modules": "[q_proj]",
+        "lora.modules_to_save": "[norm]", "lora.dropout": "0.5", "data.chat_template_kwargs": "{a: 1}",
+    }  # fmt: skip
     num_aliases = 0
     for setting in walk_settings():
         for alias in setting.aliases if setting.key.count(".") == 1 else ():

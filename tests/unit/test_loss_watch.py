@@ -47,11 +47,7 @@ def test_an_ordinary_run_is_not_warned_of(seed: int, num_steps: int, ends: tuple
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 2**32),
-    st.integers(0, 300),
-    st.sampled_from([(3.9, 3.9), (7.0, 7.0), (12.0, 1967.0)]),
-)
+@given(st.integers(0, 2**32), st.integers(0, 300), st.sampled_from([(3.9, 3.9), (7.0, 7.0), (12.0, 1967.0)]))
 def test_a_rise_that_lasts_is_told_once_and_its_end_too(seed: int, before: int, rise: tuple[float, float]) -> None:
     noise, length = random.Random(seed), 100
     start = make_run(noise, 64 + before, 2.4, 1.9, 0.1)

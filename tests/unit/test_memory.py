@@ -56,11 +56,8 @@ def test_what_the_engine_holds_between_steps() -> None:
 
     def hold(job: Job) -> list[int]:
         lines = [
-            states.compute_parameters,
-            states.compute_gradients,
-            states.compute_master,
-            states.compute_reduce_bucket,
-        ]
+            states.compute_parameters, states.compute_gradients, states.compute_master, states.compute_reduce_bucket,
+        ]  # fmt: skip
         persistent = job.dtype_bytes * compute_gathered(job).persistent
         loaded = sum(line(job) for line in lines) + persistent
         return [loaded, loaded + states.compute_adam(job)]

@@ -35,22 +35,12 @@ def test_the_shipped_table(entry: dict[str, object]) -> None:
 # As their makers say: billions of parameters, or GiB of bfloat16 weights. Towers for images and sound, and heads that
 # predict further tokens, are not part of the text model.
 PUBLISHED_BILLIONS = {
-    "zai-org/GLM-4.5-Air": 106,
-    "zai-org/GLM-4.7-Flash": 30,
-    "allenai/Olmo-3-1025-7B": 7.3,
-    "allenai/Olmo-3-1125-32B": 32.2,
-    "mistralai/Ministral-3-8B-Base-2512": 8.4,
-    "moonshotai/Kimi-Linear-48B-A3B-Base": 48,
-    "inclusionAI/Ling-3.0-flash": 124,
-    "LiquidAI/LFM2-350M": 0.35,
-    "LiquidAI/LFM2-700M": 0.742,
-    "LiquidAI/LFM2-2.6B": 2.6,
-    "LiquidAI/LFM2-8B-A1B": 8.3,
-    "LiquidAI/LFM3-1.7B": 1.7,
-    "google/gemma-4-26B-A4B": 25.2,
-    "google/gemma-4-12B": 12,
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120,
-}
+    "zai-org/GLM-4.5-Air": 106, "zai-org/GLM-4.7-Flash": 30, "allenai/Olmo-3-1025-7B": 7.3,
+    "allenai/Olmo-3-1125-32B": 32.2, "mistralai/Ministral-3-8B-Base-2512": 8.4,
+    "moonshotai/Kimi-Linear-48B-A3B-Base": 48, "inclusionAI/Ling-3.0-flash": 124, "LiquidAI/LFM2-350M": 0.35,
+    "LiquidAI/LFM2-700M": 0.742, "LiquidAI/LFM2-2.6B": 2.6, "LiquidAI/LFM2-8B-A1B": 8.3, "LiquidAI/LFM3-1.7B": 1.7,
+    "google/gemma-4-26B-A4B": 25.2, "google/gemma-4-12B": 12, "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120,
+}  # fmt: skip
 PUBLISHED_GIB = {"ibm-granite/granite-4.0-h-small": 59.99, "ibm-granite/granite-4.0-h-tiny": 12.93}
 
 

@@ -16,17 +16,11 @@ from ulysses_cli.plan.resolved import choose_layout
 QWEN_3_5 = {
     "model_type": "qwen3_5",
     "text_config": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 1000,
+        "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8,
+        "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 1000,
         "max_position_embeddings": 32768,
     },
-}
+}  # fmt: skip
 
 
 def test_the_list_names_every_family() -> None:

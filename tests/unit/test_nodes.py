@@ -19,11 +19,7 @@ def test_one_machine_has_all_processes() -> None:
 
 
 def test_options_win_over_the_environment_and_that_over_slurm() -> None:
-    slurm = {
-        "SLURM_STEP_NODELIST": "gpu[07-08,12]",
-        "SLURM_STEP_NUM_NODES": "3",
-        "SLURM_NODEID": "2",
-    }
+    slurm = {"SLURM_STEP_NODELIST": "gpu[07-08,12]", "SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "2"}
     assert find_nodes(24, slurm) == Nodes(3, 2, "gpu07", 29400, 8)
     ours = {**slurm, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
     assert find_nodes(16, ours) == Nodes(2, 1, "10.0.0.1", 1234, 8)

@@ -81,10 +81,7 @@ def test_an_address_gets_json_also_after_failures(hook: tuple[str, type[Hook]]) 
     handler.statuses += [503, 500]
     assert notify(END, None, address) == []
     assert len(handler.bodies) == 3
-    assert handler.bodies[-1] == {
-        **vars(END),
-        "text": "mine: failed: rank 3 failed: out of memory",
-    }
+    assert handler.bodies[-1] == {**vars(END), "text": "mine: failed: rank 3 failed: out of memory"}
 
 
 def test_an_address_that_refuses_is_not_asked_again_and_not_shown(hook: tuple[str, type[Hook]]) -> None:

@@ -112,11 +112,8 @@ def put_aside(run: Path) -> None:
 
 
 FOLDERS: dict[str, Callable[[Path], object]] = {
-    "step-3.replaced": put_checkpoint,
-    "step-3.gone": prune,
-    "step-9.writing": tidy,
-    "step-6.set-aside": put_aside,
-}
+    "step-3.replaced": put_checkpoint, "step-3.gone": prune, "step-9.writing": tidy, "step-6.set-aside": put_aside,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(FOLDERS))

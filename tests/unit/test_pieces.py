@@ -17,18 +17,8 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 
 ALPHABET = "abzZéÄßñ '.,:!?\n\t\r  12(){}_-/你好せ한сПΣ\u0301\u00a0\u3000😀<|>"
 PIECES = [
-    "<|im_end|>",
-    "</s>",
-    "<unk>",
-    "it's ",
-    "  \n\n",
-    "word word ",
-    "\r\n",
-    "don't\n",
-    "a 你好 b\n",
-    " \n x",
-    "``",
-]
+    "<|im_end|>", "</s>", "<unk>", "it's ", "  \n\n", "word word ", "\r\n", "don't\n", "a 你好 b\n", " \n x", "``",
+]  # fmt: skip
 TEXT = st.lists(st.text(ALPHABET, max_size=6) | st.sampled_from(PIECES), max_size=60).map("".join)
 
 

@@ -286,12 +286,8 @@ def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path) -> None:
     sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
     prepared = prepare(tmp_path, sources, "data.assistant_only_loss=true")
     assert [source["kind"] for source in prepared.report["sources"]] == [
-        "text",
-        "chat",
-        "completion",
-        "tokens",
-        "instruction",
-    ]
+        "text", "chat", "completion", "tokens", "instruction",
+    ]  # fmt: skip
     assert read_documents(prepared)[3:] == [
         "<|begin|>user\nq<|end|>\n<|begin|>assistant\na<|end|>\n",
         "2 + 2 = 4<|end|>",
@@ -576,11 +572,8 @@ def test_the_embedded_tokenizer(tmp_path: Path) -> None:
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
-        259,
-        256,
-        257,
-        258,
-    )
+        259, 256, 257, 258,
+    )  # fmt: skip
     tokenizer.save_pretrained(tmp_path)
     again = load_tokenizer(Model(tokenizer=str(tmp_path)))
     assert again("a<|end|>")["input_ids"] == [97, 257]

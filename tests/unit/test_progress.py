@@ -19,16 +19,9 @@ from ulysses_cli.report import live
 from ulysses_cli.report.live import make_display
 
 STEP: dict[str, Any] = {
-    "event": "step",
-    "step": 1,
-    "loss": 2.5,
-    "grad_norm": 0.75,
-    "learning_rate": 1e-5,
-    "tokens_per_second": 49943.66,
-    "step_seconds": 20.0,
-    "peak_memory_bytes": 94 * 2**30,
-    "communication_share": 0.123,
-}
+    "event": "step", "step": 1, "loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-5, "tokens_per_second": 49943.66,
+    "step_seconds": 20.0, "peak_memory_bytes": 94 * 2**30, "communication_share": 0.123,
+}  # fmt: skip
 
 
 class Clock:
@@ -70,22 +63,11 @@ def test_every_event_has_its_line() -> None:
         {},
     )
     assert lines == [
-        "8 GPUs",
-        "one row",
-        "a",
-        "b",
-        "phase loading model (Qwen/Qwen3-8B)",
-        "eval step=20 loss=1.5 perplexity=4.48 tokens=2000",
-        "warning: two lines \\x1b[31mred",
-        "  one",
-        "  and two",
-        "saved runs/a/checkpoints/step-20 in 1 min 1 s",
-        "stopped: max_hours",
-        "done model_dir=runs/a/model",
-        "done, but the loss diverged: model_dir=runs/a/model",
-        "weather sky=blue degrees=20.5",
-        "event",
-    ]
+        "8 GPUs", "one row", "a", "b", "phase loading model (Qwen/Qwen3-8B)",
+        "eval step=20 loss=1.5 perplexity=4.48 tokens=2000", "warning: two lines \\x1b[31mred", "  one", "  and two",
+        "saved runs/a/checkpoints/step-20 in 1 min 1 s", "stopped: max_hours", "done model_dir=runs/a/model",
+        "done, but the loss diverged: model_dir=runs/a/model", "weather sky=blue degrees=20.5", "event",
+    ]  # fmt: skip
 
 
 def test_steps_between_logging_steps_are_silent_but_the_last_is_not() -> None:

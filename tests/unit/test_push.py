@@ -368,14 +368,9 @@ def test_a_link_in_a_model_is_published_by_nobody(hub: Hub, run_dir: Path, tmp_p
 def test_only_files_of_a_model_are_published(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
     model = run_dir / "model"
     others = [
-        ".env",
-        "notes.txt",
-        ".git/config",
-        "sub/model.safetensors",
-        "model.safetensors.bak",
-        "run.py",
+        ".env", "notes.txt", ".git/config", "sub/model.safetensors", "model.safetensors.bak", "run.py",
         "optimizer.pt",
-    ]
+    ]  # fmt: skip
     for name in others:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("x")

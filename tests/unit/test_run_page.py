@@ -42,12 +42,9 @@ def test_the_summary_against_the_files_themselves(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
     assert summary["loss"] == {
-        "first_step": 1,
-        "first": losses[0],
-        "last": losses[-1],
-        "min": min(losses),
+        "first_step": 1, "first": losses[0], "last": losses[-1], "min": min(losses),
         "min_step": 1 + losses.index(min(losses)),
-    }
+    }  # fmt: skip
     assert summary["tokens"] == 1000 * 1_048_576
     assert summary["median_tokens_per_second"] == statistics.median(line["tokens_per_second"] for line in lines)
     assert summary["peak_memory_bytes"] == max(line["peak_memory_bytes"] for line in lines)

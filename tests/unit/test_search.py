@@ -31,12 +31,7 @@ from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.fit import Verdict, fits, judge, try_levers
 from ulysses_cli.plan.planner.lever_choice import COSTS, find_cheapest, read_levers, spend_what_is_left
 from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, list_sp_layouts
-from ulysses_cli.plan.planner.search import (
-    _list_layouts,
-    draft_candidate,
-    search,
-    search_longest,
-)
+from ulysses_cli.plan.planner.search import _list_layouts, draft_candidate, search, search_longest
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rules.model import check_lora_targets
 from ulysses_cli.plan.speed import compute_speed

@@ -189,11 +189,8 @@ def test_a_folder_gives_the_files_that_git_would_add(tmp_path: Path) -> None:
     assert set(tree.files) == set(filter(None, listed.split("\0"))) - odd
     assert tree.files == sorted(tree.files, key=lambda path: [part.encode() for part in path.split("/")])
     assert {why: tree.left_out[why] for why in ("link", "binary file", "empty file", "special file")} == {
-        "link": 2,
-        "binary file": 1,
-        "empty file": 1,
-        "special file": 1,
-    }
+        "link": 2, "binary file": 1, "empty file": 1, "special file": 1,
+    }  # fmt: skip
     whole = read_all(open_one(tmp_path, root, type="folder"))
     assert len(whole) == 1
     text = whole[0][1]["text"]
@@ -214,22 +211,9 @@ def ask_git(folder: Path) -> set[str]:
 NAMES = ["a", "b", "build", "foo.py", "x.log", "[z]", "!k", "#h", "te st"]
 PATTERNS = ["build/", "!build/", "*.log", "!x.log", "/a", "!a", "!a/", "a/b", "a/**", "**/foo.py", "!foo.py", "*.py"]
 PATTERNS += [
-    "b/*",
-    "!b/foo.py",
-    "\\[z\\]",
-    "\\!k",
-    "\\#h",
-    "#c",
-    "te st ",
-    "*",
-    "!*/",
-    "/*",
-    "**/b/",
-    "!**/b/",
-    "a/**/b",
-    "b/**",
-    "!a/b",
-]
+    "b/*", "!b/foo.py", "\\[z\\]", "\\!k", "\\#h", "#c", "te st ", "*", "!*/", "/*", "**/b/", "!**/b/", "a/**/b",
+    "b/**", "!a/b",
+]  # fmt: skip
 
 
 @pytest.mark.check
@@ -372,11 +356,7 @@ def read_all_and_find_kind(source: Source) -> None:
         ("a.json", b'[{"text": "a', r"a.json:1:11: malformed JSON: Unterminated string\n"),
         ("a.json", b'{"a":\n"\xff"}', r"a.json:2:1: byte 2 of the line, 0xff, is not UTF-8"),
         ("a.csv", b"text,text\na,b\n", r"a.csv:1:1: the header names column `text` more than once"),
-        (
-            "a.csv",
-            b"text;label\na;1\n",
-            r"a.csv:1:1: the header is one column, 'text;label': its fields",
-        ),
+        ("a.csv", b"text;label\na;1\n", r"a.csv:1:1: the header is one column, 'text;label': its fields"),
         (
             "a.json",
             b'[{"text": "a"},\n{"text": "b", "text": "c"}]',

@@ -38,8 +38,7 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu"),
-    sample([("nemotron-3-nano-256k-2x8gpu", "h200"), ("tiny-cpu", "h100-80gb")], quick=()),
+    ("name", "gpu"), sample([("nemotron-3-nano-256k-2x8gpu", "h200"), ("tiny-cpu", "h100-80gb")], quick=())
 )
 def test_with_every_lever_a_row_is_indexed_wherever_it_is_with_fewer(name: str, gpu: str) -> None:
     """The set that needs least for a short row may be one with which kernels cannot index a long one."""
@@ -98,8 +97,7 @@ def test_memory_is_not_spent_along_a_curve() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    sample(["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"], quick=["tiny-cpu"], checked=()),
+    "name", sample(["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"], quick=["tiny-cpu"], checked=())
 )
 def test_the_pictures_titles_and_legends_are_complete(name: str) -> None:
     page = make_sweep_page(sweep(name, gpu="a100-40gb"))

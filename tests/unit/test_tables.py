@@ -66,14 +66,10 @@ def write_views(file: Path) -> None:
 
 
 BOMBS = {
-    "dictionary.parquet": write_dictionary,
-    "dictionary.arrow": write_dictionary,
-    "list.parquet": write_list,
-    "nulls.parquet": write_nulls,
-    "page.parquet": write_page,
-    "lie.arrow": write_false_header,
+    "dictionary.parquet": write_dictionary, "dictionary.arrow": write_dictionary, "list.parquet": write_list,
+    "nulls.parquet": write_nulls, "page.parquet": write_page, "lie.arrow": write_false_header,
     "views.arrow": write_views,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOMBS)
