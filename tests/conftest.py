@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import Any
 
@@ -105,6 +106,20 @@ def go_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     folder = tmp_path_factory.getbasetemp() / "elsewhere"
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that is not done in a minute."""
+
+    def stop(number: int, frame: object) -> None:
+        raise AssertionError("not done in 60 s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def refuse_runs(event: str, args: tuple[object, ...]) -> None:

@@ -130,11 +130,8 @@ def test_generations_parts_join_to_plain_attention(has_sinks: bool, num_new: int
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     q, prefix, own, sinks = (
-        draw(3, num_new, 4, 8),
-        (draw(2, 7, 8), draw(2, 7, 8)),
-        (draw(3, 2, 5, 8), draw(3, 2, 5, 8)),
-        draw(4),
-    )
+        draw(3, num_new, 4, 8), (draw(2, 7, 8), draw(2, 7, 8)), (draw(3, 2, 5, 8), draw(3, 2, 5, 8)), draw(4),
+    )  # fmt: skip
     rule, ages = Rule(0.3, window), torch.arange(7, 0, -1)
     parts = [attend_to_own(q, *own, rule), attend_to_prefix(q, *prefix, rule, 5 - num_new, ages)]
     joined = join_parts(parts, sinks if has_sinks else None, torch.float64)

@@ -176,15 +176,11 @@ class CountedMlps:
 @pytest.mark.parametrize(
     ("kind", "mode", "tiles", "attention", "mlps"),
     [
-        ("llama", "save_attention", 5, 1, 2),
-        ("llama", "full", 5, 2, 2),
-        ("llama", "save_attention", None, 1, 2),
-        ("gemma2", "save_attention", 5, 1, 2),
-        ("gemma3_text", "save_attention", 5, 1, 2),
-        ("olmo2", "save_attention", 5, 1, 2),
-        ("phi3", "save_attention", 5, 1, 2),
+        ("llama", "save_attention", 5, 1, 2), ("llama", "full", 5, 2, 2), ("llama", "save_attention", None, 1, 2),
+        ("gemma2", "save_attention", 5, 1, 2), ("gemma3_text", "save_attention", 5, 1, 2),
+        ("olmo2", "save_attention", 5, 1, 2), ("phi3", "save_attention", 5, 1, 2),
     ],
-)
+)  # fmt: skip
 def test_work_is_done_once(kind: str, mode: str, tiles: int | None, attention: int, mlps: int, chunks: int) -> None:
     levers = Levers(checkpointing=mode, mlp_tiles=tiles, chunks=chunks)
     model = make_loss_model(Case(kind, levers), make_sequence_axis(None))

@@ -27,14 +27,9 @@ NUM_STEPS = 5 if TIER == FULL else 3
 # Each document is (length, first target). There are uneven documents, a row whose second half has no target, rows with
 # few targets, and one-token documents.
 ROWS = [
-    [(40, 0), (1, 0), (7, 3)],
-    [(30, 0), (31, 31)],
-    [(64, 0)],
-    [(5, 0), (9, 9), (3, 0), (20, 15)],
-    [(50, 48)],
-    [(16, 0), (16, 0), (16, 0), (16, 0)],
-    [(11, 2)],
-]
+    [(40, 0), (1, 0), (7, 3)], [(30, 0), (31, 31)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 48)],
+    [(16, 0), (16, 0), (16, 0), (16, 0)], [(11, 2)],
+]  # fmt: skip
 LAYOUTS = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "4x1": (4, 1), "2x2": (2, 2)}
 
 

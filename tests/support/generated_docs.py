@@ -101,18 +101,12 @@ def make_models() -> str:
     """Returns what `ulysses models` says of each model in the table."""
     rows = [
         (
-            f"`{summary.name}`",
-            f"`{summary.model_type}`",
-            format_size(summary),
-            "; ".join(summary.layers),
-            "; ".join(summary.heads),
-            format_sizes(summary),
-            format_ring(summary),
-            f"{summary.max_positions:,}",
+            f"`{summary.name}`", f"`{summary.model_type}`", format_size(summary), "; ".join(summary.layers),
+            "; ".join(summary.heads), format_sizes(summary), format_ring(summary), f"{summary.max_positions:,}",
             format_gate(summary),
         )
         for summary in summarize_table()
-    ]
+    ]  # fmt: skip
     header = (
         "model", "`model_type`", "parameters", "layers", "heads", "sp sizes by heads", "ring", "positions",
         "licence gate",

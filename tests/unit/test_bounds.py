@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,8 @@ from ulysses_cli.readers.problems import DataError
 from ulysses_cli.report.run_summary import load_run
 from ulysses_cli.run.downloads import _unpack
 
-SECONDS = 60
 RULER = {"input": "q", "outputs": ["a"]}
-
-
-@pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
-    def stop(number: int, frame: object) -> None:
-        raise AssertionError(f"not done in {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.usefixtures("alarm")
 
 
 def explain(suite: str, file: Path) -> str:
@@ -78,11 +64,6 @@ def test_a_fifth_option_and_rows_of_another_shape_are_problems(tmp_path: Path) -
     assert "lacks input, outputs" in explain("ruler-files", tmp_path / "d.json")
     (tmp_path / "e.json").write_text("[]")
     assert "holds no row" in explain("ruler-files", tmp_path / "e.json")
-
-
-def test_rows_below_data_are_read_as_before(tmp_path: Path) -> None:
-    (tmp_path / "niah.json").write_text(json.dumps({"version": "1", "data": [RULER, RULER]}))
-    assert len(read_suite("ruler-files", tmp_path)) == 2
 
 
 def test_a_table_that_expands_far_is_refused_by_evaluate_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,10 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 CHAT: list[dict[str, Any]] = [
-    {"role": "user", "content": "Why?"},
-    call("find", path="a"),
-    {"role": "tool", "content": "one"},
-    {**call("read_it", n=3), "weight": 0},
-    {"role": "tool", "content": "two"},
-    call("find", path="b"),
-    {"role": "tool", "content": "three"},
-    {"role": "assistant", "content": "So."},
-]
+    {"role": "user", "content": "Why?"}, call("find", path="a"), {"role": "tool", "content": "one"},
+    {**call("read_it", n=3), "weight": 0}, {"role": "tool", "content": "two"}, call("find", path="b"),
+    {"role": "tool", "content": "three"}, {"role": "assistant", "content": "So."},
+]  # fmt: skip
 
 
 def make_documents(template: str = TEMPLATE) -> tuple[Any, list[Any]]:

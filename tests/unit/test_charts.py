@@ -222,29 +222,14 @@ def test_every_colour_is_legible(colours: dict[str, str], series: tuple[str, ...
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
-        (0, "", "0"),
-        (2.3149, "", "2.31"),
-        (1234, "", "1,234"),
-        (12_345, "", "12.3k"),
-        (999_999, "", "1M"),
-        (2e-5, "", "2e-5"),
-        (1.23e-7, "", "1.23e-7"),
-        (80 * 2**30, "bytes", "80.0 GiB"),
-        (1536, "bytes", "1.50 KiB"),
-        (12, "bytes", "12 B"),
-        (0.25, "seconds", "250 ms"),
-        (59.99, "seconds", "1 min"),
-        (252, "seconds", "4 min 12 s"),
-        (7260, "seconds", "2 h 1 min"),
-        (3599.9, "seconds", "1 h"),
-        (0.1234, "share", "12.3%"),
-        (312.4, "USD", "USD 312.40"),
-        (123_456, "tokens", "123,456"),
-        (math.nan, "bytes", quantities.NO_VALUE),
-        (None, "", quantities.NO_VALUE),
-        (math.inf, "", "infinite"),
+        (0, "", "0"), (2.3149, "", "2.31"), (1234, "", "1,234"), (12_345, "", "12.3k"), (999_999, "", "1M"),
+        (2e-5, "", "2e-5"), (1.23e-7, "", "1.23e-7"), (80 * 2**30, "bytes", "80.0 GiB"), (1536, "bytes", "1.50 KiB"),
+        (12, "bytes", "12 B"), (0.25, "seconds", "250 ms"), (59.99, "seconds", "1 min"),
+        (252, "seconds", "4 min 12 s"), (7260, "seconds", "2 h 1 min"), (3599.9, "seconds", "1 h"),
+        (0.1234, "share", "12.3%"), (312.4, "USD", "USD 312.40"), (123_456, "tokens", "123,456"),
+        (math.nan, "bytes", quantities.NO_VALUE), (None, "", quantities.NO_VALUE), (math.inf, "", "infinite"),
     ],
-)
+)  # fmt: skip
 def test_quantities_in_words(value: float | None, unit: str, text: str) -> None:
     assert quantities.format_quantity(value, unit) == text
 

@@ -155,13 +155,6 @@ def test_a_chat_may_be_cut_after_a_turn_of_the_assistant(name: str) -> None:
     assert all(tokenizer.decode(ids[at:]).startswith("<|im_start|>user") for at in cuts)
 
 
-def test_everything_is_a_target_without_the_setting() -> None:
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    _, flags = Encoder(make_tokenizer("chatml")).encode(read_sample("chat", row))
-    assert flags is not None
-    assert (flags & TARGET).all()
-
-
 @pytest.mark.parametrize("name", ["chatml", "mistral", "qwen3"])
 def test_completions(name: str) -> None:
     """Only what follows the prompt is a target: an earlier answer of the assistant is not."""

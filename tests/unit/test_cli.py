@@ -104,14 +104,11 @@ def test_problems_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("validate-config",),
-        ("validate-config", "train.max_steps=3"),
-        ("validate-config", TINY, "--num-processes", "0"),
-        ("nonsense",),
-        ("recipes", "show", "tiny-gpu"),
+        ("validate-config",), ("validate-config", "train.max_steps=3"),
+        ("validate-config", TINY, "--num-processes", "0"), ("nonsense",), ("recipes", "show", "tiny-gpu"),
         ("validate-config", TINY, "--format", "xml"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_ends_with_2_and_no_trace(words: tuple[str, ...]) -> None:
     done = run(*words)
     assert done.returncode == 2

@@ -56,17 +56,6 @@ def test_none_is_on_where_none_is_needed() -> None:
     assert all(reason.removeprefix("full is ").startswith("not needed: the peak is ") for reason in reasons.values())
 
 
-def test_levers_come_on_one_by_one_as_rows_grow() -> None:
-    results = [choose(f"data.max_length={length}Ki").levers for length in (64, 512, 1024, 1536)]
-    counts = [sum([each.tiled_loss, each.tiled_mlp, each.offloaded_layers > 0]) for each in results]
-    assert counts == sorted(counts)
-    assert results[1].tiled_loss
-    assert not results[1].offloaded_layers
-    assert results[2].offloaded_layers
-    for each in results:
-        assert each.offload_optimizer == "none"
-
-
 def test_every_lever_that_is_on_is_needed() -> None:
     for length in ("512Ki", "1Mi", "1536Ki"):
         recipe = load(*EIGHT, f"data.max_length={length}").recipe
@@ -207,11 +196,6 @@ def test_without_a_gpu_nothing_is_on() -> None:
     assert choice.fit is None
 
 
-def test_lora_needs_no_optimizer_on_the_host() -> None:
-    choice = choose("data.max_length=512Ki", "lora.r=16")
-    assert choice.levers.offload_optimizer == "none"
-
-
 def test_a_suggestion_fits_when_it_is_followed() -> None:
     never = [f"memory.{name}=false" for name in ("tiled_mlp", "tiled_loss", "activation_offloading")]
     overrides = [*EIGHT, "data.max_length=128Ki", "memory.offload_optimizer=none", "memory.attention_head_chunks=1"]
@@ -304,14 +288,6 @@ def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
         without = replace(job, levers=replace(choice.levers, tiled_mlp=False))
         with_them = replace(job, levers=choice.levers)
         assert compute_ledger(with_them).gpu_peak_bytes <= compute_ledger(without).gpu_peak_bytes
-
-
-def test_the_strongest_levers_take_the_least() -> None:
-    job = make_job(load(*EIGHT, "data.max_length=1Mi").recipe, LLAMA_8B, Levers())
-    least = min(compute_ledger(replace(job, levers=each)).gpu_peak_bytes for each in list_strongest(job))
-    for name, value in {"tiled_loss": True, "tiled_mlp": True, "offloaded_layers": 31}.items():
-        one = compute_ledger(replace(job, levers=replace(Levers(), **{name: value}))).gpu_peak_bytes
-        assert least < one
 
 
 H200 = load_hardware().get_gpu("h200")

@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,19 +19,7 @@ from ulysses_cli.readers import blocks
 from ulysses_cli.readers.files import list_files, walk_blocks
 from ulysses_cli.readers.problems import DataError
 
-SECONDS = 20
-
-
-@pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
-    def stop(number: int, frame: object) -> None:
-        raise AssertionError(f"not done in {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.usefixtures("alarm")
 
 
 def make_tree(folder: Path) -> None:

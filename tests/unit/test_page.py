@@ -62,15 +62,9 @@ def make_evil_page() -> str:
     line = [Series(EVIL, [1, 2], [1.0, 2.0])]
     chart = Chart(draw_lines(EVIL, line, EVIL, EVIL), EVIL, tabulate_lines(line, EVIL, EVIL))
     blocks = [
-        chart,
-        chart,
-        Table([EVIL, "n"], [[EVIL, "1"]], EVIL),
-        Preformatted(EVIL),
-        Preformatted(EVIL, EVIL),
-        Note(EVIL, is_warning=True),
-        Facts([(EVIL, EVIL)]),
-        Figures([(EVIL, EVIL, EVIL)]),
-    ]
+        chart, chart, Table([EVIL, "n"], [[EVIL, "1"]], EVIL), Preformatted(EVIL), Preformatted(EVIL, EVIL),
+        Note(EVIL, is_warning=True), Facts([(EVIL, EVIL)]), Figures([(EVIL, EVIL, EVIL)]),
+    ]  # fmt: skip
     return make_page(EVIL, [PageSection(EVIL, blocks), PageSection("empty", [])], EVIL)
 
 

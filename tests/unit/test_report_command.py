@@ -54,7 +54,3 @@ def test_a_place_that_cannot_be_written_ends_with_2(folder: Path) -> None:
     assert done.returncode == 2
     assert "cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_help_has_two_examples() -> None:
-    assert run("--help").stdout.count("ulysses report ") >= 2

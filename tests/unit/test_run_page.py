@@ -273,26 +273,15 @@ def test_no_content_breaks_the_page(
 @pytest.mark.parametrize(
     ("key", "value", "is_masked"),
     [
-        ("hf_token", "abc", True),
-        ("HF_TOKEN", "abc", True),
-        ("wandb_api_key", "abc", True),
-        ("apiKey", 12345, True),
-        ("password", 12345, True),
-        ("client_secret", ["a", "b"], True),
-        ("tokenizer", "Qwen/Qwen3-8B", False),
-        ("tokenizers", "0.22.1", False),
-        ("num_key_value_heads", 8, False),
-        ("max_tokens", 4096, False),
-        ("pad_token_id", 0, False),
-        ("path", "Qwen/Qwen3-8B", False),
-        ("path", f"x{SECRET}"[1:], True),
-        ("path", "https://me:pass@host/x", True),
-        ("path", "https://host/x?token=abc&v=1", True),
-        ("header", "Authorization: Bearer abc", True),
-        ("url", "https://host/x?v=1", False),
-        ("enabled_token", True, False),
+        ("hf_token", "abc", True), ("HF_TOKEN", "abc", True), ("wandb_api_key", "abc", True),
+        ("apiKey", 12345, True), ("password", 12345, True), ("client_secret", ["a", "b"], True),
+        ("tokenizer", "Qwen/Qwen3-8B", False), ("tokenizers", "0.22.1", False), ("num_key_value_heads", 8, False),
+        ("max_tokens", 4096, False), ("pad_token_id", 0, False), ("path", "Qwen/Qwen3-8B", False),
+        ("path", f"x{SECRET}"[1:], True), ("path", "https://me:pass@host/x", True),
+        ("path", "https://host/x?token=abc&v=1", True), ("header", "Authorization: Bearer abc", True),
+        ("url", "https://host/x?v=1", False), ("enabled_token", True, False),
     ],
-)
+)  # fmt: skip
 def test_secrets_are_masked_and_names_are_not(key: str, value: Any, is_masked: bool) -> None:
     masked = mask_secrets({"a": [{key: value}]})["a"][0][key]
     assert (MASK in str(masked)) is is_masked

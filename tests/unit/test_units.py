@@ -23,17 +23,12 @@ def test_parameters(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "digits", "text"),
     [
-        ((5e-5,), None, "less than USD 0.01"),
-        ((0,), None, "USD 0.00"),
-        ((1234.5,), None, "USD 1,234.50"),
-        ((2e-5, 5e-5), 2, "less than USD 0.01"),
-        ((2e-5, 0.0521), 2, "up to USD 0.052"),
-        ((0.2812, 0.534), 2, "USD 0.28 to 0.53"),
-        ((3.24, 12.4), 2, "USD 3.2 to 12"),
-        ((12_345.0, 98_765.0), 2, "USD 12,000 to 99,000"),
-        ((2.0, 2.0), None, "USD 2.00"),
+        ((5e-5,), None, "less than USD 0.01"), ((0,), None, "USD 0.00"), ((1234.5,), None, "USD 1,234.50"),
+        ((2e-5, 5e-5), 2, "less than USD 0.01"), ((2e-5, 0.0521), 2, "up to USD 0.052"),
+        ((0.2812, 0.534), 2, "USD 0.28 to 0.53"), ((3.24, 12.4), 2, "USD 3.2 to 12"),
+        ((12_345.0, 98_765.0), 2, "USD 12,000 to 99,000"), ((2.0, 2.0), None, "USD 2.00"),
         ((3.2149,), 3, "USD 3.21"),
     ],
-)
+)  # fmt: skip
 def test_money_is_written_without_exponents(ends: tuple[float, ...], digits: int | None, text: str) -> None:
     assert format_usd(*ends, digits=digits) == text
