@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 import paths  # noqa: F401 - finds this checkout
@@ -19,8 +20,8 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.attention import BACK_ENDS, Device, Need
 from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.train.attention.kernels.operators import KERNELS
-from ulysses_cli.train.attention.kernels.trial import TrialRequest
-from ulysses_cli.train.attention.kernels.trial_process import try_in_process
+from ulysses_cli.train.attention.kernels.trial import KernelSearch, KernelWorkload, try_kernel
+from ulysses_cli.train.choosing import try_in_child
 from ulysses_cli.train.processes.host import count_host_bytes
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -40,6 +41,8 @@ def main() -> None:
         capability = torch.cuda.get_device_capability(0) if torch.version.hip is None else None
         gpu = load_hardware().recognise(facts.name, facts.total_memory, count_host_bytes())[0]
     need = Need(HEAD_DIM, dtype="bfloat16")
+    work = KernelWorkload(num_heads=HEADS, num_kv_heads=KV_HEADS)
+    search = KernelSearch(need, torch.device(kind), work=work)
     slow: dict[str, str] = {}
     for length in map(int, options.lengths.split(",")):
         seconds: dict[str, float] = {}
@@ -55,8 +58,7 @@ def main() -> None:
             obstacle = obstacle or slow.get(name, "")
             row: dict[str, Any] = {"name": f"{name}, {length:,} tokens", "obstacle": obstacle}
             if not obstacle:
-                request = TrialRequest(name, need, kind, None, (length,), HEADS, KV_HEADS)
-                result = try_in_process(request, LIMIT_SECONDS)
+                result = try_in_child(partial(try_kernel, name, search, (length,)), LIMIT_SECONDS)
                 row |= {"obstacle": result.obstacle, "seconds": result.seconds or None}
                 seconds |= {name: result.seconds} if result.seconds else {}
                 if gpu is not None and result.seconds:

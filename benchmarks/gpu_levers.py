@@ -36,7 +36,8 @@ from gpu_sides import FULL, MINIATURE, Run, Scale
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.train.attention.documents import IndexLimitError
-from ulysses_cli.train.attention.kernels.choice import KernelSearch, KernelWorkload, LengthMix, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import choose_kernel
+from ulysses_cli.train.attention.kernels.trial import KernelSearch, KernelWorkload, LengthMix
 
 FASTEST = ("flash_attention_3", "flash_attention_4")  # from which half of the peak is expected, 40 % from others
 SETUP_SECONDS = 10.0  # for making a model

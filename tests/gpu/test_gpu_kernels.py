@@ -12,9 +12,10 @@ from support.shared_gpu import run_sharing_ranks
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import choose_kernel
 from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.kernels.operators import KERNELS
+from ulysses_cli.train.attention.kernels.trial import KernelSearch
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.processes.groups import make_sequence_axis
 

@@ -10,9 +10,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
-from ulysses_cli.train.recurrence.kernels import choose_recurrence_kernel, find_missing, find_obstacle, measure_error
-from ulysses_cli.train.recurrence.probes import ConvolutionProbe, RuleProbe
-from ulysses_cli.train.recurrence.trial_process import find_obstacle_in_process
+from ulysses_cli.train.choosing import measure_error
+from ulysses_cli.train.recurrence.choice import PackedProbe, choose_recurrence_kernel, find_missing, try_kernel
 
 pytestmark = pytest.mark.gpu
 # With the widths of Qwen3-Next, Kimi-Linear and Nemotron-3.
@@ -36,17 +35,14 @@ def test_an_installed_kernel_takes_whole_rows(rule: str) -> None:
     missing = find_missing(original)
     if missing:
         pytest.skip(missing)
-    device = torch.device("cuda")
-    choice = choose_recurrence_kernel(
-        lambda kernel: find_obstacle_in_process(name, original, mixer, kernel, device, torch.bfloat16)
-    )
-    assert choice.kernel == "packed", choice.reason
+    choice = choose_recurrence_kernel(PackedProbe(name, original, mixer, torch.device("cuda")), torch.bfloat16)
+    assert choice.name == "packed", choice.reason
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_torch_code_in_bfloat16_is_near_float32(rule: str) -> None:
     module, name, mixer = RULES[rule]
-    run = RuleProbe(get_original(module, name), mixer, torch.device("cuda")).run
+    run = PackedProbe(name, get_original(module, name), mixer, torch.device("cuda")).run
     pairs = zip(run("torch", torch.bfloat16), run("torch", torch.float32), strict=True)
     assert max(measure_error(ours, right) for ours, right in pairs) < 0.1
 
@@ -56,5 +52,5 @@ def test_an_installed_convolution_is_used() -> None:
     missing = find_missing(original)
     if missing:
         pytest.skip(missing)
-    probe = ConvolutionProbe(original, 4, "silu", torch.device("cuda"))
-    assert find_obstacle(probe, "by document", torch.bfloat16) == ""
+    probe = PackedProbe("causal_conv1d_fn", original, RULES["mamba2"][2], torch.device("cuda"))
+    assert try_kernel(probe, "by document", torch.bfloat16).obstacle == ""

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,24 +18,26 @@ from hypothesis import strategies as st
 from support.tiers import count_examples
 
 from ulysses_cli.plan.attention import BACK_ENDS, Capability, Need, list_able
-from ulysses_cli.train.attention.kernels import choice as choosing
+from ulysses_cli.train import choosing
+from ulysses_cli.train.attention.kernels import choice
 from ulysses_cli.train.attention.kernels.choice import (
-    MAX_TIMED_TOKENS,
     BrokenDeviceError,
     CommonPresence,
-    KernelSearch,
-    KernelWorkload,
-    LengthMix,
     Presence,
     choose_kernel,
     join_presence,
-    measure_mix,
 )
-from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult
-from ulysses_cli.train.attention.kernels.trial_process import try_in_process
+from ulysses_cli.train.attention.kernels.trial import (
+    MAX_TIMED_TOKENS,
+    KernelSearch,
+    KernelWorkload,
+    LengthMix,
+    measure_mix,
+    try_kernel,
+)
+from ulysses_cli.train.choosing import Choice, Outcome, try_in_child
 from ulysses_cli.train.model import build as assembling
 from ulysses_cli.train.model.build import RunLength, assemble_run
-from ulysses_cli.train.processes import compiling
 from ulysses_cli.train.processes.consistency import DisagreementError
 
 CPU = torch.device("cpu")
@@ -71,7 +74,7 @@ def test_an_obstacle_names_both_capabilities() -> None:
     assert not BACK_ENDS["flash_attention_3"].find_obstacle(Need(128), "cuda", None)  # AMD numbers GPUs otherwise
 
 
-REQUEST = TrialRequest("sdpa", Need(64, dtype="float32"), "cpu")
+TRIAL = partial(try_kernel, "sdpa", KernelSearch(Need(64, dtype="float32"), CPU))
 ENDS = {
     "exit": ("import sys; print('CUDA error: launch failed', file=sys.stderr); sys.exit(1)",
              r"ended its process with exit code 1: CUDA error: launch failed"),
@@ -87,12 +90,12 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_package_may_end_its_own_process_only(end: str) -> None:
     script, expected = ENDS[end]
-    assert expected in try_in_process(REQUEST, command=[sys.executable, "-c", script]).obstacle
+    assert expected in try_in_child(TRIAL, command=[sys.executable, "-c", script]).obstacle
 
 
 def test_a_package_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait"
-    result = try_in_process(REQUEST, 1.0, ["sh", "-c", script])
+    result = try_in_child(TRIAL, 1.0, ["sh", "-c", script])
     assert result.obstacle == "did not end its probe within 1 s"
     grandchild = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
     until = time.monotonic() + 10
@@ -103,7 +106,7 @@ def test_a_package_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_a_trial_in_a_process_gives_the_result_of_one_here() -> None:
-    timed = try_in_process(TrialRequest("sdpa", Need(64, dtype="float32"), "cpu", None, (40, 24)))
+    timed = try_in_child(partial(TRIAL, (40, 24)))
     assert timed.obstacle == ""
     assert timed.seconds > 0
 
@@ -112,32 +115,36 @@ def test_a_kernel_that_breaks_the_context_of_this_process_ends_the_search(monkey
     """Every later call would fail, and blame another kernel."""
     tried: list[str] = []
 
-    def run(request: TrialRequest) -> TrialResult:
-        tried.append(request.name)
-        return TrialResult("failed its probe: CUDA error: an illegal memory access")
+    def run(name: str, *_: Any) -> Outcome:
+        tried.append(name)
+        return Outcome("failed its probe: CUDA error: an illegal memory access")
 
     def synchronize(_: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(choosing, "try_kernel", run)
-    monkeypatch.setattr(choosing, "try_in_process", lambda request: TrialResult("ended its process"))
+    monkeypatch.setattr(choice, "try_kernel", run)
+    monkeypatch.setattr(choice, "try_in_child", lambda _: Outcome("ended its process"))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(
         BrokenDeviceError, match=r"torch_varlen broke this process's GPU context \(failed its probe: CUDA"
     ):
-        choose_kernel("auto", make_search())
+        choose("auto")
     assert tried == ["torch_varlen"], "nothing is tried after it"
     with pytest.raises(BrokenDeviceError, match=r"name another kernel with model\.attn_implementation"):
-        choose_kernel("sdpa", make_search())
+        choose("sdpa")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     with pytest.raises(ValueError, match="no attention kernel is exact here"):
-        choose_kernel("auto", make_search())
+        choose("auto")
 
 
-def make_search(capability: Capability = HOPPER, need: Need | None = None, **work: Any) -> KernelSearch:
+def choose(
+    wanted: str, capability: Capability = HOPPER, need: Need | None = None, *, uses_cache: bool = False, **work: Any
+) -> Choice[str]:
+    """On one GPU that has every package."""
     presence = CommonPresence((capability,), facts={"gpu": f"GPU of {capability}"})
-    mix = LengthMix((1000,), **work)
-    return KernelSearch(need or Need(128), torch.device("cuda"), work=KernelWorkload(mix), presence=presence)
+    work_of_rank = KernelWorkload(LengthMix((1000,), **work))
+    search = KernelSearch(need or Need(128), torch.device("cuda"), work=work_of_rank)
+    return choose_kernel(wanted, search, presence, uses_cache=uses_cache)
 
 
 class Trials:
@@ -146,11 +153,11 @@ class Trials:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, broken: set[str], seconds: dict[str, float]) -> None:
         self.tried: list[str] = []
         self.broken, self.seconds = broken, seconds
-        monkeypatch.setattr(choosing, "_try", self.run)
+        monkeypatch.setattr(choice, "_try", self.run)
 
-    def run(self, name: str, search: KernelSearch, *, is_timed: bool) -> TrialResult:
+    def run(self, name: str, search: KernelSearch, *, is_timed: bool) -> Outcome:
         self.tried.append(name)
-        return TrialResult("failed") if name in self.broken else TrialResult("", self.seconds.get(name, 1.0))
+        return Outcome("failed") if name in self.broken else Outcome("", self.seconds.get(name, 1.0))
 
 
 ORDERS: dict[str, tuple[Capability, set[str], Need, dict[str, Any], list[str], str]] = {
@@ -177,24 +184,24 @@ ORDERS: dict[str, tuple[Capability, set[str], Need, dict[str, Any], list[str], s
 def test_kernels_are_tried_by_speed_until_one_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability, broken, need, work, tried, chosen = ORDERS[case]
     trials = Trials(monkeypatch, broken, {"torch_varlen": 0.5, "cudnn": 0.4})
-    choice = choose_kernel("auto", make_search(capability, need, **work))
-    assert (trials.tried, choice.name) == (tried, chosen)
+    found = choose("auto", capability, need, **work)
+    assert (trials.tried, found.name) == (tried, chosen)
 
 
 def test_a_reason_says_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     Trials(monkeypatch, {"flash_attention_3"}, {})
-    reason = choose_kernel("auto", make_search()).reason
+    reason = choose("auto").reason
     assert "fastest of those exact here" in reason
     assert "flash_attention_3 failed" in reason
     assert "cudnn builds a plan for each length" in reason
     Trials(monkeypatch, set(), {})
-    assert "made for this GPU" in choose_kernel("auto", make_search()).reason
-    assert "many times slower" in choose_kernel("auto", make_search((7, 5))).reason
+    assert "made for this GPU" in choose("auto").reason
+    assert "many times slower" in choose("auto", (7, 5)).reason
 
 
 def test_a_named_kernel_is_refused_on_a_gpu_that_cannot_run_it() -> None:
     with pytest.raises(ValueError, match=r"flash_attention_3 needs compute capability 9\.0, this GPU has 8\.0"):
-        choose_kernel("flash_attention_3", make_search((8, 0)))
+        choose("flash_attention_3", (8, 0))
 
 
 def make_presence(machine: str = "a", **changes: Any) -> Presence:
@@ -212,9 +219,8 @@ def test_machines_that_differ_in_kernels_use_none_of_them() -> None:
     assert joined.differing == {"flash_attention_2": "is not installed on b (rank 2)"}
     joined = join_presence([make_presence(), make_presence("b", kernels={"flash_attention_2": "2.8.1"})])
     assert joined.differing == {"flash_attention_2": "has several versions: 2.8.1 on b and 2.8.3 on a"}
-    search = KernelSearch(Need(128), torch.device("cuda"), presence=joined)
     with pytest.raises(ValueError, match=r"flash_attention_2 has several versions: .*there are: "):
-        choose_kernel("flash_attention_2", search)
+        choose_kernel("flash_attention_2", KernelSearch(Need(128), torch.device("cuda")), joined)
 
 
 def test_machines_with_other_libraries_stop_the_run() -> None:
@@ -226,7 +232,7 @@ def test_machines_with_other_libraries_stop_the_run() -> None:
 def test_a_kernel_must_serve_every_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = join_presence([make_presence(missing={}, kernels={}), make_presence("b", capability=(8, 0), missing={})])
     trials = Trials(monkeypatch, set(), {})
-    choose_kernel("auto", KernelSearch(Need(128), torch.device("cuda"), presence=joined))
+    choose_kernel("auto", KernelSearch(Need(128), torch.device("cuda")), joined)
     assert "flash_attention_3" not in trials.tried
 
 
@@ -234,12 +240,12 @@ def test_a_choice_after_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch, t
     """A full GPU or a busy machine may have been the cause: the next run tries again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Trials(monkeypatch, set(), {})
-    fastest = choose_kernel("auto", make_search()).name
+    fastest = choose("auto").name
     Trials(monkeypatch, {fastest}, {})
-    assert choose_kernel("auto", make_search(), uses_cache=True).name != fastest
+    assert choose("auto", uses_cache=True).name != fastest
     assert not list(tmp_path.rglob("*.json"))
     Trials(monkeypatch, set(), {})
-    assert choose_kernel("auto", make_search(), uses_cache=True).name == fastest
+    assert choose("auto", uses_cache=True).name == fastest
 
 
 def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,12 +254,12 @@ def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPat
 
     def count_tried(*args: Any) -> int:
         before = len(trials.tried)
-        choose_kernel("auto", make_search(*args), uses_cache=True)
+        choose("auto", *args, uses_cache=True)
         return len(trials.tried) - before
 
     assert count_tried() == 1
     assert count_tried() == 0
-    assert "found in an earlier run" in choose_kernel("auto", make_search(), uses_cache=True).reason
+    assert "found in an earlier run" in choose("auto", uses_cache=True).reason
     assert count_tried((10, 0)) == 1
     assert count_tried(HOPPER, Need(64)) == 1
     (file,) = [file for file in tmp_path.rglob("*.json") if json.loads(file.read_text())["name"] == "flash_attention_4"]
@@ -267,15 +273,15 @@ def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPat
 def test_another_version_of_the_code_tries_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trials, code = Trials(monkeypatch, set(), {}), tmp_path / "code"
-    shutil.copytree(choosing.SOURCES, code)
-    assert compiling.digest_code(code) == compiling.digest_code(choosing.SOURCES)
-    choose_kernel("auto", make_search(), uses_cache=True)
+    shutil.copytree(choice.SOURCES, code)
+    assert choosing.digest_code(code) == choosing.digest_code(choice.SOURCES)
+    choose("auto", uses_cache=True)
     before = len(trials.tried)
     with open(code / "trial.py", "a") as stream:
         stream.write("PROBE_LENGTHS = (1,)\n")
-    compiling.digest_code.cache_clear()
-    monkeypatch.setattr(choosing, "SOURCES", code)
-    choose_kernel("auto", make_search(), uses_cache=True)
+    choosing.digest_code.cache_clear()
+    monkeypatch.setattr(choice, "SOURCES", code)
+    choose("auto", uses_cache=True)
     assert len(trials.tried) > before
 
 

@@ -24,8 +24,9 @@ from ulysses_cli.train.attention import ulysses
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.heads import plan_heads
 from ulysses_cli.train.attention.kernels import native, operators
-from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import choose_kernel
 from ulysses_cli.train.attention.kernels.native import Rule
+from ulysses_cli.train.attention.kernels.trial import KernelSearch
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.processes.groups import make_sequence_axis
 

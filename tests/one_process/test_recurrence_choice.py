@@ -13,7 +13,7 @@ import torch
 from support.hybrids import HYBRIDS, TINY, make_hybrid
 from support.tiers import sample
 from support.training import make_recipe
-from test_recurrence_kernels import get_torch_code, run_leaking, run_packed, run_wrong
+from test_recurrence_kernels import get_torch_code, run_here, run_leaking, run_packed, run_wrong
 from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
@@ -21,13 +21,13 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan, settle
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
+from ulysses_cli.train.choosing import Choice
 from ulysses_cli.train.model import parts
 from ulysses_cli.train.processes.groups import SequenceAxis
-from ulysses_cli.train.recurrence import probes
+from ulysses_cli.train.recurrence import choice as choosing
+from ulysses_cli.train.recurrence.choice import find_missing
 from ulysses_cli.train.recurrence.interface import CONVOLUTION, FUSED, SCAN, list_functions, serve_recurrent_layers
-from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, find_missing, find_obstacle
-from ulysses_cli.train.recurrence.probes import make_probe
-from ulysses_cli.train.recurrence.rules import apply_delta_rule
+from ulysses_cli.train.recurrence.rules import Kernel, apply_delta_rule
 
 CPU = torch.device("cpu")
 DELTA_RULE, KIMI_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
@@ -91,30 +91,21 @@ def copy_code(torch_code: Any) -> Callable[..., Any]:
     return FunctionType(code, torch_code.__globals__, "in_package", torch_code.__defaults__, torch_code.__closure__)
 
 
-def choose(name: str, run: Package | None, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RecurrenceChoice:
+def choose(name: str, run: Package | None, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Choice[Kernel]:
     """As rank 0 does on a GPU. Without `run` the package is missing."""
     model_type, package, function_name, _ = KERNELS[name]
     torch_code = get_function(name)
     function = make_package_function(name, copy_code(torch_code), run) if run else function_name
     wrapper = wrap_with_package(torch_code, package, function, monkeypatch)
-    try_here(monkeypatch)
-    return parts._choose_recurrence(name, wrapper, make_plan(model_type, *overrides), CPU, find_missing(wrapper))
-
-
-def try_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, which has the package."""
-
-    def find(name: str, function: Any, mixer: Any, kernel: Any, device: torch.device, dtype: torch.dtype) -> str:
-        return find_obstacle(make_probe(name, function, mixer, device), kernel, dtype)
-
-    monkeypatch.setattr(parts, "find_obstacle_in_process", find)
+    plan = make_plan(model_type, *overrides)
+    return parts._choose_recurrence(name, wrapper, plan, CPU, find_missing(wrapper), run_here)
 
 
 @pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION]))
 def test_a_missing_package_is_named_with_the_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "TIMED_TOKENS", 128)
+    monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
     choice = choose(name, None, monkeypatch)
-    assert choice.kernel == "torch"
+    assert choice.name == "torch"
     cost, _, why = choice.reason.partition("; pip install 'ulysses-cli[recurrent]'; ")
     assert f"can't keep packed sequences apart without `{KERNELS[name][3]}`" in why
     max_length = make_plan(KERNELS[name][0]).resolved.max_length
@@ -130,8 +121,7 @@ def test_a_missing_package_is_named_with_the_cost(name: str, monkeypatch: pytest
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_cost_is_that_of_all_layers_for_this_runs_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution is split by tokens; the heads of a rule are split by what times it."""
-    monkeypatch.setattr(parts, "time_rule", lambda *_: 70.0)
-    monkeypatch.setattr(parts, "time_convolution", lambda *_: 140.0)
+    monkeypatch.setattr(parts, "time_torch", lambda *_: 140.0 if name == CONVOLUTION else 70.0)
     longer = ("parallel.sp_size=2", "data.max_length=100000", "data.pad_to_multiple_of=2")
     reason = choose(name, None, monkeypatch, *longer).reason
     layers = {DELTA_RULE: 3, KIMI_RULE: 2, SCAN: 2, CONVOLUTION: 3}[name]
@@ -145,32 +135,32 @@ def test_the_cost_is_that_of_all_layers_for_this_runs_rows(name: str, monkeypatc
 def test_an_installed_kernel_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = "by document" if name == CONVOLUTION else "packed"
     choice = choose(name, run_packed, monkeypatch)
-    assert choice == RecurrenceChoice(expected, "equals torch's code on packed documents")
+    assert choice == Choice(expected, "equals torch's code on packed documents")
 
 
 @pytest.mark.parametrize("name", sample([DELTA_RULE, KIMI_RULE, SCAN], quick=[SCAN], checked=[]))
 def test_an_installed_kernel_that_leaks_gets_one_document_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choose(name, run_leaking, monkeypatch)
-    assert choice.kernel == "by document"
+    assert choice.name == "by document"
     assert "packed differs from torch's code by" in choice.reason
 
 
 @pytest.mark.parametrize("name", sample(KERNELS, quick=[CONVOLUTION], checked=[SCAN]))
 def test_an_installed_kernel_that_is_wrong_is_left_with_the_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "TIMED_TOKENS", 128)
+    monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
     choice = choose(name, run_wrong, monkeypatch)
-    assert choice.kernel == "torch"
+    assert choice.name == "torch"
     assert "s for each row of" in choice.reason
     assert "by document differs from torch's code by" in choice.reason
 
 
 def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a delta net's run, where neither package is installed."""
-    monkeypatch.setattr(probes, "TIMED_TOKENS", 128)
+    monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
     model, plan, lines = make_hybrid("qwen3_5_text", "eager"), make_plan("qwen3_5_text", "parallel.zero_stage=1"), []
     groups: Any = SimpleNamespace(sp_axis=SequenceAxis(None, 1, 0))
 
-    def choose_all(functions: Any, plan: RunPlan, groups: Any, device: torch.device) -> dict[str, RecurrenceChoice]:
+    def choose_all(functions: Any, plan: RunPlan, groups: Any, device: torch.device) -> dict[str, Choice[Kernel]]:
         wrapped = {
             name: wrap_with_package(get_torch_code(functions[name]), *KERNELS[name][1:3], monkeypatch)
             for name in functions

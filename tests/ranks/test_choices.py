@@ -26,9 +26,10 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan, settle
 from ulysses_cli.train import sequence_parallel
-from ulysses_cli.train.attention.kernels import choice as choosing
-from ulysses_cli.train.attention.kernels.choice import ANY_MIX, Presence
-from ulysses_cli.train.attention.kernels.trial import TrialResult
+from ulysses_cli.train.attention.kernels import choice
+from ulysses_cli.train.attention.kernels.choice import Presence
+from ulysses_cli.train.attention.kernels.trial import ANY_MIX
+from ulysses_cli.train.choosing import Outcome
 from ulysses_cli.train.elementwise import operators
 from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice
 from ulysses_cli.train.loop import train
@@ -208,22 +209,21 @@ def choose_attention(lacking_rank: int | None, owner: Any = parts) -> tuple[str,
         missing = dict.fromkeys(FLASH, "") | {"flash_attention_3": "is not installed" if lacks else ""}
         return Presence(f"m{dist.get_rank()}", "H100", (9, 0), {"torch": "2"}, dict.fromkeys(FLASH, "1.0"), missing)
 
-    def run(name: str, *_: Any, **__: Any) -> TrialResult:
+    def run(name: str, *_: Any, **__: Any) -> Outcome:
         tried.append(name)
-        return TrialResult("", 1.0)
+        return Outcome("", 1.0)
 
     with (
         mock.patch.object(owner, "read_presence", read),
-        mock.patch.object(choosing, "_try", run),
-        mock.patch.object(choosing.ChoiceCache, "read", return_value=None),
-        mock.patch.object(choosing.ChoiceCache, "write"),
+        mock.patch.object(choice, "_try", run),
+        mock.patch.object(choice, "choose_once", lambda facts, sources, choose, is_known: choose()),
     ):
         if owner is sequence_parallel:
             loop: Any = mock.Mock(groups=groups, _wanted="auto")
             kernels = sequence_parallel.SequenceParallel._choose_kernels(loop, plan.shape, torch.bfloat16, GPU)
             return next(iter(kernels.values())), "", tried
-        choice = parts.choose_common_kernel(plan, groups, GPU, ANY_MIX)
-    return choice.name, choice.reason, tried
+        chosen = parts.choose_common_kernel(plan, groups, GPU, ANY_MIX)
+    return chosen.name, chosen.reason, tried
 
 
 def test_a_kernel_that_one_rank_lacks_is_not_tried() -> None:

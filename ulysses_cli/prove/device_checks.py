@@ -16,7 +16,8 @@ from ulysses_cli.plan.attention import BACK_ENDS, Need, list_needs
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import CheckTarget, Finding, Verdict
-from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel, join_presence, read_presence
+from ulysses_cli.train.attention.kernels.choice import choose_kernel, join_presence, read_presence
+from ulysses_cli.train.attention.kernels.trial import KernelSearch
 
 SIZES_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28)}
 MAX_EXCHANGING_CPU_RANKS = 4
@@ -107,7 +108,7 @@ def _check_kernels_of(
 ) -> Iterator[Finding]:
     num_exact = 0
     presence = join_presence([read_presence(device)])
-    search = KernelSearch(need, device, window, presence=presence)
+    search = KernelSearch(need, device, window)
     for name, back_end in BACK_ENDS.items():
         obstacle = back_end.find_obstacle(need, search.kind, presence.capabilities[0])
         obstacle = obstacle or presence.missing.get(name, "")
@@ -116,7 +117,7 @@ def _check_kernels_of(
             yield Finding(f"{name}{title}", verdict, obstacle, "model.attn_implementation=auto")
             continue
         try:
-            choose_kernel(name, search)
+            choose_kernel(name, search, presence)
         except ValueError as error:
             reason = str(error).removeprefix(f"attention {name} ").partition(";")[0]
             fix = "model.attn_implementation=auto" if name == requested else ""  # auto skips it

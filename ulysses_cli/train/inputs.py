@@ -52,7 +52,7 @@ from ulysses_cli.run.resume import (
     describe_restart,
     find_resume_point,
 )
-from ulysses_cli.train.attention.kernels.choice import measure_mix
+from ulysses_cli.train.attention.kernels.trial import measure_mix
 from ulysses_cli.train.checkpoint.collection import Collector, Disks, find_disks
 from ulysses_cli.train.loop import StopConditions
 from ulysses_cli.train.model.build import Built, RunLength, make_schedule

@@ -25,13 +25,8 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
-from ulysses_cli.train.attention.kernels.choice import (
-    BrokenDeviceError,
-    KernelSearch,
-    choose_kernel,
-    join_presence,
-    read_presence,
-)
+from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, choose_kernel, join_presence, read_presence
+from ulysses_cli.train.attention.kernels.trial import KernelSearch
 from ulysses_cli.train.processes.consistency import gather_values, share_seal
 from ulysses_cli.train.processes.groups import Groups, SequenceAxis, make_groups
 
@@ -161,8 +156,8 @@ class SequenceParallel:
         presence = join_presence(presences)
         if self.groups is None or self.groups.is_first:
             try:
-                searches = [KernelSearch(need, device, window, presence=presence) for need in needs]
-                found = [choose_kernel(self._wanted, search).name for search in searches]
+                searches = [KernelSearch(need, device, window) for need in needs]
+                found = [choose_kernel(self._wanted, search, presence).name for search in searches]
                 chosen = torch.tensor([names.index(name) for name in found])
             except (ValueError, BrokenDeviceError) as error:
                 chosen, problem = chosen - 1, str(error)

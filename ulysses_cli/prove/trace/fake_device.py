@@ -18,9 +18,10 @@ from torch import Tensor, _meta_registrations
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.resolved import RunPlan
+    from ulysses_cli.train.choosing import Choice as Chosen
     from ulysses_cli.train.elementwise.interface import Implementations
     from ulysses_cli.train.model.parts import Functions, Parts
-    from ulysses_cli.train.recurrence.kernels import RecurrenceChoice as Chosen
+    from ulysses_cli.train.recurrence.rules import Kernel
 
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
@@ -298,11 +299,11 @@ def make_parts() -> Parts:
     from ulysses_cli.prove.trace import kernels
     from ulysses_cli.prove.trace import kernels as recurrent_kernels
     from ulysses_cli.train.attention.kernels.choice import KernelChoice
+    from ulysses_cli.train.choosing import Choice
     from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice
     from ulysses_cli.train.model import adapters
     from ulysses_cli.train.model.parts import Parts as RealParts
     from ulysses_cli.train.recurrence.interface import CONVOLUTION
-    from ulysses_cli.train.recurrence.kernels import RecurrenceChoice
 
     def make_weights(recipe: Any, config: Any, attention: str, _: Any) -> Any:
         dtype = getattr(torch, recipe.model.dtype)
@@ -339,13 +340,13 @@ def make_parts() -> Parts:
             TRACED_IMPLEMENTATIONS if plan.recipe.model.fused_kernels else NO_IMPLEMENTATIONS, "traced"
         )
 
-    def choose_recurrences(functions: Functions, plan: RunPlan, *_: Any) -> dict[str, Chosen]:
+    def choose_recurrences(functions: Functions, plan: RunPlan, *_: Any) -> dict[str, Chosen[Kernel]]:
         """On a GPU, kernels of packages; a convolution is called for each row."""
         if plan.recipe.run.device == "cpu":
-            return dict.fromkeys(functions, RecurrenceChoice("torch", "the only one that runs on a CPU"))
-        by_name = {name: RecurrenceChoice("torch", "no kernel is known") for name in functions}
-        kernels = dict.fromkeys(recurrent_kernels.STAND_INS, RecurrenceChoice("packed", "traced"))
-        kernels[CONVOLUTION] = RecurrenceChoice("by document", "traced")
+            return dict.fromkeys(functions, Choice("torch", "the only one that runs on a CPU"))
+        by_name: dict[str, Chosen[Kernel]] = {name: Choice("torch", "no kernel is known") for name in functions}
+        kernels: dict[str, Chosen[Kernel]] = dict.fromkeys(recurrent_kernels.STAND_INS, Choice("packed", "traced"))
+        kernels[CONVOLUTION] = Choice("by document", "traced")
         return by_name | {name: choice for name, choice in kernels.items() if name in functions}
 
     return RealParts(make_weights, add_adapters, choose, choose_implementations, choose_recurrences, lambda _: AtOnce())

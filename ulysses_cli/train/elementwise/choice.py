@@ -8,12 +8,9 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,12 +19,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ulysses_cli.plan.units import format_count
+from ulysses_cli.train.choosing import (
+    Candidate,
+    Choice,
+    Outcome,
+    choose_once,
+    describe_error,
+    find_version,
+    measure_seconds,
+    try_candidates,
+)
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.elementwise.interface import Implementations, Part
 from ulysses_cli.train.elementwise.operators import Gate, Implementation, Normalize, Rotate, compute_losses
 from ulysses_cli.train.loss import HeadRule
-from ulysses_cli.train.processes.compiling import ChoiceCache, get_folder
 
 NORM_KINDS: tuple[NormKind, ...] = get_args(NormKind)
 # torch's RMSNorm scales by the weight alone and knows no offset.
@@ -87,99 +93,71 @@ def choose_implementations(
         return ElementwiseChoice({**CPU_IMPLEMENTATIONS, "rotary": rotary}, "in blocks that fit a processor's cache")
     if device.type != "cuda":
         return ElementwiseChoice(GPU_IMPLEMENTATIONS, "as on a GPU")
-    if not uses_cache:
-        return _try_parts(device, dtype, widths, num_tokens)[0]
-    rows = [
-        [(row, count_timed(per_token * num_tokens, row, dtype)) for per_token, row in widths.list_rows(part)]
+    rows = {
+        part: [(row, count_timed(per_token * num_tokens, row, dtype)) for per_token, row in widths.list_rows(part)]
         for part in CANDIDATES
-    ]
+    }
+
+    def choose() -> Choice[str]:
+        return _try_parts({part: [_Trial(part, device, dtype, *row) for row in rows[part]] for part in CANDIDATES})
+
     facts = {"dtype": str(dtype), "rows": rows}  # beyond some length all rows of tokens are timed alike
-    cache = ChoiceCache(get_folder(os.environ), SOURCES, facts | _list_versions(device))
-    if (found := cache.read()) and (kept := _read_implementations(found[0])):
-        return ElementwiseChoice(kept, f"{found[1]} (found in an earlier run: {cache.file})")
-    choice, is_lasting = _try_parts(device, dtype, widths, num_tokens)
-    if is_lasting:
-        cache.write(json.dumps(dict(choice.implementations), sort_keys=True), choice.reason)
-    return choice
+    choice = choose_once(facts | _list_versions(device), SOURCES, choose, _is_choice) if uses_cache else choose()
+    return ElementwiseChoice(json.loads(choice.name), choice.reason)
 
 
 def _list_versions(device: torch.device) -> dict[str, str]:
     """Machines that share a home may differ, also in whether they can compile."""
-    versions = {}
-    for name in ("torch", "transformers", "triton"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
+    versions = {name: find_version([name]) for name in ("torch", "transformers", "triton")}
     compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang") or ""
     cuda = str(torch.version.cuda or torch.version.hip)
     return versions | {"cuda": cuda, "gpu": torch.cuda.get_device_name(device), "compiler": compiler}
 
 
-def _read_implementations(text: str) -> Implementations | None:
-    try:
-        implementations = json.loads(text)
-    except ValueError:
-        return None
-    is_whole = isinstance(implementations, dict) and implementations.keys() == CANDIDATES.keys()
-    return (
-        implementations
-        if is_whole and all(implementation in get_args(Implementation) for implementation in implementations.values())
-        else None
-    )
+def _is_choice(text: str) -> bool:
+    implementations, known = dict(json.loads(text)), set(get_args(Implementation))
+    return implementations.keys() == CANDIDATES.keys() and known.issuperset(implementations.values())
 
 
-def _try_parts(
-    device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int
-) -> tuple[ElementwiseChoice, bool]:
-    """Returns also whether no candidate failed: a full GPU or a busy machine may have been the cause."""
-    implementations: dict[Part, Implementation] = dict(NO_IMPLEMENTATIONS)
-    reasons: list[str] = []
-    for part, candidates in CANDIDATES.items():
-        trials = [
-            _Trial(part, device, dtype, shape, per_token * num_tokens) for per_token, shape in widths.list_rows(part)
-        ]
-        if trials:
-            implementations[part], reason = _choose_part(candidates, trials, NO_IMPLEMENTATIONS[part])
-            reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {implementations[part]} ({reason})")
+def _try_parts(trials: Mapping[Part, Sequence[_Trial]]) -> Choice[str]:
+    """Names the implementation of each part, in JSON."""
+    implementations, reasons, is_lasting = dict(NO_IMPLEMENTATIONS), list[str](), True
+    for part, of_part in trials.items():
+        if of_part:
+            choice = _choose_part((NO_IMPLEMENTATIONS[part], *CANDIDATES[part]), of_part)
+            implementations[part] = choice.name
+            is_lasting &= choice.is_lasting
+            reasons.append(f"{f'{part} norm' if part in NORM_KINDS else part} by {choice.name} ({choice.reason})")
     torch.cuda.empty_cache()
-    return ElementwiseChoice(implementations, ", ".join(reasons)), not any(" failed: " in reason for reason in reasons)
+    return Choice(json.dumps(implementations, sort_keys=True), ", ".join(reasons), is_lasting)
 
 
-def _choose_part(
-    candidates: Sequence[Implementation], trials: Sequence[_Trial], plain: Implementation = "transformers"
-) -> tuple[Implementation, str]:
-    implementations: tuple[Implementation, ...] = (plain, *candidates)
-    seconds: dict[Implementation, float] = {}
-    notes = []
-    for implementation in implementations:
-        try:
-            errors = [trial.compare(implementation) for trial in trials]
-            if all(error <= TOLERANCE[trials[0].dtype] for error in errors):
-                seconds[implementation] = sum(trial.measure(implementation) for trial in trials)
-            else:  # or not a number
-                notes.append(f"{implementation} differs by {max(errors):.2g}")
-        except Exception as error:  # noqa: BLE001 - a compiler may be missing, or may raise anything
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            notes.append(f"{implementation} failed: {lines[0][:120]}")
-    times = [
-        f"{implementation} {1e3 * value:.2f} ms"
-        for implementation, value in sorted(seconds.items(), key=lambda each: each[1])
-    ]
-    best = min(seconds, key=lambda implementation: seconds[implementation], default=implementations[0])
-    return best, "; ".join([", ".join(times), *notes])
+def _choose_part(candidates: Sequence[Implementation], trials: Sequence[_Trial]) -> Choice[Implementation]:
+    """The first of the candidates is transformers' own code, which is taken where none is exact."""
+    tally = try_candidates(Candidate(name, partial(_try_all, name, trials)) for name in candidates)
+    reason = "; ".join([tally.format_times(), *tally.notes])
+    return Choice(tally.find_best() or candidates[0], reason, tally.is_lasting)
 
 
+def _try_all(implementation: Implementation, trials: Sequence[_Trial]) -> Outcome:
+    try:
+        errors = [trial.compare(implementation) for trial in trials]
+        if not all(error <= TOLERANCE[trials[0].dtype] for error in errors):  # or not a number
+            return Outcome(f"differs by {max(errors):.2g}", is_lasting=True)
+        return Outcome(seconds=sum(trial.measure(implementation) for trial in trials))
+    except Exception as error:  # noqa: BLE001 - a compiler may be missing, or may raise anything
+        return Outcome(f"failed: {describe_error(error)}")
+
+
+@dataclass(frozen=True)
 class _Trial:
     """One part on random rows of a shape: few to compare values, and as many as a rank has to measure time."""
 
-    def __init__(
-        self, part: Part, device: torch.device, dtype: torch.dtype, row: tuple[int, ...], num_rows: int = NUM_COMPARED
-    ) -> None:
-        self.part = part
-        self.device = device
-        self.dtype = dtype
-        self.row = row
-        self.num_timed = count_timed(num_rows, row, dtype)
-        self.num_compared = min(NUM_COMPARED, self.num_timed)
+    part: Part
+    device: torch.device
+    dtype: torch.dtype
+    row: tuple[int, ...]
+    num_timed: int = NUM_COMPARED
 
     def draw(self, num_rows: int) -> tuple[Inputs, Tensor]:
         """The part's inputs, and a gradient of its output."""
@@ -209,7 +187,7 @@ class _Trial:
 
     def compare(self, implementation: Implementation) -> float:
         """The largest difference from transformers' formula in float32, as a share of the largest value."""
-        inputs, dout = self.draw(self.num_compared)
+        inputs, dout = self.draw(min(NUM_COMPARED, self.num_timed))
         expected = self.run(
             NO_IMPLEMENTATIONS[self.part], [tensor.to(torch.float32, copy=True) for tensor in inputs], dout.float()
         )
@@ -221,14 +199,7 @@ class _Trial:
 
     def measure(self, implementation: Implementation) -> float:
         inputs, dout = self.draw(self.num_timed)
-        seconds = []
-        for _ in range(1 + NUM_TIMED):  # the first compiles
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            self.run(implementation, inputs, dout)
-            torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+        return measure_seconds(lambda: self.run(implementation, inputs, dout), self.device, NUM_TIMED)
 
 
 def count_timed(num_rows: int, row: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -27,7 +27,8 @@ from ulysses_cli.plan.recipe.sections import UNPAIRED, WITHOUT_REFERENCE
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.plan.schedule import make_share
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
-from ulysses_cli.train.attention.kernels.choice import ANY_MIX, KernelChoice, LengthMix, measure_mix
+from ulysses_cli.train.attention.kernels.choice import KernelChoice
+from ulysses_cli.train.attention.kernels.trial import ANY_MIX, LengthMix, measure_mix
 from ulysses_cli.train.checkpoint.format import CheckpointContext
 from ulysses_cli.train.clock import count_as, watch_module
 from ulysses_cli.train.elementwise.choice import describe

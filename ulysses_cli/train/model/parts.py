@@ -30,15 +30,13 @@ from ulysses_cli.train.attention.kernels.choice import (
     BrokenDeviceError,
     CommonPresence,
     KernelChoice,
-    KernelSearch,
-    KernelWorkload,
-    LengthMix,
     choose_kernel,
-    find_version,
     join_choices,
     join_presence,
     read_presence,
 )
+from ulysses_cli.train.attention.kernels.trial import KernelSearch, KernelWorkload, LengthMix
+from ulysses_cli.train.choosing import Choice, Outcome, find_version, try_in_child
 from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice, Widths, choose_implementations
 from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.memory.tiling import adds_in_product
@@ -47,6 +45,13 @@ from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_pretr
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import enter_device
 from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.recurrence.choice import (
+    PackedProbe,
+    choose_recurrence_kernel,
+    describe_cost,
+    find_missing,
+    time_torch,
+)
 from ulysses_cli.train.recurrence.interface import (
     CONVOLUTION,
     UnknownLayersError,
@@ -54,17 +59,7 @@ from ulysses_cli.train.recurrence.interface import (
     list_recurrent_layers,
     serve_recurrent_layers,
 )
-from ulysses_cli.train.recurrence.kernels import (
-    FAST,
-    Kernel,
-    RecurrenceChoice,
-    choose_recurrence_kernel,
-    describe_cost,
-    find_missing,
-    pick_function,
-)
-from ulysses_cli.train.recurrence.probes import time_convolution, time_rule
-from ulysses_cli.train.recurrence.trial_process import find_obstacle_in_process
+from ulysses_cli.train.recurrence.rules import Kernel
 
 _T = TypeVar("_T")
 
@@ -131,7 +126,7 @@ def find_differences(ranks: Sequence[RecurrencePresence]) -> dict[str, str]:
 
 
 Functions = Mapping[str, Callable[..., Any]]
-Choose = Callable[[Functions, RunPlan, Groups, torch.device], dict[str, RecurrenceChoice]]
+Choose = Callable[[Functions, RunPlan, Groups, torch.device], dict[str, Choice[Kernel]]]
 
 
 def serve_layers(
@@ -145,9 +140,9 @@ def serve_layers(
     """Collective over all ranks."""
     choices = choose(list_functions(model), plan, groups, device)
     for name, choice in choices.items():
-        report(f"{name} {choice.kernel}: {choice.reason}")
+        report(f"{name} {choice.name}: {choice.reason}")
     try:
-        serve_recurrent_layers(model, groups.sp_axis, {name: choice.kernel for name, choice in choices.items()})
+        serve_recurrent_layers(model, groups.sp_axis, {name: choice.name for name, choice in choices.items()})
     except UnknownLayersError as error:
         raise BuildError(str(error)) from None
     if plan.recipe.parallel.zero_stage == 3:
@@ -156,14 +151,14 @@ def serve_layers(
 
 def choose_recurrences(
     functions: Functions, plan: RunPlan, groups: Groups, device: torch.device
-) -> dict[str, RecurrenceChoice]:
+) -> dict[str, Choice[Kernel]]:
     """Collective over all ranks. Ranks compare what they have. Rank 0 tries the kernels that all have alike, and all
     use its choice."""
     if device.type != "cuda":
-        return dict.fromkeys(functions, RecurrenceChoice("torch", "the only one that runs on a CPU"))
+        return dict.fromkeys(functions, Choice("torch", "the only one that runs on a CPU"))
     missing = find_differences(gather_values(read_recurrence_presence(functions), groups.host_group))
 
-    def choose() -> dict[str, RecurrenceChoice]:
+    def choose() -> dict[str, Choice[Kernel]]:
         return {
             name: _choose_recurrence(name, function, plan, device, missing.get(name, ""))
             for name, function in functions.items()
@@ -173,32 +168,31 @@ def choose_recurrences(
 
 
 def _choose_recurrence(
-    name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device, missing: str
-) -> RecurrenceChoice:
+    name: str,
+    function: Callable[..., Any],
+    plan: RunPlan,
+    device: torch.device,
+    missing: str,
+    run_trial: Callable[[Callable[[], Outcome]], Outcome] = try_in_child,
+) -> Choice[Kernel]:
     """`missing`: why not all ranks have a kernel."""
     dtype = getattr(torch, plan.recipe.model.dtype)
     mixers = [mixer for layer in plan.shape.layers for mixer in layer.mixers if not isinstance(mixer, AttentionMixer)]
-    recurrent, num_forwards = mixers[0], 1 + (plan.levers.gradient_checkpointing is not False)
-    of_convolution, num_ranks = name == CONVOLUTION, plan.layout.ulysses_size
+    if isinstance(mixers[0], ConvolutionMixer) and name != CONVOLUTION:
+        return Choice("torch", "no layer calls it")
+    probe = PackedProbe(name, function, mixers[0], device)
 
     def explain_cost() -> str:
         """Of all such layers, on one rank."""
-        bare = pick_function(function, "torch")
-        if of_convolution or isinstance(recurrent, ConvolutionMixer):
-            seconds = time_convolution(bare, recurrent, device, dtype, num_forwards) / plan.layout.sp_size
-        else:
-            seconds = time_rule(bare, recurrent, num_ranks, device, dtype, num_forwards)
-        return describe_cost(len(mixers) * seconds, plan.resolved.max_length)
+        num_forwards = 1 + (plan.levers.gradient_checkpointing is not False)
+        seconds = len(mixers) * time_torch(probe, plan.layout.ulysses_size, dtype, num_forwards)
+        return describe_cost(
+            seconds / plan.layout.sp_size if name == CONVOLUTION else seconds, plan.resolved.max_length
+        )
 
-    if isinstance(recurrent, ConvolutionMixer) and not of_convolution:
-        return RecurrenceChoice("torch", "no layer calls it")
     if missing:
-        return RecurrenceChoice("torch", f"{explain_cost()}; {missing}")
-
-    def try_kernel(kernel: Kernel) -> str:
-        return find_obstacle_in_process(name, function, recurrent, kernel, device, dtype)
-
-    return choose_recurrence_kernel(try_kernel, ["by document"] if of_convolution else FAST, explain_cost)
+        return Choice("torch", f"{explain_cost()}; {missing}")
+    return choose_recurrence_kernel(probe, dtype, explain_cost, run_trial)
 
 
 def _gather_convolutions(model: nn.Module) -> None:
@@ -256,8 +250,8 @@ def _choose_kernels(
         )
         heads = max(1, num_heads // groups.ulysses_axis.size // plan.levers.head_chunks)
         kv_heads = max(1, heads * num_kv_heads // num_heads)
-        search = KernelSearch(need, device, window, KernelWorkload(mix, heads, kv_heads), presence)
-        choices[need.head_dim] = choose_kernel(recipe.model.attn_implementation, search, uses_cache=True)
+        search = KernelSearch(need, device, window, KernelWorkload(mix, heads, kv_heads))
+        choices[need.head_dim] = choose_kernel(recipe.model.attn_implementation, search, presence, uses_cache=True)
     return join_choices(choices)
 
 

@@ -23,8 +23,7 @@ from ulysses_cli.train.attention.interface import IGNORED_ARGUMENTS, UnservedErr
 from ulysses_cli.train.clock import part_of_step, watch_backward
 from ulysses_cli.train.processes.groups import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
-from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
-from ulysses_cli.train.recurrence.rules import StateKeeper, apply_delta_rule, apply_scan
+from ulysses_cli.train.recurrence.rules import Kernel, StateKeeper, apply_delta_rule, apply_scan, pick_function
 
 CALL = "recurrent_call"
 CONVOLUTION, FUSED, SCAN = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"

@@ -6,7 +6,7 @@ gradient as the sum of theirs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,18 @@ from ulysses_cli.train.attention.heads import Spans, plan_heads
 from ulysses_cli.train.clock import part_of_step, watch_backward
 from ulysses_cli.train.memory.checkpointing import compute_and_save
 from ulysses_cli.train.processes.groups import SequenceAxis
-from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
 
+# packed: the package's kernel, called once with the bounds of documents; by document: called for each document.
+Kernel = Literal["packed", "by document", "torch"]
 ALIGNMENT_BYTES = 16  # a tensor of any dtype may begin there
 
 # Shapes. B rows in a batch, S tokens of a row on this rank, P ranks that share it, T = B x P x S tokens in all,
 # h heads of one tensor on one rank, D values of a head.
+
+
+def pick_function(original: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
+    """transformers wraps its torch code with a function that calls an installed package instead."""
+    return getattr(original, "__wrapped__", original) if kernel == "torch" else original
 
 
 def gather_rows(slices: Sequence[Tensor], spans: Sequence[Spans], axis: SequenceAxis) -> list[Tensor]:

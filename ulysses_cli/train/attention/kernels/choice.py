@@ -1,108 +1,34 @@
 """Chooses a run's attention kernel: the fastest one that is exact for this model on this device, checked by running
 it on a typical row of the run. Compares what the ranks' machines have of GPUs, libraries and packages first.
 
-plan/attention.py lists what each kernel supports; a model that none supports is an error that names the reasons.
-Reads the lengths of rows, never their tokens."""
+plan/attention.py lists what each kernel supports; a model that none supports is an error that names the reasons."""
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ulysses_cli.data.steps import Rows
-from ulysses_cli.plan.attention import (
-    BACK_ENDS,
-    FLASH_CAPABILITY,
-    MAX_CUDNN_LENGTHS,
-    Capability,
-    Device,
-    Need,
-    format_capability,
-    list_able,
-)
+from ulysses_cli.plan.attention import BACK_ENDS, FLASH_CAPABILITY, Capability, format_capability, list_able
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.train.attention.kernels.operators import KERNELS
-from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult, describe_error, try_kernel
-from ulysses_cli.train.attention.kernels.trial_process import try_in_process
-from ulysses_cli.train.processes.compiling import ChoiceCache, get_folder
+from ulysses_cli.train.attention.kernels.trial import KernelSearch, try_kernel
+from ulysses_cli.train.choosing import (
+    UNKNOWN,
+    Candidate,
+    Choice,
+    Outcome,
+    choose_once,
+    describe_error,
+    find_version,
+    try_candidates,
+    try_in_child,
+)
 from ulysses_cli.train.processes.consistency import DisagreementError
-
-MAX_TIMED_TOKENS = 32 * 1024  # with more tokens the fastest kernel stays the same
-NUM_SAMPLED_ROWS = 64
-
-
-@dataclass(frozen=True)
-class LengthMix:
-    """`lengths`: of the documents in a typical row. `has_few_lengths`: all rows of the run have the same few."""
-
-    lengths: tuple[int, ...] = (4096, 1500, 1, 2595)
-    has_few_lengths: bool = False
-
-
-ANY_MIX = LengthMix()
-
-
-@dataclass(frozen=True)
-class KernelWorkload:
-    """What one rank's kernel gets: documents of the mix, and the rank's heads."""
-
-    mix: LengthMix = ANY_MIX
-    num_heads: int = 8
-    num_kv_heads: int = 2
-
-    def cut(self) -> tuple[int, ...]:
-        """At most MAX_TIMED_TOKENS of the mix. Long and short documents keep their shares of the tokens; only documents
-        longer than a quarter of it are shortened."""
-        lengths = sorted(filter(None, self.mix.lengths), reverse=True)
-        total = sum(lengths)
-        if total <= MAX_TIMED_TOKENS:
-            return tuple(length for length in self.mix.lengths if length)
-        quarter, kept, due = MAX_TIMED_TOKENS // 4, list[int](), 0.0
-        for length in lengths:
-            due += length * MAX_TIMED_TOKENS / total
-            left = MAX_TIMED_TOKENS - sum(kept)
-            if left > 0 and due >= min(length, quarter) / 2:
-                kept.append(min(length, left, max(quarter, int(due))))
-                due -= kept[-1]
-        return tuple(kept)
-
-
-ANY_WORK = KernelWorkload()
-
-
-def measure_mix(rows: Rows, eval_rows: Rows | None = None, *, generates: bool = False) -> LengthMix:
-    """Takes the row of median work among a sample that is spread over all rows. Kernels get the lengths of evaluation
-    too. `generates`: and those of prompts, of which there are many."""
-    num_rows = len(rows)
-    if not num_rows:
-        return ANY_MIX
-    step = -(-num_rows // NUM_SAMPLED_ROWS)
-    sampled = sorted((rows.get_lengths(row) for row in range(0, num_rows, step)), key=_measure_work)
-    all_rows = [rows] if eval_rows is None else [rows, eval_rows]
-    return LengthMix(tuple(sampled[len(sampled) // 2]), not generates and _has_few_lengths(all_rows))
-
-
-def _measure_work(lengths: tuple[int, ...]) -> int:
-    return sum(length * length for length in lengths)
-
-
-def _has_few_lengths(all_rows: Iterable[Rows]) -> bool:
-    """What fills up a row is a document too, of a length that follows from the row's tokens: their number counts."""
-    found: set[int] = set()
-    for lengths in (rows.get_lengths(row) for rows in all_rows for row in range(len(rows))):
-        found.update(lengths)
-        found.add(sum(lengths))
-        if len(found) > MAX_CUDNN_LENGTHS:
-            return False
-    return True
-
 
 # Distributions that bring kernels. Their versions may differ between machines without an error of any library.
 PACKAGES = {
@@ -110,7 +36,7 @@ PACKAGES = {
     "flash_attention_3": ("flash-attn-3", "flash_attn_3"),
     "flash_attention_4": ("flash-attn-4",),
 }
-UNKNOWN = "unknown"
+SOURCES = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -182,29 +108,11 @@ def _list_libraries() -> dict[str, str]:
     }
 
 
-def find_version(names: Sequence[str]) -> str:
-    """Of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return UNKNOWN
-
-
-SOURCES = Path(__file__).parent
-
-
 @dataclass(frozen=True)
-class KernelChoice:
-    """The kernel of a run, and why it was chosen. `by_head_dim`: where layers differ in the width of their heads, the
-    kernel of each width. `is_lasting`: no kernel failed when it was tried, which a full GPU or a busy machine may
-    explain, so a later run may use the choice."""
+class KernelChoice(Choice[str]):
+    """The kernel of a run. `by_head_dim`: where layers differ in the width of their heads, the kernel of each width."""
 
-    name: str
-    reason: str
     by_head_dim: Mapping[int, str] = field(default_factory=dict)
-    is_lasting: bool = True
 
     def pick(self, head_dim: int) -> str:
         return self.by_head_dim.get(head_dim, self.name)
@@ -214,105 +122,60 @@ class BrokenDeviceError(RuntimeError):
     """The GPU's context in this process is in an error that no later call would survive."""
 
 
-@dataclass(frozen=True, eq=False)
-class KernelSearch:
-    """Where and for what a kernel is sought. `presence`: what all ranks have; None: what this process has."""
-
-    need: Need
-    device: torch.device
-    window_tokens: int | None = None
-    work: KernelWorkload = ANY_WORK
-    presence: CommonPresence | None = None
-
-    @property
-    def kind(self) -> Device:
-        return "cuda" if self.device.type == "cuda" else "cpu"
-
-    def find_presence(self) -> CommonPresence:
-        return self.presence or join_presence([read_presence(self.device)])
-
-
-def choose_kernel(wanted: str, search: KernelSearch, *, uses_cache: bool = False) -> KernelChoice:
+def choose_kernel(
+    wanted: str, search: KernelSearch, presence: CommonPresence | None = None, *, uses_cache: bool = False
+) -> Choice[str]:
     """Returns the named kernel, or for `auto` a fast one that is exact here. Each candidate runs against the reference.
-    One that fails or differs is passed over, with its reason; if the recipe named it, that is an error."""
+    One that fails or differs is passed over, with its reason; if the recipe named it, that is an error. `presence`:
+    what all ranks have; None: what this process has."""
+    presence = presence or join_presence([read_presence(search.device)])
+
+    def choose() -> Choice[str]:
+        return _choose_fastest(search, presence) if wanted == "auto" else _choose_named(wanted, search, presence)
+
     if search.kind == "cpu" or not uses_cache:
-        return _choose(wanted, search)
+        return choose()
     facts = {"wanted": wanted, "need": asdict(search.need), "window": search.window_tokens, "work": asdict(search.work)}
-    cache = ChoiceCache(get_folder(os.environ), SOURCES, facts | {"presence": asdict(search.find_presence())})
-    if (found := cache.read()) and found[0] in KERNELS:
-        return KernelChoice(found[0], f"{found[1]} (found in an earlier run: {cache.file})")
-    choice = _choose(wanted, search)
-    if choice.is_lasting:
-        cache.write(choice.name, choice.reason)
-    return choice
+    return choose_once(facts | {"presence": asdict(presence)}, SOURCES, choose, KERNELS.__contains__)
 
 
-def _choose(wanted: str, search: KernelSearch) -> KernelChoice:
-    if wanted != "auto":
-        return _choose_named(wanted, search)
-    passed, notes, has_failure = _try_candidates(search)
-    if not passed:
-        raise ValueError("no attention kernel is exact here: " + "; ".join(notes))
-    best = min(passed, key=lambda name: passed[name])
+def _choose_fastest(search: KernelSearch, presence: CommonPresence) -> Choice[str]:
+    """The kernels that were made for this GPU are the first class."""
+    capability = presence.capabilities[0]
+    candidates = []
+    for name, back_end in BACK_ENDS.items():
+        if search.kind in back_end.devices:
+            obstacle = _find_obstacle(name, search, presence) or _find_absence(name, presence)
+            obstacle = obstacle or _find_reluctance(name, search)
+            try_out = partial(_try, name, search, is_timed=search.kind == "cuda")
+            candidates.append(Candidate(name, try_out, obstacle, back_end.find_speed_class(capability)))
+    tally = try_candidates(candidates)
+    best, notes = tally.find_best(), "; ".join(tally.notes)
+    if best is None:
+        raise ValueError(f"no attention kernel is exact here: {notes}")
     if search.kind == "cpu":
-        return KernelChoice(best, "the only one that runs on a CPU")
-    times = ", ".join(f"{name} {passed[name] * 1e3:.2f} ms" for name in sorted(passed, key=lambda n: passed[n]))
+        return Choice(best, "the only one that runs on a CPU")
+    is_made_for_it = BACK_ENDS[best].find_speed_class(capability) == 0
+    reason = "exact here, and made for this GPU; " if is_made_for_it else "fastest of those exact here, "
     timed = f"{sum(search.work.cut()):,} tokens, {format_count(search.work.num_heads, 'head')}"
-    capability = search.find_presence().capabilities[0]
-    if BACK_ENDS[best].find_speed_class(capability) == 0:
-        reason = f"exact here, and made for this GPU; forward and backward of {timed}: {times}"
-    else:
-        reason = f"fastest of those exact here, forward and backward of {timed}: {times}"
+    reason += f"forward and backward of {timed}: {tally.format_times()}"
     if capability is not None and capability < FLASH_CAPABILITY:
         reason += (
             f"; a GPU of compute capability {format_capability(capability)} has no flash kernel for bfloat16, so plain "
             "torch runs in blocks, many times slower"
         )
-    reason += f"; passed over: {'; '.join(notes)}" if notes else ""
-    return KernelChoice(best, reason, is_lasting=not has_failure)
+    return Choice(best, reason + (f"; passed over: {notes}" if notes else ""), tally.is_lasting)
 
 
-def _choose_named(name: str, search: KernelSearch) -> KernelChoice:
-    presence = search.find_presence()
+def _choose_named(name: str, search: KernelSearch, presence: CommonPresence) -> Choice[str]:
     obstacle = _find_obstacle(name, search, presence) or presence.differing.get(name, "")
     obstacle = obstacle or _try(name, search, is_timed=False).obstacle
     if not obstacle:
-        return KernelChoice(name, "as the recipe says")
+        return Choice(name, "as the recipe says")
     able = [other for other in list_able(search.need, search.kind, presence.capabilities[0]) if other != name]
     able = [other for other in able if not _find_absence(other, presence)]
     others = f"for this model and device there are: {', '.join(able)}" if able else "nothing else serves here"
     raise ValueError(f"attention {name} {obstacle}; {others}")
-
-
-def _try_candidates(search: KernelSearch) -> tuple[dict[str, float], list[str], bool]:
-    """Returns the seconds of exact kernels, all of one speed class, why others were passed over, and whether one of
-    them failed when it was tried. A class ends the search when one of its kernels is exact; the kernels that were made
-    for this GPU are the first class."""
-    presence = search.find_presence()
-    passed: dict[str, float] = {}
-    notes: list[str] = []
-    has_failure = False
-    for names in _list_classes(presence):
-        for name in names:
-            obstacle = _find_obstacle(name, search, presence) or _find_absence(name, presence)
-            obstacle = obstacle or _find_reluctance(name, search)
-            result = TrialResult(obstacle) if obstacle else _try(name, search, is_timed=search.kind == "cuda")
-            has_failure |= bool(result.obstacle) and not obstacle
-            if not result.obstacle:
-                passed[name] = result.seconds
-            elif search.kind in BACK_ENDS[name].devices:
-                notes.append(f"{name} {result.obstacle}")
-        if passed:
-            break
-    return passed, notes, has_failure
-
-
-def _list_classes(presence: CommonPresence) -> Iterator[list[str]]:
-    def find_class(name: str) -> int:
-        return BACK_ENDS[name].find_speed_class(presence.capabilities[0])
-
-    for _, names in groupby(sorted(BACK_ENDS, key=find_class), find_class):
-        yield list(names)
 
 
 def _find_obstacle(name: str, search: KernelSearch, presence: CommonPresence) -> str:
@@ -332,42 +195,35 @@ def _find_reluctance(name: str, search: KernelSearch) -> str:
     return ""
 
 
-def _try(name: str, search: KernelSearch, *, is_timed: bool) -> TrialResult:
-    request = TrialRequest(
-        name,
-        replace(search.need, call=None),
-        str(search.device),
-        search.window_tokens,
-        search.work.cut() if is_timed else (),
-        search.work.num_heads,
-        search.work.num_kv_heads,
-    )
-    if search.kind == "cuda" and KERNELS[name].is_foreign:
-        return try_in_process(request)
-    result = try_kernel(request)
-    if search.kind == "cuda":
-        _check_device(name, result, search.device)
-    return result
+def _try(name: str, search: KernelSearch, *, is_timed: bool) -> Outcome:
+    try_out = partial(try_kernel, name, search, search.work.cut() if is_timed else ())
+    if search.kind == "cpu":
+        return try_out()
+    if KERNELS[name].is_foreign:
+        return try_in_child(try_out)
+    outcome = try_out()
+    _check_device(name, outcome, search.device)
+    return outcome
 
 
-def _check_device(name: str, result: TrialResult, device: torch.device) -> None:
+def _check_device(name: str, outcome: Outcome, device: torch.device) -> None:
     """An illegal access leaves an error in the context of this process, which every later call would meet."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         raise BrokenDeviceError(
-            f"attention {name} broke this process's GPU context ({result.obstacle or describe_error(error)}): name "
+            f"attention {name} broke this process's GPU context ({outcome.obstacle or describe_error(error)}): name "
             "another kernel with model.attn_implementation"
         ) from error
 
 
-def join_choices(choices: Mapping[int, KernelChoice]) -> KernelChoice:
+def join_choices(choices: Mapping[int, Choice[str]]) -> KernelChoice:
     """Takes the choice for each width of heads. One that serves all widths has one name."""
     names = {width: choice.name for width, choice in choices.items()}
     if len(names) == 1:
-        return next(iter(choices.values()))
+        return KernelChoice(**vars(next(iter(choices.values()))))
     reason = "; ".join(f"heads of {width}: {choice.reason}" for width, choice in choices.items())
     if len(set(names.values())) == 1:
         return KernelChoice(next(iter(names.values())), reason)
     name = " and ".join(f"{name} (heads of {width})" for width, name in names.items())
-    return KernelChoice(name, reason, names)
+    return KernelChoice(name, reason, by_head_dim=names)
