@@ -88,7 +88,7 @@ def test_all_ranks_choose_levers_for_the_least_memory_of_any(monkeypatch: pytest
     roomy, small = (replace(gpu, host_bytes_per_gpu=size * GIB) for size in (2048, 200))
     gpus = iter([[roomy, small], None, [small, roomy], None])
     monkeypatch.setattr(connection, "gather_values", lambda value, _: next(gpus) or [value])
-    launch: Any = SimpleNamespace(loaded=loaded)
+    launch: Any = SimpleNamespace(recipe=loaded.recipe)
     ranks: list[Any] = [SimpleNamespace(gpu=own, shape=shape, is_known_gpu=True) for own in (roomy, small)]
     hosts: Any = SimpleNamespace(host_group=None)
     first, second = (connection.settle_levers(launch, inputs, hosts) for inputs in ranks)

@@ -18,6 +18,7 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from support.recipes import load, make_plan
 from support.small_run import CONFIG
 from support.training import make_recipe
 from transformers import get_scheduler
@@ -29,15 +30,17 @@ from ulysses_cli.plan.models.model_files import find_weight_problem, read_metada
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import Train
+from ulysses_cli.plan.resolved import hash_plan
 from ulysses_cli.plan.rules.public_names import make_public
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_summary import load_run, summarize_run
-from ulysses_cli.run import records
+from ulysses_cli.run import launcher, records
 from ulysses_cli.run.folder import lock_run
 from ulysses_cli.run.lock import RunLock
 from ulysses_cli.run.records import LineFile, cut_lines, keep_room, write_failure_record
 from ulysses_cli.train import inputs
 from ulysses_cli.train import record as record_module
+from ulysses_cli.train.__main__ import main
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.evaluation import encode_prompts, list_bounds, summarize_losses
 from ulysses_cli.train.loop import LIMITS, StopConditions, check_progress
@@ -460,3 +463,22 @@ def test_the_template_of_sample_prompts_is_bounded(monkeypatch: pytest.MonkeyPat
         tokenizer.chat_template = template
         with pytest.raises(TemplateProblem, match=words):
             encode_prompts(tokenizer, ["a"], as_chat=True)
+
+
+def test_a_rank_refuses_the_plan_of_another_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(make_plan(load("train.max_steps=3")).dump())
+    monkeypatch.setenv("RANK", "1")
+    wanted = hash_plan(make_plan(load()).dump())
+    assert main(["--plan", str(file), f"--plan-hash={wanted}", "--data", "rows"]) == 1
+    failure = json.loads((tmp_path / "rank-1.error.json").read_text())
+    assert failure["message"] == f"{file}: was written for another recipe, or has been changed"
+    assert failure["is_final"], "to start it again is of no use"
+
+
+def test_only_this_user_reads_a_plan_and_it_goes_with_its_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    with launcher._written(file, "text"):
+        assert file.read_text() == "text"
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert not file.exists()

@@ -277,3 +277,19 @@ def test_a_killed_hybrid_resumes_and_plain_transformers_gives_the_logits_of_trai
         plain = torch.cat([model(document, use_cache=False).logits for document in ids.split(DOCUMENTS, 1)], 1)
     assert plain.std() > 0.1
     assert torch.allclose(trained, plain, rtol=0, atol=1e-5), (trained - plain).abs().max()
+
+
+def test_a_recipe_that_is_edited_while_its_run_begins_changes_nothing(tmp_path: Path) -> None:
+    """The command has read it: its data and its ranks get what the command has resolved."""
+    runs = CommandRuns(tmp_path)
+    process = runs.start()
+    runs.wait_for(process, (tmp_path / "run" / "lock-0").exists)
+    other = {**RECIPE, "data": {**RECIPE["data"], "max_length": 64}, "train": {"max_steps": 1}}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(other))
+    _, err = process.communicate(timeout=TIME_LIMIT)
+    assert process.returncode == 0, err
+    assert [line["step"] for line in runs.read_lines("run")] == [1, 2, 3, 4, 5, 6]
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["recipe"]["data"]["max_length"] == 256
+    assert facts["recipe_file"] == "r.yaml"
+    assert not list((tmp_path / "run" / "logs").glob("plan*"))

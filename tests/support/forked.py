@@ -58,6 +58,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
                 if umask >= 0:
                     os.umask(umask)
                 take_files((p2cread, c2pwrite, errwrite), set(pass_fds))
+                sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - multiprocessing has closed it
                 be_new(cwd, env)
                 run(words[1:])
             finally:

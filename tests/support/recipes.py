@@ -3,6 +3,7 @@
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
+from ulysses_cli.plan.resolved import ResolvedRecipe, resolve
 from ulysses_cli.plan.rules.check import check_recipe
 
 VALID = """\
@@ -34,3 +35,8 @@ def make_shape(**changes: object) -> ModelShape:
 
 def check(*overrides: str, num_processes: int | None = None, text: str = VALID, **changes: object) -> list[Problem]:
     return check_recipe(load(*overrides, text=text), make_shape(**changes), num_processes)
+
+
+def make_plan(loaded: Loaded, shape: ModelShape | None = None) -> ResolvedRecipe:
+    """As a command writes it for the processes that it starts."""
+    return ResolvedRecipe(loaded, resolve(loaded.recipe, shape or make_shape(), loaded.places))

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from support.messages import answer, make_folder, read_blocks
-from support.recipes import VALID, check, load, make_shape
+from support.recipes import VALID, check, load, make_plan, make_shape
 
 from ulysses_cli.plan.files import take_lock
 from ulysses_cli.plan.layout import compute_kv_heads
+from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
-from ulysses_cli.plan.resolved import resolve
+from ulysses_cli.plan.resolved import hash_plan, parse_plan, read_plan, resolve
 from ulysses_cli.plan.rules import check as check_module
 from ulysses_cli.plan.rules import files as check_files
 from ulysses_cli.plan.rules import model as check_model
@@ -128,3 +129,21 @@ def test_resolved_lengths(length: int, sp_size: int, pad: int) -> None:
     assert (result.rows_per_step, result.tokens_per_step) == (3, 3 * length)
     assert "parallel.zero_stage: 3" in result.defaults
     assert not any(line.startswith(("data.max_length", "parallel.sp_size:")) for line in result.defaults)
+
+
+def test_a_plan_is_read_as_it_was_written_and_no_other_one_is(tmp_path: Path) -> None:
+    """Its lists become tuples again: a template may print them."""
+    free = "{a: [1, [2.5, null]], b: .inf, c: {d: [x]}}"
+    plan = make_plan(load(f"data.chat_template_kwargs={free}", f"deepspeed.note={free}", "parallel.sp_size=2"))
+    assert plan.loaded.recipe.data.chat_template_kwargs["a"] == (1, (2.5, None))
+    text = plan.dump()
+    assert parse_plan(text) == plan
+    file = tmp_path / "plan.json"
+    with pytest.raises(RecipeError, match=r"plan.json: cannot be read: .*No such file"):
+        read_plan(file, hash_plan(text))
+    file.write_text(text)
+    assert read_plan(file, hash_plan(text)) == plan
+    for other in (make_plan(load("parallel.sp_size=2")).dump(), text.replace('"sp_size": 2', '"sp_size": 4'), ""):
+        file.write_text(other)
+        with pytest.raises(RecipeError, match=r"plan.json: was written for another recipe, or has been changed\n"):
+            read_plan(file, hash_plan(text))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.checkpoints import make_checkpoint
 from support.paths import ROOT
+from support.recipes import load, make_plan
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -147,7 +148,7 @@ def test_a_killed_prepare_worker_names_the_file_that_it_read(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     start = host.start_module
     monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("dying", words, **options))
-    done = prepare_recipe("r.yaml")
+    done = prepare_recipe(make_plan(load()))
     output = "data.datasets.1: the process that read it was killed by SIGBUS: a file that it had mapped into memory was"
     assert done.exit_code == 128 + signal.SIGBUS
     assert capsys.readouterr().err.startswith(output)
@@ -172,7 +173,7 @@ def test_an_interrupted_preparation_says_how_to_go_on(
     start = host.start_module
     monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("stopping", words, **options))
     with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
-        prepare_recipe("r.yaml")
+        prepare_recipe(make_plan(load()))
     assert getattr(end.value, "code", None) == code
     assert capsys.readouterr().err == (
         "interrupted while data was prepared: sources that were done are kept; the same command prepares the rest\n"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.recipes import make_plan
 from support.served import ServedPopen
 from support.tokenizers_trained import train, wrap
 
@@ -155,13 +156,14 @@ def test_a_second_prepare_imports_no_library_of_models(tmp_path: Path) -> None:
     write_texts(tmp_path)
     prepare(tmp_path)
     text = RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store"))
-    (tmp_path / "r.yaml").write_text(text)
+    plan = make_plan(parse_recipe(text)).dump()
     code = (
-        "import sys; from ulysses_cli.data.__main__ import main; assert main(['r.yaml', '--format', 'json']) == 0\n"
+        "import sys; from ulysses_cli.data.__main__ import main; assert main(['--format', 'json']) == 0\n"
         "heavy = {'torch', 'transformers', 'datasets'} & sys.modules.keys(); assert not heavy, heavy"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, input=plan, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -493,12 +495,15 @@ def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
 
 
 def start(tmp_path: Path, *overrides: str) -> "subprocess.Popen[str]":
-    recipe = tmp_path / "r.yaml"
-    if not recipe.exists():  # another process may be reading it
-        recipe.write_text(RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store")))
-    command = [sys.executable, "-m", "ulysses_cli.data", str(recipe), *overrides, "--format", "json"]
+    text = RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store"))
+    plan = tmp_path / "plan.json"
+    plan.write_text(make_plan(parse_recipe(text, "r.yaml", overrides)).dump())
+    command = [sys.executable, "-m", "ulysses_cli.data", "--format", "json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return ServedPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    with plan.open() as file:
+        return ServedPopen(
+            command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
 
 
 @pytest.mark.check

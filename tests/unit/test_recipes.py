@@ -15,6 +15,7 @@ from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import load_recipe
+from ulysses_cli.plan.resolved import ResolvedRecipe, parse_plan
 from ulysses_cli.plan.units import format_range
 from ulysses_cli.shipped import list_recipes
 from ulysses_cli.validate import validate_recipe
@@ -33,6 +34,10 @@ def test_a_recipe_is_valid_and_has_its_header(file: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)  # a folder without a run
     result = validate_recipe(str(file))
     assert [str(problem) for problem in result.problems] == []
+    assert result.loaded is not None
+    assert result.resolved is not None
+    plan = ResolvedRecipe(result.loaded, result.resolved)
+    assert parse_plan(plan.dump()) == plan, "its processes get what the command has resolved"
     lines = file.read_text().splitlines()
     header = [line[2:] for line in lines[: lines.index("")]]
     assert header[0].endswith(".")

@@ -6,15 +6,17 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, check_page, or_exit, write_page
 from ulysses_cli.plan.problem import DONE, USAGE, Problem, get_signal_code
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.resolved import ResolvedRecipe
 
 ENDED_BY_USER = tuple(code for number in (signal.SIGINT, signal.SIGTERM) for code in (get_signal_code(number), -number))
 
@@ -56,6 +58,7 @@ def prepare(
       ulysses prepare my.yaml --show 0:17
       ulysses prepare my.yaml --format json
     """
+    from ulysses_cli.plan.resolved import ResolvedRecipe
     from ulysses_cli.report import data_report, printing
     from ulysses_cli.run.downloads import bring_inputs
     from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
@@ -70,14 +73,13 @@ def prepare(
     or_exit(lambda: check_page(html), output)
     or_exit(lambda: bring_inputs(files[0], overrides, printing.print_message), output)
     result = validate_recipe(files[0], overrides, online=True)
-    if result.problems:
+    if result.problems or result.loaded is None or result.resolved is None:
         if output is Format.json:
             printing.print_json({"problems": [problem.as_json() for problem in result.problems]})
         else:
             printing.print_problems(result.problems)
         raise typer.Exit(USAGE)
-    shares = result.resolved is not None and result.resolved.shares_prompts
-    done = prepare_recipe(files[0], overrides, samples, show, shares_prompts=shares)
+    done = prepare_recipe(ResolvedRecipe(result.loaded, result.resolved), samples, show)
     if output is Format.json:
         printing.print_json(done.report)
     elif done.exit_code == DONE:
@@ -88,31 +90,21 @@ def prepare(
     raise typer.Exit(done.exit_code)
 
 
-def prepare_recipe(
-    file: str,
-    overrides: Sequence[str] = (),
-    num_samples: int = 1,
-    show: str | None = None,
-    *,
-    shares_prompts: bool = False,
-) -> PreparedData:
-    """For a recipe that passed validation. `num_samples`: documents shown of each source; `show`: a row, SOURCE:ROW;
-    `shares_prompts`: answers read one copy of their prompt. Progress and problems go to stderr; nothing is written to
-    stdout."""
+def prepare_recipe(plan: ResolvedRecipe, num_samples: int = 1, show: str | None = None) -> PreparedData:
+    """For a recipe that passed validation. `num_samples`: documents shown of each source; `show`: a row, SOURCE:ROW.
+    Progress and problems go to stderr; nothing is written to stdout."""
     import json
 
     from ulysses_cli.report import printing, recipe
     from ulysses_cli.run import host
 
-    words = [file, *overrides, "--format", "json", f"--samples={num_samples}"]
-    words += [f"--show={show}"] if show else []
-    words += ["--share-prompts"] if shares_prompts else []
+    words = ["--format", "json", f"--samples={num_samples}", *([f"--show={show}"] if show else [])]
     with tempfile.TemporaryFile() as place:  # the key of the source that is read now, for a child that is killed
         words.append(f"--place={place.fileno()}")
-        pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}
         try:
             with host.start_module("ulysses_cli.data", words, **pipes) as child, host.ending(child):
-                answer, _ = child.communicate()
+                answer, _ = child.communicate(plan.dump())
         except (KeyboardInterrupt, SystemExit):  # SIGTERM ends this process too
             printing.print_message(recipe.explain_interrupted_data())
             raise

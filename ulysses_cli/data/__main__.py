@@ -1,8 +1,5 @@
-"""`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json] [--samples N] [--show SOURCE:ROW]
-[--share-prompts]`: prepare a recipe's data in a process of its own.
-
-`ulysses prepare` has validated the recipe before it starts this process. All output goes through report/.
-"""
+"""`python -m ulysses_cli.data [--format json] [--samples N] [--show SOURCE:ROW]`: prepare a recipe's data in a process
+of its own. Reads the plan that the command has resolved from its standard input. All output goes through report/."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from typing import Any
 
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.plan.problem import DONE, FAILED, USAGE, Problem, RecipeError, get_signal_code
-from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.plan.resolved import compute_pad_multiple
+from ulysses_cli.plan.resolved import parse_plan
 from ulysses_cli.readers.problems import DataError
 from ulysses_cli.report import data_report, printing
 from ulysses_cli.report.live import ProgressLine
@@ -28,24 +24,22 @@ PLACE_CHARS = 80
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ulysses_cli.data")
-    parser.add_argument("words", nargs="+")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--show", type=lambda words: tuple(map(int, words.split(":"))), help="SOURCE:ROW")
-    parser.add_argument("--share-prompts", action="store_true", help="the model can read one copy of a prompt")
     parser.add_argument("--place", type=int, help="a file to hold the key of what is being read")
     options = parser.parse_args(arguments)
     is_json = options.format == "json"
-    file, *overrides = options.words
+    plan = parse_plan(sys.stdin.read())
+    loaded, resolved = plan.loaded, plan.resolved
     progress = ProgressLine()
     try:
-        loaded = load_recipe(file, overrides)
         try:
             with printing.reserve_stdout():
-                pad = compute_pad_multiple(loaded.recipe)
-                emit = partial(_show, progress, options.place)
-                samples, shares = (options.samples, options.show), options.share_prompts
-                prepared = prepare_data(loaded.recipe, pad, emit, *samples, shares_prompts=shares)
+                prepared = prepare_data(
+                    loaded.recipe, resolved.pad_to_multiple_of, partial(_show, progress, options.place),
+                    options.samples, options.show, shares_prompts=resolved.shares_prompts,
+                )  # fmt: skip
         except RecipeError as error:
             raise RecipeError(
                 replace(problem, where=loaded.locate(problem.key)) for problem in error.problems

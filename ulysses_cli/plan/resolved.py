@@ -1,21 +1,28 @@
-"""The resolved plan: every value that follows from a recipe and its model. Printed before anything starts."""
+"""The resolved plan: every value that follows from a recipe and its model. Printed before anything starts. A command
+resolves it once; the processes that it starts read what it wrote."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.layout import GPUS_PER_NODE, KvHeads, Layout, compute_kv_heads
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.problem import Problem, RecipeError, Where
+from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.recipe.schema import format_value, walk_settings
 
 USUAL_SIZES = (2, 4, 8, 16, 32)  # of sp groups
 THETA_POWER = 1.65  # published extensions took powers of the stretch from 1.3 to 1.8
+HINT_ON_PLAN = "start the run again; its command writes this file, and nothing else may"
 PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a multiple wastes none
 
 
@@ -39,6 +46,55 @@ class Resolved:
     is_rotary: bool
     shares_prompts: bool  # both answers of a pair read one copy of their prompt
     defaults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """What a command hands to the processes that it starts: the recipe as it has read it, and what follows from it."""
+
+    loaded: Loaded
+    resolved: Resolved
+
+    def dump(self) -> str:
+        """As JSON. Holds the recipe's secrets."""
+        recipe = self.loaded.recipe.model_dump(mode="json")
+        return json.dumps({"loaded": {**asdict(self.loaded), "recipe": recipe}, "resolved": asdict(self.resolved)})
+
+
+def hash_plan(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def parse_plan(text: str) -> ResolvedRecipe:
+    """Takes what `dump` returns."""
+    content = json.loads(text)
+    loaded, resolved = content["loaded"], content["resolved"]
+    places = {key: Where(**place) for key, place in loaded["places"].items()}
+    recipe = Recipe.model_validate(_make_tuples(loaded["recipe"]))
+    layout, kv_heads = Layout(**resolved["layout"]), KvHeads(**resolved["kv_heads"])
+    return ResolvedRecipe(
+        Loaded(recipe, loaded["file"], places, tuple(loaded["notes"])),
+        Resolved(**{**resolved, "layout": layout, "kv_heads": kv_heads, "defaults": tuple(resolved["defaults"])}),
+    )
+
+
+def read_plan(file: Path, wanted: str) -> ResolvedRecipe:
+    """`wanted`: the hash of the plan that the command wrote. Raises RecipeError for any other content."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RecipeError([Problem("", f"cannot be read: {error}", HINT_ON_PLAN, Where(str(file)))]) from None
+    if hash_plan(text) != wanted:
+        what = "was written for another recipe, or has been changed"
+        raise RecipeError([Problem("", what, HINT_ON_PLAN, Where(str(file)))])
+    return parse_plan(text)
+
+
+def _make_tuples(value: Any) -> Any:
+    """Sequences of a recipe are tuples, as the loader makes them."""
+    if isinstance(value, dict):
+        return {name: _make_tuples(item) for name, item in value.items()}
+    return tuple(map(_make_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

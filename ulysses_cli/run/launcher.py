@@ -23,6 +23,7 @@ from typing import Any
 
 from ulysses_cli.plan.files import open_own
 from ulysses_cli.plan.problem import DONE, get_signal_code
+from ulysses_cli.plan.resolved import hash_plan
 from ulysses_cli.run.folder import NewLock
 from ulysses_cli.run.host import FOLDER, ask_driver, choose_path, get_builds_folder, narrow_umask
 from ulysses_cli.run.key import KEY, Seal
@@ -182,17 +183,18 @@ class Outcome:
 
 def launch(
     agent_args: Sequence[str],
+    plan: str,
     rank_args: Sequence[str],
     environ: Mapping[str, str],
     logs: MachineLogs,
     lock: NewLock,
     wait: Callable[[subprocess.Popen[bytes], Callable[[], None]], int] = lambda agent, _: agent.wait(),
 ) -> Outcome:
-    """Starts the agent and waits. Ranks write their display to this process's stderr and all other output to
-    logs. `wait` takes the agent and a function that asks it to stop with a checkpoint, returns the agent's exit
-    code."""
+    """Starts the agent and waits. Ranks read `plan` from a file beside their logs, which is there as long as they are.
+    They write their display to this process's stderr and all other output to logs. `wait` takes the agent and a
+    function that asks it to stop with a checkpoint, returns the agent's exit code."""
     with _open_spare() as spare:
-        return _launch(agent_args, rank_args, environ, replace(logs, spare=spare), lock, wait)
+        return _launch(agent_args, plan, rank_args, environ, replace(logs, spare=spare), lock, wait)
 
 
 @contextmanager
@@ -207,8 +209,20 @@ def _open_spare() -> Iterator[Path | None]:
         yield Path(folder.name)
 
 
+@contextmanager
+def _written(file: Path, plan: str) -> Iterator[None]:
+    """Only this user may read it: it holds the recipe's secrets, for as long as the ranks live."""
+    try:
+        with open(file, "w", encoding="utf-8", opener=lambda path, flags: open_own(path, flags, 0o600)) as stream:
+            stream.write(plan)
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def _launch(
     agent_args: Sequence[str],
+    plan: str,
     rank_args: Sequence[str],
     environ: Mapping[str, str],
     logs: MachineLogs,
@@ -218,11 +232,16 @@ def _launch(
     mask = narrow_umask(logs.folder.parent)  # the run's files get no wider permissions than its folder
     logs.folder.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
     began = logs.clear()
-    command = [sys.executable, "-m", "ulysses_cli.train.agent", *agent_args, "-m", "ulysses_cli.train", *rank_args]
+    own_args = ["--plan", str(logs.plan_file), f"--plan-hash={hash_plan(plan)}"]
+    ranks = ["-m", "ulysses_cli.train", *own_args, *rank_args]
+    command = [sys.executable, "-m", "ulysses_cli.train.agent", *agent_args, *ranks]
     ours = {"ULYSSES_FAILURE_FILE": str(logs.failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
     ours |= {STOP_FILE: str(logs.stop_file), "ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
     ours |= {SPARE: str(logs.spare)} if logs.spare is not None else {}
-    with open(logs.agent_log, "ab", opener=lambda path, flags: open_own(path, flags, 0o666 & ~mask)) as log:
+    with (
+        _written(logs.plan_file, plan),
+        open(logs.agent_log, "ab", opener=lambda path, flags: open_own(path, flags, 0o666 & ~mask)) as log,
+    ):
         agent = subprocess.Popen(
             command,
             stdout=find_terminal(),

@@ -249,6 +249,11 @@ class MachineLogs:
         return self.folder / f"agent{self.suffix}.log"
 
     @property
+    def plan_file(self) -> Path:
+        """What the command has resolved, for its ranks."""
+        return self.folder / f"plan{self.suffix}.json"
+
+    @property
     def failure_file(self) -> Path:
         return self.folder / f"failure{self.suffix}.json"
 
@@ -261,7 +266,7 @@ class MachineLogs:
         first = self.node_rank * self.processes_here
         ranks = range(first, first + self.processes_here)
         own = [file for rank in ranks for file in self.folder.glob(f"rank-{rank}.error*.json")]
-        for file in (self.failure_file, self.stop_file, *own):
+        for file in (self.plan_file, self.failure_file, self.stop_file, *own):
             file.unlink(missing_ok=True)
         with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".clock-") as clock:
             return os.fstat(clock.fileno()).st_mtime

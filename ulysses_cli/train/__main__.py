@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ulysses_cli.plan.files import open_own
-from ulysses_cli.plan.problem import FAILED, get_signal_code
+from ulysses_cli.plan.problem import FAILED, RecipeError, get_signal_code
+from ulysses_cli.plan.resolved import read_plan
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.run.lock import hold_lock
 from ulysses_cli.run.records import give_room, keep_room, read_json, write_failure_record
@@ -24,8 +25,8 @@ from ulysses_cli.train.record import Record
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train", description=__doc__)
-    parser.add_argument("--recipe", required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--plan", required=True, type=Path, help="what the command has resolved, among the logs")
+    parser.add_argument("--plan-hash", required=True, help="of the plan that the command wrote")
     parser.add_argument("--data", required=True, type=Path, help="prepared rows")
     parser.add_argument("--resume")
     parser.add_argument("--resume-anyway", action="store_true")
@@ -72,12 +73,17 @@ def write_interruption_record(logs: Path, rank: int, number: int, record: Record
 
 
 def main(arguments: Sequence[str]) -> int:
-    from ulysses_cli.plan.recipe.loader import load_recipe
-
     options = parse_arguments(arguments)
-    loaded = load_recipe(options.recipe, options.set)
-    rank = int(os.environ.get("RANK", "0"))
-    logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
+    rank, logs = int(os.environ.get("RANK", "0")), options.plan.parent
+    try:
+        plan = read_plan(options.plan, options.plan_hash)
+    except RecipeError as error:
+        (problem,) = error.problems
+        failure = {"message": f"{problem.where}: {problem.message}", "hint": problem.hint, "is_final": True}
+        failure |= {"rank": rank, "phase": "starting", "is_cause": True, "exit_code_wanted": FAILED}
+        write_failure_record(logs, rank, failure)
+        return FAILED
+    loaded = plan.loaded
     secrets = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
     try:
         terminal = redirect_output(logs, rank, secrets)
@@ -111,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
         return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
 
     try:
-        run_worker(Launch(loaded, options, open_display, load_hardware, interruption, leftovers), record)
+        run_worker(Launch(plan, options, open_display, load_hardware, interruption, leftovers), record)
     except BaseException as error:  # noqa: BLE001 - any end of a rank is recorded
         from ulysses_cli.train.failure import describe_failure
 

@@ -34,9 +34,8 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.estimate import explain_memory, find_host_bound
 from ulysses_cli.plan.planner.lever_choice import LeverChoice, choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
-from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
-from ulysses_cli.plan.resolved import Resolved, RunPlan, find_sharing_obstacle, resolve
+from ulysses_cli.plan.resolved import Resolved, ResolvedRecipe, RunPlan, find_sharing_obstacle
 from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.plan.speed import PACKED_KERNELS, explain_packed
 from ulysses_cli.plan.units import format_count
@@ -180,9 +179,10 @@ class Forecast:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """What the process gives to its run. `leftovers` is closed however the rank ends."""
+    """What the process gives to its run. `plan`: as the command has resolved it. `leftovers` is closed however the rank
+    ends."""
 
-    loaded: Loaded
+    plan: ResolvedRecipe
     options: argparse.Namespace
     open_display: Callable[[int], Display]
     load_hardware: Callable[[], Hardware]
@@ -190,8 +190,12 @@ class Launch:
     leftovers: ExitStack
 
     @property
+    def recipe(self) -> Recipe:
+        return self.plan.loaded.recipe
+
+    @property
     def run_dir(self) -> Path:
-        return Path(os.path.expanduser(self.loaded.recipe.run.output_dir))
+        return Path(os.path.expanduser(self.recipe.run.output_dir))
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +208,6 @@ class Inputs:
     tokenizer: Any
     shape: ModelShape
     num_own_tokens: int  # rows of the model's embedding in its files
-    resolved: Resolved
     device: Any
     gpu: Gpu | None  # with this rank's memory; None on a CPU
     is_known_gpu: bool
@@ -214,10 +217,6 @@ class Inputs:
     def turn_ends(self) -> list[str]:
         """The tokens with which the turns of its chats end."""
         return list_turn_ends(store.manifest.get("turns", {}) for store in self.rows.stores)
-
-    @cached_property
-    def eval_batching(self) -> Batching:
-        return make_eval_batching(self.shape, self.resolved)
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class RemainingRun:
 
 def read_inputs(launch: Launch, record: Record) -> Inputs:
     record.phase = "reading inputs"
-    recipe, options = launch.loaded.recipe, launch.options
+    recipe, options = launch.recipe, launch.options
     if problem := find_missing_package(
         recipe.train.optim, recipe.lora.quantize_base if recipe.lora is not None else None
     ):
@@ -248,7 +247,6 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     folder = Path(os.path.expanduser(recipe.model.name_or_path or ""))
     if recipe.model.name_or_path and folder.is_dir() and (problem := find_weight_problem(folder)):
         raise StartError(problem)
-    resolved = resolve(recipe, shape)
     device = choose_device(wants_cpu=recipe.run.device == "cpu" or options.pretend)
     gpu, is_known = recognise_gpu(device, launch.load_hardware())
     is_first = int(os.environ.get("RANK", "0")) == 0
@@ -257,7 +255,7 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     if is_first and not options.dry_run and count_machines() == 1:  # several machines look together, once connected
         resume_point = find_checkpoint(launch, report_restart(launch, warnings.append), warnings.append)
     inputs = Inputs(
-        rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, resolved, device, gpu, is_known,
+        rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, device, gpu, is_known,
         resume_point,
     )  # fmt: skip
     remaining = plan_remaining(launch, inputs, resume_point, warnings.append)
@@ -270,7 +268,7 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
 
 
 def get_run_name(launch: Launch) -> str:
-    return launch.loaded.recipe.run.run_name or launch.run_dir.name
+    return launch.recipe.run.run_name or launch.run_dir.name
 
 
 def count_machines() -> int:
@@ -282,19 +280,19 @@ def report_restart(launch: Launch, warn: Callable[[str], None]) -> int:
     logs = launch.run_dir / "logs"
     restarts = count_restarts(logs)
     if restarts:
-        warn(describe_restart(logs, restarts, launch.loaded.recipe.run.max_restarts))
+        warn(describe_restart(logs, restarts, launch.recipe.run.max_restarts))
     return restarts
 
 
 def find_checkpoint(launch: Launch, restarts: int, warn: Callable[[str], None]) -> ResumePoint:
     """On rank 0, from the checkpoints on its disk."""
-    point = find_resume_point(launch.run_dir, launch.options.resume, restarts, warn, launch.loaded.recipe.run.keep_best)
+    point = find_resume_point(launch.run_dir, launch.options.resume, restarts, warn, launch.recipe.run.keep_best)
     return point if _is_uploaded(launch, point) else replace(point, model_steps=None)
 
 
 def _is_uploaded(launch: Launch, point: ResumePoint) -> bool:
     """Whether the run's checkpoint and model are where run.checkpoint_uri says. If not, the run is not finished."""
-    address = launch.loaded.recipe.run.checkpoint_uri
+    address = launch.recipe.run.checkpoint_uri
     if address is None or point.path is None or point.model_steps is None:
         return True
     try:
@@ -308,7 +306,7 @@ def plan_remaining(
     launch: Launch, inputs: Inputs, resume_point: ResumePoint, warn: Callable[[str], None] = lambda _: None
 ) -> RemainingRun:
     """Computes the rows and steps after the resume point. Accumulation follows the checkpoint's rows per step."""
-    recipe, options, resolved = launch.loaded.recipe, launch.options, inputs.resolved
+    recipe, options, resolved = launch.recipe, launch.options, launch.plan.resolved
     if state := resume_point.state:
         accumulation_steps = adapt(
             state, recipe.model_dump(mode="json"), options.data.name, resolved.layout,
@@ -333,7 +331,7 @@ def settle_rows_per_step(resolved: Resolved, batching: Batching) -> Resolved:
 
 def list_settings(launch: Launch) -> dict[str, Any]:
     """Returns the recipe's settings, by key, that all machines must share; secrets are masked, since they are shown."""
-    return list_shared_settings(mask_secrets(launch.loaded.recipe.model_dump(mode="json")))
+    return list_shared_settings(mask_secrets(launch.recipe.model_dump(mode="json")))
 
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
@@ -364,6 +362,10 @@ class Connected:
     @property
     def has_steps_ahead(self) -> bool:
         return self.resume_point.step < self.length.num_steps
+
+    @property
+    def eval_batching(self) -> Batching:
+        return make_eval_batching(self.plan.shape, self.plan.resolved)
 
     def explain_rows(self, inputs: Inputs, built: Built) -> list[str]:
         """What the run's kernels of attention cost on its rows, and how answers read their prompts."""
@@ -411,14 +413,14 @@ def _make_schedule_of(recipe: Mapping[str, Any], num_steps: int) -> Callable[[in
 def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
     """Collective over all ranks."""
     record.set_phase("meeting the other ranks")
-    layout, is_simulated = inputs.resolved.layout, launch.options.pretend
+    layout, is_simulated = launch.plan.resolved.layout, launch.options.pretend
     if is_simulated:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     else:
         join_ranks(inputs.device, START_TIMEOUT)
-        check_machines(launch, inputs)
+        check_machines(launch)
     groups = make_groups(layout, START_TIMEOUT)
     resume_point, disks = inputs.resume_point, Disks((0,) * layout.world_size)
     if count_machines() > 1 and not is_simulated:
@@ -431,7 +433,7 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
         remaining = plan_remaining(launch, inputs, resume_point)
     forecast = settle_levers(launch, inputs, groups)
     swap_folder = open_swap_folder(launch, inputs, groups, forecast.choice.levers)
-    resolved = settle_rows_per_step(inputs.resolved, remaining.batching)
+    resolved = settle_rows_per_step(launch.plan.resolved, remaining.batching)
     plan = RunPlan(remaining.recipe, inputs.shape, resolved, forecast.choice.levers)
     run = remaining.recipe.run
     usd_per_hour = (run.price_per_gpu_hour or 0.0) * layout.world_size
@@ -444,7 +446,7 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
 def settle_levers(launch: Launch, inputs: Inputs, groups: Groups) -> Forecast:
     """Collective over all ranks. GPU memory and free host memory differ from rank to rank; levers must not."""
     gpu = find_least(gather_values(inputs.gpu, groups.host_group))
-    choice = choose_levers(launch.loaded.recipe, inputs.shape, gpu)
+    choice = choose_levers(launch.recipe, inputs.shape, gpu)
     forecast: Forecast = gather_values(Forecast(choice, gpu, inputs.is_known_gpu), groups.host_group)[0]
     return forecast
 
@@ -452,7 +454,7 @@ def settle_levers(launch: Launch, inputs: Inputs, groups: Groups) -> Forecast:
 def open_swap_folder(launch: Launch, inputs: Inputs, groups: Groups, levers: Levers) -> Path | None:
     """Collective over all ranks. Returns the folder for what is offloaded to a disk, None where nothing is. What a
     machine lacks of what the levers need is raised on all ranks."""
-    recipe = launch.loaded.recipe
+    recipe = launch.recipe
     folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir) if uses_disk(levers) else None
     steps_on_host = levers.offload_optimizer == "cpu" and not launch.options.pretend
     settle_cpu_flags()
@@ -518,11 +520,11 @@ def _read_content(prepared: Path) -> str:
         return f"unreadable ({error})"
 
 
-def check_machines(launch: Launch, inputs: Inputs) -> None:
+def check_machines(launch: Launch) -> None:
     """Collective over all ranks. Machines with other versions, recipes or data would train something else."""
     facts = {
         "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
-        "layout": str(inputs.resolved.layout),
+        "layout": str(launch.plan.resolved.layout),
         **list_settings(launch),
         "data": launch.options.data.name,
         "the content of the data": _read_content(launch.options.data),

@@ -100,7 +100,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     losses = state.measured if policy.keeps_best else None
     uploads = open_uploads(settings.checkpoint_uri, run.context, policy.total_limit, record.report, losses)
     data, references_dir = launch.options.data.name, launch.run_dir / "reference"
-    references = choose_references(run, data, references_dir, inputs.eval_rows, inputs.eval_batching)
+    references = choose_references(run, data, references_dir, inputs.eval_rows, connected.eval_batching)
     saves = Saves(
         run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads,
         lambda: launch.interruption.is_hurried,
@@ -110,7 +110,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         check_disk(inputs, connected, run, saves)
         if settings.rehearsal:
             predicted = connected.forecast.format_peak()
-            rehearse_and_report(state, references.eval_rows, inputs.eval_batching, run.context, record, predicted)
+            rehearse_and_report(state, references.eval_rows, connected.eval_batching, run.context, record, predicted)
     references.fill(state, record.set_phase, is_fresh=connected.resume_point.path is None)
     resume_or_begin(connected, saves, state, record)
     record.start_files(state.step or -1, state.num_steps)  # a run that begins anew measures its base again, too
@@ -169,7 +169,7 @@ def make_measures(
     data, run, tokenizer = connected.plan.recipe.data, connected.plan.recipe.run, inputs.tokenizer
     best = saves.save if saves.policy.keeps_best else None
     choice = ModelChoice(best, run.early_stopping_patience, run.early_stopping_threshold, record.report)
-    evaluation = Evaluation(references.eval_rows, inputs.eval_batching, record.write_eval, choice.judge_loss)
+    evaluation = Evaluation(references.eval_rows, connected.eval_batching, record.write_eval, choice.judge_loss)
     stop_tokens = agree_on_stop_tokens(state.engine, tokenizer, inputs.turn_ends)
     samples = make_samples(
         tokenizer, run.sample_prompts, stop_tokens, run.sample_max_new_tokens, record.write_samples,
@@ -229,7 +229,7 @@ def list_run_facts(launch: Launch, inputs: Inputs, connected: Connected, run: As
     recipe, shape = plan.recipe, plan.shape
     return {
         "recipe_hash": plan.resolved.recipe_hash,
-        "recipe_file": launch.loaded.file,
+        "recipe_file": launch.plan.loaded.file,
         "recipe": recipe.model_dump(mode="json"),
         "run_name": get_run_name(launch),
         "layout": {**vars(plan.layout), "world_size": plan.layout.world_size},

@@ -18,7 +18,7 @@ from ulysses_cli.plan.problem import DONE, FAILED, USAGE, get_signal_code
 if TYPE_CHECKING:
     from ulysses_cli.plan.recipe.loader import Loaded
     from ulysses_cli.plan.recipe.recipe import Recipe, Run
-    from ulysses_cli.plan.resolved import Resolved
+    from ulysses_cli.plan.resolved import Resolved, ResolvedRecipe
     from ulysses_cli.run.folder import NewLock
     from ulysses_cli.run.launcher import Outcome, StepListener
     from ulysses_cli.run.nodes import Nodes
@@ -50,13 +50,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class ValidRecipe:
-    """A recipe that passed its checks, and the file and overrides that it comes from."""
+    """A recipe that passed its checks. `plan` goes to the processes that the command starts."""
 
-    file: str
-    overrides: list[str]
     result: Validated
-    loaded: Loaded
-    resolved: Resolved
+    plan: ResolvedRecipe
+
+    @property
+    def loaded(self) -> Loaded:
+        return self.plan.loaded
+
+    @property
+    def resolved(self) -> Resolved:
+        return self.plan.resolved
 
     @property
     def recipe(self) -> Recipe:
@@ -202,6 +207,7 @@ def _tell_end(
 
 def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRecipe:
     from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.resolved import ResolvedRecipe
     from ulysses_cli.report import printing
     from ulysses_cli.run.downloads import bring_inputs
     from ulysses_cli.validate import validate_recipe
@@ -222,7 +228,7 @@ def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRe
         raise RecipeError(
             [Problem("--resume-anyway", "is not used without --resume", "add --resume auto, or leave it out")]
         )
-    return ValidRecipe(file, overrides, result, result.loaded, result.resolved)
+    return ValidRecipe(result, ResolvedRecipe(result.loaded, result.resolved))
 
 
 def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, stack: ExitStack) -> RunPlace:
@@ -289,7 +295,7 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing, recipe
 
-    data = prepare_recipe(valid.file, valid.overrides, shares_prompts=valid.resolved.shares_prompts)
+    data = prepare_recipe(valid.plan)
     if data.exit_code != DONE:
         raise PreparationError(data.exit_code, [str(problem["message"]) for problem in data.report.get("problems", ())])
     for note in data.report["notes"]:
@@ -314,7 +320,7 @@ def _launch(
     from ulysses_cli.run.records import MachineLogs
 
     run, nodes, device = valid.recipe.run, place.nodes, valid.recipe.run.device
-    rank_args = ["--recipe", valid.file, "--data", str(rows), *(f"--set={text}" for text in valid.overrides)]
+    rank_args = ["--data", str(rows)]
     rank_args += [f"--resume={run.resume_from_checkpoint}"] if run.resume_from_checkpoint else []
     rank_args += ["--resume-anyway"] if options.resume_anyway else []
     if options.dry_run:
@@ -330,11 +336,12 @@ def _launch(
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
         logs = MachineLogs(valid.run_dir / "logs", nodes.rank, nodes.count, nodes.processes_here)
         stack.enter_context(watch_builds(environ, printing.print_message))
+        plan = valid.plan.dump()
         if listener is None:
-            outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock)
+            outcome = launcher.launch(agent_args, plan, rank_args, environ, logs, place.lock)
         else:
             environ |= listener.environ
-            outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock, wait=listener.follow)
+            outcome = launcher.launch(agent_args, plan, rank_args, environ, logs, place.lock, wait=listener.follow)
     return outcome, _report_end(valid.run_dir, outcome, aside, is_dry_run=options.dry_run)
 
 
