@@ -271,18 +271,21 @@ def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPat
 
 
 def test_another_version_of_the_code_tries_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the room that has the kernels, or of what tries them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    trials, code = Trials(monkeypatch, set(), {}), tmp_path / "code"
-    shutil.copytree(choice.SOURCES, code)
-    assert choosing.digest_code(code) == choosing.digest_code(choice.SOURCES)
-    choose("auto", uses_cache=True)
-    before = len(trials.tried)
-    with open(code / "trial.py", "a") as stream:
-        stream.write("PROBE_LENGTHS = (1,)\n")
-    choosing.digest_code.cache_clear()
-    monkeypatch.setattr(choice, "SOURCES", code)
-    choose("auto", uses_cache=True)
-    assert len(trials.tried) > before
+    trials, room, chooser = Trials(monkeypatch, set(), {}), tmp_path / "room", tmp_path / "choosing.py"
+    shutil.copytree(choice.SOURCES, room)
+    shutil.copy(choosing.__file__, chooser)
+    monkeypatch.setattr(choice, "SOURCES", room)
+    monkeypatch.setattr(choosing, "__file__", str(chooser))
+    num_tried = []
+    for changed in (None, None, room / "trial.py", chooser):
+        if changed is not None:
+            changed.write_text(changed.read_text() + "PROBE_LENGTHS = (1,)\n")
+        choosing.digest_code.cache_clear()
+        choose("auto", uses_cache=True)
+        num_tried.append(len(trials.tried))
+    assert num_tried == [1, 1, 2, 3]
 
 
 @settings(max_examples=count_examples(200))
