@@ -200,7 +200,7 @@ def run_code(folder: Path) -> str:
 
 @attack("models", "weights that are a pickle")
 def load_pickle(folder: Path) -> str:
-    return run_test("tests/one_process/test_pickles.py::test_a_pickle_that_would_run_code_is_refused")
+    return run_test("tests/one_process/test_finiteness.py::test_a_pickle_that_would_run_code_is_refused")
 
 
 @attack("models", "pickles in a model's, an adapter's and a checkpoint's folder, by every command that loads them")
@@ -411,7 +411,7 @@ def write_nuls(folder: Path) -> str:
 def blame_others(folder: Path) -> str:
     return run_test(
         "tests/unit/test_renderer.py::test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats",
-        "tests/unit/test_hub_access.py::test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer",
+        "tests/unit/test_hub.py::test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer",
     )
 
 
@@ -659,7 +659,7 @@ def write_webhook(folder: Path) -> str:
 
 
 for name, test in (
-    ("an address that is none, in a recipe", "tests/unit/test_check.py::test_check_notice"),
+    ("an address that is none, in a recipe", "tests/unit/test_check.py -k check_notice"),
     ("an address that is none", "tests/unit/test_notification.py -k is_none"),
     (
         "a redirect, bytes that drip, a look-up without end",
@@ -927,13 +927,19 @@ def differ(folder: Path) -> str:
 
 
 for name, test in (
-    ("ranks' failures in the order of a clock that was set back", "the_first_failure_is_the_one_that_is_shown"),
-    ("locks of builds that look old and are held", "a_lock_of_a_build_that_died_is_cleared"),
+    (
+        "ranks' failures in the order of a clock that was set back",
+        "launch.py::test_the_first_failure_is_the_one_that_is_shown",
+    ),
+    (
+        "locks of builds that look old and are held",
+        "operator_builds.py::test_dead_locks_are_removed_and_live_ones_are_reported",
+    ),
 ):
 
     @attack("clocks", name)
     def run_clock_test(folder: Path, test: str = test) -> str:
-        return run_test(f"tests/unit/test_launch.py::test_{test}")
+        return run_test(f"tests/unit/test_{test}")
 
 
 @attack("limits", "1 MiB of /dev/shm")

@@ -1,20 +1,27 @@
-"""Tests that NaN and infinity in weights are named where they are read: in a model, in a checkpoint, in an export."""
+"""Tests weights in files: no pickle runs code, and NaN and infinity are named where they are read."""
 
+import json
+import os
+import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import save_as_ranks
 from support.families import make_config
+from support.paths import ROOT
+from support.training import CONFIG
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.checkpoint.format import index_sources, read_range
 from ulysses_cli.train.export.weights import export_model
+from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_pretrained
 from ulysses_cli.train.tensor_file import find_file, find_nonfinite, is_finite
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -68,3 +75,38 @@ def test_a_checkpoint_without_numbers_is_neither_resumed_nor_exported(tmp_path: 
         export(large, tmp_path / "ours", dtype=torch.float16)
     assert not list(tmp_path.glob("ours*"))
     export(large, tmp_path / "ours", dtype=torch.bfloat16)
+
+
+PACKAGE = ROOT / "ulysses_cli"
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    marker, folder = tmp_path / "the code ran", tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.save({"lm_head.weight": Payload(marker)}, folder / "pytorch_model.bin")
+    making = ModelOptions(AutoConfig.for_model(**CONFIG), torch.float32, "eager")
+    with pytest.raises(BuildError, match=r"model cannot be loaded: its pickle holds more than tensors"):
+        load_pretrained(making, str(folder))
+    assert not marker.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)  # proves that the pickle would have run
+    assert marker.exists()
+
+
+def test_only_three_files_unpickle() -> None:
+    """prove/ranks.py reads what its own processes have just written in a folder of its own; consistency.py and
+    rendezvous.py read what carries the run's seal."""
+    plan_results = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if re.search(r"\bpickle\.loads?\b|torch\.load\(|joblib|allow_pickle=True", file.read_text())
+    }
+    assert plan_results <= {"prove/ranks.py", "train/processes/consistency.py", "train/processes/rendezvous.py"}

@@ -1,12 +1,16 @@
-"""Tests configs of which transformers makes no model: one line with the cause, and the exit code of a recipe."""
+"""Tests configs of which transformers makes no model, keys that DeepSpeed has, and messages of libraries."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from support.training import CONFIG, make_recipe
 
+import ulysses_cli.train  # noqa: F401 - sets which messages are shown
+from ulysses_cli.plan.ds_config import OWNERS, RENAMED, ZERO
 from ulysses_cli.plan.problem import USAGE
 from ulysses_cli.train.attention.interface import UnservedError
 from ulysses_cli.train.elementwise.choice import describe
@@ -54,3 +58,19 @@ def test_parts_that_a_model_lacks_are_not_counted(counts: tuple[int, int, int], 
     served = SimpleNamespace(**dict(zip(("norms", "rotations", "gates"), counts, strict=True)))
     choice: Any = SimpleNamespace(reason="as measured")
     assert describe(choice, served) == words
+
+
+def test_zero_optimization() -> None:
+    reference = set(DeepSpeedZeroConfig.model_fields)
+    assert reference >= ZERO
+    named = {key.split(".")[1] for key in (*OWNERS, *RENAMED) if key.startswith("zero_optimization.")}
+    assert named <= reference
+
+
+def test_a_missing_kernel_that_no_run_uses_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
+    assert isinstance(ops.logger, logging.Logger)
+    ops.logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no module")
+    assert not caplog.records
+    ops.logger.error("what stops the library")
+    assert [record.message for record in caplog.records] == ["what stops the library"]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import make_config
 from support.hybrids import make_hybrid
 from support.tiers import sample_every
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
 from transformers.models.bamba import modeling_bamba
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -22,9 +24,10 @@ from ulysses_cli.prove.trace import kernels
 from ulysses_cli.train import choosing as chooser
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.choosing import Choice, Outcome, try_in_child
+from ulysses_cli.train.clock import Clock
 from ulysses_cli.train.memory.checkpointing import DeviceStorage, SavedResults
 from ulysses_cli.train.model.parts import PACKAGES, RecurrencePresence, find_differences
-from ulysses_cli.train.processes.groups import SequenceAxis
+from ulysses_cli.train.processes.groups import SequenceAxis, make_sequence_axis
 from ulysses_cli.train.recurrence.choice import (
     PackedProbe,
     choose_recurrence_kernel,
@@ -33,7 +36,7 @@ from ulysses_cli.train.recurrence.choice import (
     time_torch,
     try_kernel,
 )
-from ulysses_cli.train.recurrence.interface import CONVOLUTION
+from ulysses_cli.train.recurrence.interface import CONVOLUTION, serve_recurrent_layers
 from ulysses_cli.train.recurrence.rules import Kernel, apply_delta_rule
 
 CPU = torch.device("cpu")
@@ -367,3 +370,21 @@ def test_a_layer_that_saves_its_result_keeps_none_of_what_it_was_computed_from()
         result = SavedResults(DeviceStorage()).call(run, leaf)
     assert result.requires_grad
     assert [part() for part in kept] == [None] * 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+def test_recurrences_are_counted_in_both_passes(family: str) -> None:
+    torch.manual_seed(0)
+    kinds = {"layer_types": ["linear_attention", "linear_attention"]} if family == "qwen3_5_text" else {}
+    model = AutoModelForCausalLM.from_config(make_config(family, **kinds), attn_implementation="eager")
+    model.model.layers = model.model.layers[:1]  # the recurrent one
+    serve_recurrent_layers(model, make_sequence_axis(None))
+    clock = Clock(torch.device("cpu"))
+    clock.start()
+    loss = model(torch.arange(1, 13)[None], documents=make_documents((8, 4)), use_cache=False).logits.sum()
+    num_forward = sum(part == "recurrence" for _, part in clock.marks)
+    loss.backward()
+    parts = [part for _, part in clock.marks]
+    assert clock.stop()["recurrence"] > 0
+    assert 0 < num_forward < parts.count("recurrence")
+    assert parts[-1] == "projections"  # what the backward computes after the first convolution

@@ -11,6 +11,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from support.recipes import load, make_plan
 from support.small_run import CONFIG
 from support.training import make_recipe
-from transformers import get_scheduler
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
 from ulysses_cli.data.tokenizing import renderer
 from ulysses_cli.data.tokenizing.renderer import TemplateProblem
@@ -32,6 +33,7 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import Train
 from ulysses_cli.plan.resolved import hash_plan
 from ulysses_cli.plan.rules.public_names import make_public
+from ulysses_cli.plan.schedule import choose_best, has_stalled
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_summary import load_run, summarize_run
 from ulysses_cli.run import launcher, records
@@ -42,12 +44,13 @@ from ulysses_cli.train import inputs
 from ulysses_cli.train import record as record_module
 from ulysses_cli.train.__main__ import main
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
-from ulysses_cli.train.evaluation import encode_prompts, list_bounds, summarize_losses
+from ulysses_cli.train.checkpoint.saves import compute_needed_bytes, find_shortage
+from ulysses_cli.train.evaluation import ModelChoice, encode_prompts, list_bounds, summarize_losses
 from ulysses_cli.train.loop import LIMITS, StopConditions, check_progress
 from ulysses_cli.train.model.build import make_schedule
 from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
 from ulysses_cli.train.processes.device import bind_to_device, find_near_cores, find_siblings, read_list, take_share
-from ulysses_cli.train.record import Record, TrackerError, make_card, make_trackers
+from ulysses_cli.train.record import Record, TrackerError, make_card, make_trackers, write_run_file
 from ulysses_cli.train.tensor_file import write_tensors
 
 
@@ -482,3 +485,79 @@ def test_only_this_user_reads_a_plan_and_it_goes_with_its_ranks(tmp_path: Path) 
         assert file.read_text() == "text"
         assert file.stat().st_mode & 0o777 == 0o600
     assert not file.exists()
+
+
+# quarters, so that a difference that equals the threshold is exact
+LOSSES = st.lists(st.integers(0, 40).map(lambda quarters: quarters / 4), min_size=1, max_size=12)
+
+
+@given(LOSSES, st.integers(1, 4), st.sampled_from([0.0, 0.25, 1.0]))
+def test_a_run_ends_where_transformers_would_end_it(losses: list[float], patience: int, threshold: float) -> None:
+    callback = EarlyStoppingCallback(patience, threshold)
+    arguments = TrainingArguments(metric_for_best_model="loss", greater_is_better=False, report_to=[])
+    state, seen = TrainerState(), dict[int, float]()
+    for step, loss in enumerate(losses, 1):
+        control = TrainerControl()
+        callback.on_evaluate(arguments, state, control, {"eval_loss": loss})
+        if state.best_metric is None or loss < state.best_metric:  # as its Trainer does next
+            state.best_metric, state.best_global_step = loss, step
+        seen[step] = loss
+        assert has_stalled(seen, patience, threshold) == control.should_training_stop
+        assert choose_best(seen, seen) == state.best_global_step
+
+
+def test_an_early_stop_says_by_how_much_and_how_to_train_on() -> None:
+    state: Any = SimpleNamespace(measured={2: 3.5, 4: 3.202}, measure=None, step=4, num_steps=30)
+    lines = list[str]()
+    ModelChoice(lambda _: None, 1, 5.0, lines.append).judge(state)
+    assert lines == [
+        "early stop after step 4: evaluation loss has not improved by more than 5 for 1 evaluation; the best was "
+        "evaluation loss 3.202, at step 4; to train on, use --resume auto and a larger run.early_stopping_patience"
+    ]
+    assert state.num_steps == 4
+
+
+GIB = 2**30
+
+
+def count(keep: int | None, num_saves: int, num_existing: int = 0) -> int:
+    return compute_needed_bytes(10**9, 2 * 10**9, keep, num_saves, num_existing)
+
+
+def test_the_largest_need_is_counted() -> None:
+    one, model = int(12e9 * 1.01), 2 * 10**9
+    assert count(2, 10) == 3 * one  # a third checkpoint is written before the oldest is deleted
+    assert count(2, 1) == one + model  # the model is written beside the last checkpoint
+    assert count(None, 5) == 5 * one + model
+    assert count(2, 10, num_existing=2) == one  # a resumed run's checkpoints are there already
+    assert count(1, 10) == 2 * one
+
+
+@pytest.mark.parametrize(("free", "is_short"), [(40 * GIB, False), (30 * GIB, True)])
+def test_a_disk_that_will_be_full_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_short: bool
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    output = find_shortage(tmp_path / "run", 10**9, 2 * 10**9, 2, 10)
+    assert bool(output) is is_short
+    if is_short:
+        assert "has 30.0 GiB free, checkpoints of 11.2 GiB each and the model will take 33.9 GiB" in output
+        assert "lower run.save_total_limit" in output
+
+
+SHAPE = read_model_shape(CONFIG, "test")
+SECRETS = ("hf_abcdefghijklmnop", "sk-proj-1234567890", "p4ssw0rd")
+
+
+def test_secrets_of_a_recipe_are_masked(tmp_path: Path) -> None:
+    recipe = make_recipe(
+        f"deepspeed.comms_logger.api_key={SECRETS[0]}",
+        f"deepspeed.elasticity.note=Bearer {SECRETS[1]}",
+        f"run.run_name=https://me:{SECRETS[2]}@host/x",
+    ).model_dump(mode="json")
+    assert all(secret in str(recipe) for secret in SECRETS)
+    write_run_file(tmp_path, {"recipe": recipe, "run_name": recipe["run"]["run_name"]})
+    written = (tmp_path / "run.json").read_text() + make_card(recipe, "name", SHAPE, SHAPE.vocab_size)
+    assert not [secret for secret in SECRETS if secret in written]
+    assert "learning_rate: 0.003" in written
+    assert '"tokenizer": "bytes"' in written

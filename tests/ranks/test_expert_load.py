@@ -1,4 +1,4 @@
-"""Compares the loads of experts that a run records with counts from plain transformers on one process."""
+"""Compares runs with experts with plain transformers on one process: the loads that are recorded, frozen routers."""
 
 import json
 from typing import Any
@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.families import make_config
+from support.families import ATTENTION_ONLY, has_experts, make_config
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
-from support.training import MemoryRows, make_recipe
+from support.training import MemoryRows, make_recipe, measure_difference, train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.metrics import Meter, describe_load
+from ulysses_cli.train.model.build import find_routers
 
 ROWS = [[(40, 0), (24, 3)], [(64, 0)]]  # full rows: padding would be routed too
 
@@ -75,3 +76,61 @@ def test_an_idle_expert_and_layers_of_other_sizes_are_described() -> None:
 
 def test_a_model_without_experts_records_no_load() -> None:
     assert "expert_load" not in run_on_ranks(1, record, make_recipe())[0][0]
+
+
+ROUTED_ROWS = [[(40, 0), (24, 3)], [(64, 0)]]
+NUM_STEPS = 2
+
+
+def run(recipe: Recipe) -> tuple[dict[str, torch.Tensor], list[float]]:
+    harness = RunHarness(recipe, MemoryRows(ROUTED_ROWS), NUM_STEPS)
+    train(harness.train_state)
+    return harness.read_weights(), [result.update.grad_norm for result in harness.results]
+
+
+def make_model(recipe: Recipe) -> Any:
+    torch.manual_seed(recipe.run.seed)
+    config = AutoConfig.for_model(**json.loads(json.dumps(recipe.model.config)))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+
+
+ROUTED_LAYOUTS = {
+    "one, zero 1": (1, ("parallel.zero_stage=1", "memory.gradient_checkpointing=false")),
+    "sp 2, tiles": (2, ("parallel.sp_size=2", "memory.tiled_mlp=true", "memory.gradient_checkpointing=full")),
+    "dp 2, zero 2": (2, ("parallel.dp_shard_size=2", "parallel.zero_stage=2")),
+    "on the host": (1, ("memory.offload_optimizer=cpu",)),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "sp 2, tiles" else pytest.mark.check) for name in ROUTED_LAYOUTS]
+)
+def test_frozen_routers_stay_to_the_last_bit_and_all_else_is_trained(layout: str) -> None:
+    num_ranks, words = ROUTED_LAYOUTS[layout]
+    accumulation = () if layout.startswith("dp") else ("train.gradient_accumulation_steps=2",)
+    config = make_config("gpt_oss" if layout.startswith("dp") else "qwen3_moe", initializer_range=0.3).to_dict()
+    recipe = make_recipe("train.freeze_router=true", *accumulation, *words, config=config)
+    model = make_model(recipe)
+    for router in find_routers(model).values():
+        router.requires_grad_(False)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    assert len(frozen) >= config["num_hidden_layers"]
+    rates = [recipe.train.learning_rate * share for share in (1.0, 0.5)]
+    right = train_plainly(model, MemoryRows(ROUTED_ROWS), [[0, 1]] * NUM_STEPS, recipe, rates)
+    for weights, norms in run_on_ranks(num_ranks, run, recipe):
+        own = {name.removeprefix("model."): weight for name, weight in weights.items()}
+        assert own.keys() >= frozen.keys(), "exports and checkpoints hold them"
+        for name, weight in frozen.items():
+            assert torch.equal(own.pop(name), weight), name
+        assert norms == pytest.approx(right.norms, rel=1e-5), "a frozen weight is no part of the norm that clips"
+        assert measure_difference(own, right.weights) < 1e-5
+
+
+@pytest.mark.parametrize("family", [name for name in ATTENTION_ONLY if has_experts(name)])
+def test_each_layer_of_experts_has_a_router(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_config(family))
+    experts = [name for name, module in model.named_modules() if name.endswith(".experts")]
+    routers = find_routers(model)
+    assert [name.rpartition(".")[0] for name in routers] == [name.rpartition(".")[0] for name in experts]
+    assert all(list(router.parameters()) for router in routers.values())

@@ -4,12 +4,18 @@ makes reaches all ranks, or its error does."""
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.train.loop import train
 from ulysses_cli.train.model.parts import choose_on_first
 from ulysses_cli.train.processes.groups import make_groups
 
@@ -72,3 +78,29 @@ def test_all_ranks_get_rank_0s_choice_or_its_error() -> None:
     assert run_on_ranks(2, choose, None) == ["this one"] * 2
     assert run_on_ranks(2, choose, ValueError("no kernel")) == ["BuildError: no kernel"] * 2
     assert run_on_ranks(2, choose, MemoryError("full")) == ["MemoryError: full", "RuntimeError: rank 0: full"]
+
+
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
+
+
+def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torch.dtype]]:
+    """Returns losses, weights, and the dtypes of the buckets in which gradients travelled."""
+    harness = RunHarness(recipe, MemoryRows(ROWS), 6)
+    train(harness.train_state)
+    buckets: Any = harness.built.engine.wrapped.optimizer.ipg_buckets
+    return harness.losses, harness.read_weights(), [bucket.buffer.dtype for bucket in buckets.values()]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("num_ranks", "more"), [(2, ()), pytest.param(1, ("train.gradient_accumulation_steps=2",), marks=pytest.mark.full)]
+)
+def test_bfloat16_gradients_lose_no_bit(num_ranks: int, more: tuple[str, ...]) -> None:
+    words = (f"parallel.sp_size={num_ranks}", "model.dtype=bfloat16", *more)
+    words += ("deepspeed.zero_optimization.reduce_bucket_size=5000",)
+    results = run_on_ranks(num_ranks, run, make_recipe(*words))
+    reference = run_on_ranks(num_ranks, run, make_recipe(*words, "deepspeed.communication_data_type=fp32"))
+    for (losses, weights, dtypes), (expected, expected_weights, others) in zip(results, reference, strict=True):
+        assert (dtypes, others) == ([torch.bfloat16], [torch.float32])
+        assert losses == expected
+        assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)

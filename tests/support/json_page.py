@@ -1,7 +1,5 @@
 """Compares what commands print for programs with docs/json.md, which names every field."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -1,7 +1,6 @@
 """Tests each rule: recipes that break it and what is said of them are rows of messages.txt (support/messages.py).
 
-`make snapshots` writes the answers of those rows anew. What is no message stands here.
-"""
+`make snapshots` writes the answers of those rows anew. What is no message stands here."""
 
 import json
 from pathlib import Path
@@ -14,7 +13,7 @@ from ulysses_cli.plan.files import take_lock
 from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
-from ulysses_cli.plan.resolved import hash_plan, parse_plan, read_plan, resolve
+from ulysses_cli.plan.resolved import find_sharing_obstacle, hash_plan, parse_plan, read_plan, resolve
 from ulysses_cli.plan.rules import check as check_module
 from ulysses_cli.plan.rules import files as check_files
 from ulysses_cli.plan.rules import model as check_model
@@ -147,3 +146,46 @@ def test_a_plan_is_read_as_it_was_written_and_no_other_one_is(tmp_path: Path) ->
         file.write_text(other)
         with pytest.raises(RecipeError, match=r"plan.json: was written for another recipe, or has been changed\n"):
             read_plan(file, hash_plan(text))
+
+
+PAIRS = ("preference.loss=sigmoid", "data.datasets.0.type=preference")
+
+
+ROPE: dict[str, dict[str, object]] = {
+    "longrope": {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+    "dynamic in one kind of layer": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default"},
+            "other": {"rope_type": "dynamic", "factor": 2.0},
+        }
+    },
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "obstacle"),
+    [
+        ((), {}, ""),
+        ((), ROPE["yarn"], ""),
+        ((), ROPE["longrope"], "rotary frequencies follow"),
+        ((), ROPE["dynamic in one kind of layer"], "rotary frequencies follow"),
+        (("model.rope_scaling={type: dynamic, factor: 2}",), {}, "rotary frequencies follow"),
+        (("model.attn_implementation=cudnn",), {}, "as many keys as queries"),
+        ((), {"layer_types": ["linear_attention"] * 32}, "carries a state from token to token"),
+    ],
+)
+def test_answers_read_one_copy_of_their_prompt_where_that_is_exact(
+    words: tuple[str, ...], changes: dict[str, object], obstacle: str
+) -> None:
+    shape = make_shape(**changes)
+    recipe = load(*PAIRS, *words, text=VALID).recipe
+    assert obstacle in find_sharing_obstacle(recipe, shape)
+    assert bool(find_sharing_obstacle(recipe, shape)) == bool(obstacle)
+    assert resolve(recipe, shape).shares_prompts == (not obstacle)
+    assert not resolve(load(*PAIRS, "preference.share_prompts=false").recipe, shape).shares_prompts
+    assert not resolve(load(*words).recipe, shape).shares_prompts
+
+
+def test_every_rule_is_taken() -> None:
+    assert len(check_training.PREFERENCE_RULES) == 4

@@ -1,11 +1,16 @@
-"""Tests README, ARCHITECTURE and docs/: links, paths, generated parts, printed outputs."""
+"""Tests README, ARCHITECTURE and docs/: links, paths, generated parts, pictures, printed outputs, named fields."""
 
 import ast
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -13,6 +18,7 @@ from support.blocks import list_blocks
 from support.commands import run
 from support.generated_docs import COMMAND, DOCS, PAGES, fill
 from support.house import MODULES, PACKAGE, ROOT, parse
+from support.json_page import find_undocumented, find_unused
 
 from ulysses_cli import __version__
 from ulysses_cli.plan.recipe.schema import walk_settings
@@ -187,3 +193,94 @@ def test_names_that_examples_import_exist() -> None:
                     module = str(node.module).removeprefix("ulysses_cli.").replace(".", "/")
                     defined = {getattr(definition, "name", "") for definition in parse(MODULES[module]).body}
                     assert {alias.name for alias in node.names} <= defined, f"{page.name}: {module}"
+
+
+GPU_COMMANDS = "".join(list_blocks((DOCS / "gpus.md").read_text(), "sh")).splitlines()
+LIGHT = ("init", "validate-config", "estimate-memory", "plan")
+
+
+@pytest.mark.check
+def test_the_page_leads_from_chats_to_a_recipe_that_fits(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "word " * 300}, {"role": "assistant", "content": "another " * 200}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 50)
+    output = {}
+    for command in GPU_COMMANDS:
+        tool, name, *words = shlex.split(command)
+        if tool == "ulysses" and name in LIGHT:
+            done = run(name, *words, cwd=tmp_path, HF_HUB_OFFLINE="1")
+            assert done.returncode == 0, f"{command}\n{done.stderr}"
+            output[name] = done.stdout
+    assert set(output) == set(LIGHT)
+    recipe = yaml.safe_load((tmp_path / "my.yaml").read_text())
+    assert "lora" in recipe  # one RTX 4090 has no room for all weights of an 8B model
+    assert "quantize_base" not in recipe["lora"]
+    assert "verdict    fits" in output["estimate-memory"]
+    assert "8 x h100-80gb" in output["plan"]
+
+
+SHIPPED = ROOT / "recipes"
+LONG = str(SHIPPED / "llama-3.1-8b-128k-8gpu.yaml")
+SMALL = str(SHIPPED / "qwen3-4b-32k-lora-24gb.yaml")
+PLAN = ("plan", "--model", "Qwen/Qwen3-0.6B", "--gpus", "h100-80gb:1")
+COMMANDS: dict[str, list[tuple[str, ...]]] = {
+    "ulysses validate-config": [
+        ("validate-config", LONG, "--gpu", "h100-80gb", "--nnodes", "2"),
+        ("validate-config", LONG, "parallel.ring_size=3"),
+    ],
+    "ulysses estimate-memory": [
+        ("estimate-memory", SMALL, "data.max_length=512"),
+        ("estimate-memory", "--model", "Qwen/Qwen3-0.6B", "--max-length", "2Ki", "--sweep"),
+    ],
+    "ulysses plan": [
+        (*PLAN, "--max-length", "4Ki"),
+        (*PLAN, "--max-length", "64Mi"),
+        (*PLAN, "--longest"),
+    ],
+    "ulysses models": [("models",)],
+    "A model": [("models", "Qwen/Qwen3-8B")],
+    "ulysses recipes list": [("recipes", "list")],
+    "Problems": [("estimate-memory", LONG, "parallel.ring_size=3")],
+}
+
+
+@pytest.mark.parametrize("section", COMMANDS)
+def test_the_page_names_the_fields_of_a_command(section: str) -> None:
+    answers: list[Any] = [json.loads(run(*words, "--format", "json").stdout) for words in COMMANDS[section]]
+    assert not [name for answer in answers for name in find_undocumented(section, answer)]
+    assert not find_unused(section, answers)
+
+
+FOLDER = ROOT / "docs" / "pictures"
+PICTURES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".svg", ".png"))
+SVG = "{http://www.w3.org/2000/svg}"
+MAX_BYTES = 200_000
+
+
+@pytest.mark.full
+def test_pictures_are_what_the_script_makes() -> None:
+    """Compares the picture of a report page, which needs a run and Chromium, by the hash of its inputs."""
+    command = [sys.executable, str(FOLDER / "make.py"), "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_picture_exists_for_light_and_dark_pages() -> None:
+    names = {path.name.replace("-dark.", "-light.") for path in PICTURES}
+    assert len(names) == 8
+    assert {path.name for path in PICTURES} == names | {name.replace("-light.", "-dark.") for name in names}
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.name)
+def test_a_picture_is_small_and_complete_in_itself(path: Path) -> None:
+    assert path.stat().st_size < MAX_BYTES
+    if path.suffix == ".png":
+        return
+    text = path.read_text()
+    root = ElementTree.fromstring(text)
+    for kind in ("title", "desc"):
+        words = root.findtext(f"{SVG}{kind}")
+        assert words, kind
+    assert root.get("role") == "img"
+    assert not re.search(r"<script|<image|@import|@font-face|href=|url\(|prefers-color-scheme", text)
+    assert text.replace(f'xmlns="{SVG[1:-1]}"', "").count("//") == 0

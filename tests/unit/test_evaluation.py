@@ -1,6 +1,7 @@
 """Tasks from a seed at exact lengths, scorers by the rule of each benchmark, files, statistics."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -8,12 +9,16 @@ from string import ascii_letters
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.prompters import make_prompter
 from support.tiers import sample as sample_cases
 from support.tokenizers_trained import train, wrap
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ulysses_cli.commands.children.evaluating import find_place
+from ulysses_cli.commands.children.training import Machine
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
@@ -30,6 +35,7 @@ from ulysses_cli.evaluate.summary import (
     weigh_mean,
 )
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.prove.quality.evaluation import FROM_FILES, TimeLeft
 from ulysses_cli.report.proofs import format_quality, make_quality_page
 from ulysses_cli.train.generation.questions import Question, _collect
 
@@ -360,3 +366,83 @@ def test_questions_over_one_text_stand_beside_each_other_and_are_read_together()
     asked += [Question((*book[:400], *range(5000, 5600)), 8), Question((*book, 1), 9)]
     assert [len(batch) for batch in _collect(iter(asked))] == [32, 8, 1, 1]
     assert [each for batch in _collect(iter(asked)) for each in batch] == asked
+
+
+def take(length: int) -> float:
+    """Seconds of a question: a part for each token and a part for each pair of tokens."""
+    return 1e-3 * length + 1e-8 * length * length
+
+
+@given(st.lists(st.sampled_from([4096, 32768, 131072]), min_size=2, max_size=40), st.data())
+def test_long_questions_are_foreseen(lengths: list[int], data: st.DataObject) -> None:
+    """From any number of answers, in rising order."""
+    lengths.sort()
+    number = data.draw(st.integers(1, len(lengths) - 1))
+    left = TimeLeft(Counter(lengths), take)
+    for length in lengths[:number]:
+        left.note(length, take(length))
+    assert left.estimate() == pytest.approx(sum(map(take, lengths[number:])))
+
+
+def test_what_was_answered_before_is_not_left() -> None:
+    left = TimeLeft({4096: 3, 8192: 1}, take)
+    left.drop(4096)
+    left.note(4096, 2.0)
+    assert left.estimate() == pytest.approx(2.0 + 2.0 * take(8192) / take(4096))
+
+
+def test_questions_of_files_take_what_those_before_them_took() -> None:
+    left = TimeLeft({FROM_FILES: 4}, take)
+    left.note(FROM_FILES, 1.0)
+    left.note(FROM_FILES, 3.0)
+    assert left.estimate() == 4.0
+    left.drop(FROM_FILES)  # it is too long
+    assert left.estimate() == 2.0
+    assert TimeLeft({4096: 2}, take).estimate() == 0.0, "nothing is known yet"
+
+
+SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("sp_size", "slots", "environ", "num_ranks"),
+    [
+        (1, 0, {}, 1),
+        (4, 0, {}, 4),
+        (4, 8, {}, 8),
+        (3, 8, {}, 6),
+        (16, 8, {}, 16),  # more ranks than GPUs: refused where ranks start
+        (1, 8, {"NPROC_PER_NODE": "4"}, 8),
+        (2, 0, SECOND, 2),
+        (1, 0, SECOND, 2),
+        (3, 0, SECOND, 6),
+        (16, 8, SECOND, 16),
+        (4, 8, SECOND, 16),
+        (6, 8, SECOND, 12),
+    ],
+)
+def test_ranks_are_dealt_to_machines(sp_size: int, slots: int, environ: dict[str, str], num_ranks: int) -> None:
+    nodes, found = find_place(sp_size, slots, environ, Machine())
+    assert (found, nodes.processes_here) == (num_ranks, num_ranks // nodes.count)
+    assert (nodes.count, nodes.rank) == ((2, 1) if environ is SECOND else (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("environ", "message", "hint"),
+    [
+        (SECOND, "15 ranks cannot be dealt evenly to 2 machines", "use a --sp-size that divides 16"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "torchrun started this command", "`ulysses evaluate` starts the processes"),
+        (
+            {"SLURM_JOB_NUM_NODES": "2"},
+            "SLURM gave this job 2 machines",
+            "srun --ntasks-per-node=1 ulysses evaluate ...; or --nnodes 1",
+        ),
+        ({"NODE_RANK": "1"}, "NUM_NODES does not name several machines", "set NNODES"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(environ: dict[str, str], message: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        find_place(5, 8, environ, Machine())
+    (problem,) = caught.value.problems
+    assert message in problem.message
+    assert hint in problem.hint

@@ -1,8 +1,18 @@
-"""Compares the model's own FLOPs with a count by hand and pair by pair."""
+"""Tests what is counted beside memory: FLOPs by hand, generation, families without a formula, and what a rank asks."""
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from support.families import make_config
+from support.model_shapes import get_shape
+from support.recipes import load
 
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.flops import (
     compute_layers_flops,
     compute_model_flops,
@@ -10,7 +20,21 @@ from ulysses_cli.plan.flops import (
     count_layer_weights,
     count_pairs,
 )
+from ulysses_cli.plan.ledger.job import check_known, is_known, make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.weights import list_weights
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.estimate import explain_memory
+from ulysses_cli.plan.planner.generation import (
+    CHUNK_BYTES,
+    choose_head_chunks,
+    count_prefill_bytes,
+    count_read_weights,
+    predict_seconds,
+)
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.problem import RecipeError
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -57,3 +81,118 @@ def test_vectors_of_layers_and_keys_that_a_layer_makes_count() -> None:
     mlps = 2 * 3 * 64 * (96 + 192)
     vectors = 64 * 4 * 8 + 4 * 2 * 64 * 8  # their projection; a gate and an output in each layer
     assert sum(count_layer_weights(shape, layer) for layer in shape.layers) == makes + mlps + vectors
+
+
+def test_a_model_of_an_unknown_family_is_refused_by_name() -> None:
+    shape = read_model_shape({**make_config("llama").to_dict(), "model_type": "other"}, "owner/model")
+    with pytest.raises(RecipeError, match="no memory formula for owner/model, a model of type other"):
+        check_known(shape)
+
+
+def test_weights_that_the_formula_does_not_know_are_refused() -> None:
+    shape = read_model_shape(make_config("gemma4_text").to_dict(), "with")
+    assert is_known(shape)
+    more = replace(shape, num_parameters=(shape.num_parameters or 0) + 1)
+    assert not is_known(more)
+    with pytest.raises(RecipeError, match="weights beside those of usual layers"):
+        check_known(more)
+
+
+GEMMA_4: list[dict[str, Any]] = [
+    {}, {"hidden_size_per_layer_input": 0},
+    {"num_hidden_layers": 12, "num_kv_shared_layers": 6, "use_double_wide_mlp": True},
+    {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", GEMMA_4)
+def test_the_formula_knows_every_weight_of_gemma_4(changes: dict[str, Any]) -> None:
+    """Vectors of single layers, keys that later layers borrow, MLPs twice as wide, experts beside the MLP."""
+    shape = read_model_shape(make_config("gemma4_text", **changes).to_dict(), "any")
+    assert is_known(shape)
+    assert list_weights(shape, None).num_elements == sum(list_weights(shape, None).persistent_sizes)
+
+
+def test_activations_are_predicted_where_the_ledger_knows_the_layers() -> None:
+    shape = get_shape("Qwen/Qwen3-8B")
+    assert count_prefill_bytes(shape, 4096, 2, 2, 2)
+    assert count_prefill_bytes(replace(shape, num_parameters=None), 4096, 2, 2, 2) is None
+
+
+@pytest.mark.parametrize(("num_sequences", "num_idle"), [(1, 120), (4, 96), (16, 0), (100, 0)])
+def test_a_token_reads_the_experts_that_it_is_sent_to(num_sequences: int, num_idle: int) -> None:
+    """48 layers of 128 experts, of which a token is sent to 8; the embedding is not the head."""
+    shape = get_shape("Qwen/Qwen3-30B-A3B")
+    assert shape.num_parameters is not None
+    expected = shape.num_parameters - 151_936 * 2048 - 48 * num_idle * 3 * 2048 * 768
+    assert count_read_weights(shape, num_sequences) == expected
+
+
+def test_a_model_of_experts_answers_faster_than_a_dense_one() -> None:
+    gpu = load_hardware().get_gpu("h100-80gb")
+    seconds = [predict_seconds(get_shape(f"Qwen/{name}"), 4096, 1, 2, gpu) for name in ("Qwen3-30B-A3B", "Qwen3-32B")]
+    experts, dense = (each[1] for each in seconds if each is not None)
+    assert experts < dense / 5
+
+
+def test_long_prompts_are_read_by_chunks_of_heads() -> None:
+    """As few as hold a chunk's queries of the whole row to half a GiB on a rank, and no more than its heads allow."""
+    shape = get_shape("Qwen/Qwen3-8B")  # 32 heads of 128
+    for length, sp_size, expected in (
+        (131072, 8, 1),
+        (1 << 20, 8, 2),
+        (1 << 22, 8, 4),
+        (1 << 20, 1, 16),
+        (65536, 1, 1),
+    ):
+        chunks = choose_head_chunks(shape, length, sp_size, 2)
+        assert chunks == expected
+        assert 2 * length * 128 * 32 // sp_size <= chunks * CHUNK_BYTES or chunks == 32 // sp_size
+
+
+HOST = 200 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "key", "is_known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85e9, "h100-80gb", True),
+        ("NVIDIA H100 PCIe", 85e9, "h100-pcie", True),
+        ("NVIDIA A100-SXM4-40GB", 42e9, "a100-40gb", True),
+        ("NVIDIA A100-SXM4-80GB", 84e9, "a100-80gb", True),
+        ("NVIDIA GeForce RTX 4090", 25e9, "rtx-4090", True),
+        ("NVIDIA RTX 6000 Ada Generation", 50e9, "rtx-6000-ada", True),
+        ("NVIDIA H200", 150e9, "h200", True),
+        ("Tesla V100-SXM2-32GB", 34e9, "rtx-5090", False),  # the nearest in size gives its rates
+    ],
+)
+def test_a_device_is_recognised_and_keeps_its_own_memory(name: str, memory: float, key: str, is_known: bool) -> None:
+    gpu, known = load_hardware().recognise(name, int(memory), HOST)
+    assert (gpu.key, known) == (key, is_known)
+    assert (gpu.memory_bytes, gpu.host_bytes_per_gpu) == (int(memory), HOST)
+
+
+@pytest.mark.full
+def test_advice_after_out_of_memory_needs_less_memory() -> None:
+    recipe = load("model.name_or_path=Qwen/Qwen3-4B", "data.max_length=128Ki", "parallel.sp_size=4").recipe
+    shape = find_model_shape(recipe).shape
+    gpu = load_hardware().get_gpu("h100-80gb")
+    tried = Levers()
+    text = explain_memory(recipe, shape, tried, gpu)
+    head, _, change = text.partition("; this needs less:\n")
+    assert head.startswith("largest in ")
+    assert head.count(" GiB") == 3
+    advice = yaml.safe_load(change)
+    settings = [f"{section}.{name}={value}" for section, output in advice.items() for name, value in output.items()]
+    better = load(
+        "model.name_or_path=Qwen/Qwen3-4B", "data.max_length=128Ki", "parallel.sp_size=4",
+        *(setting.replace("True", "true") for setting in settings),
+    ).recipe  # fmt: skip
+    chosen = choose_levers(better, shape, gpu).levers
+    before, after = (
+        compute_ledger(make_job(each, shape, levers, gpus_per_node=8)).gpu_peak_bytes
+        for each, levers in ((recipe, tried), (better, chosen))
+    )
+    assert after < 0.95 * before
+    small = replace(gpu, memory_bytes=1 << 30)
+    assert "no lever and no shorter row helps: use more GPUs" in explain_memory(recipe, shape, tried, small)

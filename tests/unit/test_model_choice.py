@@ -1,5 +1,5 @@
 """Tests which checkpoint counts as the best, what is kept for it, and when a run ends early. transformers' own early
-stopping is compared in tests/one_process/test_early_stopping.py."""
+stopping is compared in tests/one_process/test_run_parts.py."""
 
 import json
 import math

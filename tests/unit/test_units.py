@@ -1,8 +1,8 @@
-"""Tests how numbers, money and parameters are written in every command."""
+"""Tests how numbers, money, parameters and counts with their nouns are written in every command."""
 
 import pytest
 
-from ulysses_cli.plan.units import format_parameters, format_plain, format_usd
+from ulysses_cli.plan.units import format_count, format_parameters, format_plain, format_usd
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,23 @@ def test_parameters(count: int, text: str) -> None:
 )  # fmt: skip
 def test_money_is_written_without_exponents(ends: tuple[float, ...], digits: int | None, text: str) -> None:
     assert format_usd(*ends, digits=digits) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (1, "GPU", "1 GPU"),
+        (2, "GPU", "2 GPUs"),
+        (0, "bad row", "0 bad rows"),
+        (1_024, "process", "1,024 processes"),
+        (2, "copy", "2 copies"),
+        (2, "key", "2 keys"),
+        (1, "file that cannot be read (Permission denied)", "1 file that cannot be read (Permission denied)"),
+        (3, "file that cannot be read (Permission denied)", "3 files that cannot be read (Permission denied)"),
+        (2, "machine like this one", "2 machines like this one"),
+        (2, "file named twice, read once", "2 files named twice, read once"),
+        (2, "text file beside files of rows, not read", "2 text files beside files of rows, not read"),
+    ],
+)
+def test_a_count_and_its_noun_agree(count: int, noun: str, text: str) -> None:
+    assert format_count(count, noun) == text

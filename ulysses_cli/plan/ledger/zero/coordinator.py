@@ -1,6 +1,6 @@
 """DeepSpeed's partitioned parameter coordinator, replayed (runtime/zero/partitioned_param_coordinator.py): the order
 in which a step runs the hooks of a model's modules, and which weights are fetched, prefetched and released at
-each. tests/ranks/test_gathering.py compares the order with DeepSpeed's own hooks. Counts elements; runs no model."""
+each. tests/ranks/test_trace.py compares the order with DeepSpeed's own hooks. Counts elements; runs no model."""
 
 from __future__ import annotations
 
