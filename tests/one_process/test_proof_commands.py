@@ -15,7 +15,7 @@ from support.tiers import sample_every
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
-from ulysses_cli.prove.__main__ import FAILED, USAGE, prove
+from ulysses_cli.prove.__main__ import FAILED, prove
 
 RECIPE = str(TINY_RECIPE)
 COMMANDS = ("verify", "bench", "doctor")
@@ -63,14 +63,12 @@ def test_a_mistake_is_reported_at_once_as_text_and_json(command: str, words: lis
 
 
 def test_an_error_inside_is_reported_without_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    task = {"command": "nothing", "recipe": "", "overrides": [], "config": {}, "options": {}, "device": "cuda"}
+    task = {"command": "nothing", "plan": "", "config": {}, "options": {}, "device": "cuda"}
     findings, code = prove(task, lambda _: None, tmp_path / "log")
     assert code == FAILED
     assert findings["problems"][0]["message"] == "nothing failed: AssertionError: no proof is called nothing"
     assert findings["problems"][0]["hint"] == f"the whole trace: {tmp_path / 'log'}"
     assert "Traceback" in capfd.readouterr().err  # by then, stderr is the log
-    wrong = {**task, "recipe": RECIPE, "overrides": ["train.max_step=3"]}
-    assert prove(wrong, lambda _: None, tmp_path / "log")[1] == USAGE
 
 
 def find_marked(mark: str) -> list[int]:

@@ -224,7 +224,7 @@ def test_problems_of_an_input_that_a_rank_refuses_are_told() -> None:
     def refuse(*_: Any) -> Any:
         return run(1, refuse_input)
 
-    task = {"recipe": "", "overrides": [], "command": "evaluate"}
+    task = {"plan": "", "command": "evaluate"}
     with mock.patch("ulysses_cli.prove.__main__.run", refuse):
         answer, code = prove(task, print, Path("log"))
     assert code == 2

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from support.training import CONFIG, make_recipe
+from support.recipes import load, make_plan
+from support.small_run import CONFIG
 
 from ulysses_cli.commands.children import proving
 from ulysses_cli.commands.options import Format
@@ -89,8 +90,8 @@ def test_a_proof_waits_for_no_hub(
     environs: list[dict[str, str]] = []
     monkeypatch.setattr(proving, "run_child", lambda _, environ: environs.append(environ) or ({}, 1))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    recipe = make_recipe(f"model.trust_remote_code={str(trusts).lower()}")
-    subject = proving.Subject("r.yaml", [], CONFIG, recipe, read_model_shape(CONFIG, "test"))
+    plan = make_plan(load(f"model.trust_remote_code={str(trusts).lower()}", "run.device=cpu"))
+    subject = proving.Subject(plan, CONFIG, read_model_shape(CONFIG, "test"))
     with pytest.raises(typer.Exit):
         proving.prove(command, subject, {}, Format.json, None)
     assert [environ.get("HF_HUB_OFFLINE") for environ in environs] == [offline]

@@ -1,5 +1,5 @@
 """`python -m ulysses_cli.prove`: runs one proof in a process of its own. The task is read as JSON from stdin; progress
-goes to stderr, findings go as JSON to stdout. The command has already validated the recipe.
+goes to stderr, findings go as JSON to stdout. The command has validated and resolved the recipe, if there is one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.problem import DONE, FAILED, USAGE, Problem, RecipeError, get_signal_code
-from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.loader import Loaded
+from ulysses_cli.plan.resolved import parse_plan
 from ulysses_cli.prove.ranks import RankFailureError, warm_up
 from ulysses_cli.report import printing
 
@@ -60,8 +60,7 @@ def redirect_output(command: str) -> Path:
 def prove(task: dict[str, Any], report: Callable[[str], None], log: Path) -> tuple[Findings, int]:
     """Returns findings or problems, and their exit code."""
     try:
-        recipe = load_recipe(task["recipe"], task["overrides"]).recipe if task["recipe"] else None
-        findings = run(task, recipe, report)
+        findings = run(task, parse_plan(task["plan"]).loaded if task["plan"] else None, report)
     except Exception as error:  # noqa: BLE001 - every error becomes a problem; its trace goes to the log
         if isinstance(error, RecipeError | RankFailureError) and error.problems:
             return {"problems": [problem.as_json() for problem in error.problems]}, USAGE
@@ -75,9 +74,9 @@ def prove(task: dict[str, Any], report: Callable[[str], None], log: Path) -> tup
     return findings, DONE if findings["passed"] else FAILED
 
 
-def run(task: dict[str, Any], recipe: Recipe | None, report: Callable[[str], None]) -> Findings:
+def run(task: dict[str, Any], loaded: Loaded | None, report: Callable[[str], None]) -> Findings:
     options: dict[str, Any] = task["options"]
-    subject: str = task["recipe"]
+    recipe, subject = (loaded.recipe, loaded.file) if loaded is not None else (None, "")
     if task["device"] == "cpu":
         report("loading torch and DeepSpeed")
         warm_up()

@@ -506,7 +506,7 @@ def run(options: dict[str, Any], device: str, output: Format, html: Path | None,
     with ExitStack() as stack:
         rendezvous, place = or_exit(lambda: stack.enter_context(open_meeting(nodes, folder, os.environ)), output)
         environ = launcher.make_environment(os.environ, device, 1, rendezvous)
-        task = {"command": "evaluate", "device": device, "recipe": "", "overrides": [], "config": {}}
+        task = {"command": "evaluate", "device": device, "plan": "", "config": {}}
         stack.enter_context(watch_builds(environ, printing.print_message))
         findings, code = run_child({**task, "options": {**options, "machines": place}}, environ)
     if not findings:

@@ -21,6 +21,7 @@ from ulysses_cli.plan.problem import FAILED, get_signal_code
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
     from ulysses_cli.plan.recipe.recipe import Recipe
+    from ulysses_cli.plan.resolved import ResolvedRecipe
 
 
 CLEANUP_SECONDS = 3.0
@@ -30,16 +31,19 @@ CLEANUP_SECONDS = 3.0
 class Subject:
     """The recipe that a proof is about, and its model."""
 
-    file: str
-    overrides: list[str]
+    plan: ResolvedRecipe
     config: dict[str, Any]
-    recipe: Recipe
     shape: ModelShape
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.loaded.recipe
 
 
 def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subject:
     """A valid recipe with its model's config.json. Problems are printed and end the command."""
     from ulysses_cli import hub
+    from ulysses_cli.plan.resolved import ResolvedRecipe
     from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
 
     files, overrides = split_words(words)
@@ -47,12 +51,11 @@ def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subje
         end_with([no_recipe(words) if not files else several_recipes(files)], output)
     # nothing is written into the run's folder, so that another recipe's run may be there
     valid = validate_recipe(files[0], overrides, online=online, starts_anew=True)
-    loaded = valid.loaded
-    shape = valid.shape
-    if valid.problems or loaded is None or shape is None:
+    loaded, shape, resolved = valid.loaded, valid.shape, valid.resolved
+    if valid.problems or loaded is None or shape is None or resolved is None:
         end_with(valid.problems, output)
     config, _ = or_exit(lambda: hub.find_model_config(loaded.recipe, online=online), output)
-    return Subject(files[0], overrides, dict(config), loaded.recipe, shape)
+    return Subject(ResolvedRecipe(loaded, resolved), dict(config), shape)
 
 
 def prove(
@@ -77,8 +80,7 @@ def prove(
     task = {
         "command": command,
         "device": device,
-        "recipe": subject.file if subject else "",
-        "overrides": subject.overrides if subject else [],
+        "plan": subject.plan.dump() if subject else "",
         "config": subject.config if subject else {},
         "options": options,
     }
