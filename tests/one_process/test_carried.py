@@ -1,4 +1,5 @@
-"""Tests that an export keeps tensors of the base model's files that transformers' text model ignores."""
+"""Tests files of exports and merges: tensors that transformers' text model ignores are carried over, and every family's
+layout is that of the base model's own files, whichever of the two that transformers reads."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_as_ranks
 from support.families import make_config
+from support.tiers import sample
 from support.training import make_recipe
 from transformers import AutoModelForCausalLM
 
+from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.export.base_model import find_base_files
 from ulysses_cli.train.export.job import ExportJob
 
@@ -21,10 +24,34 @@ IGNORED = {
     "deepseek_v3": "model.layers.61.embed_tokens.weight",
     "glm4_moe": "model.layers.92.mlp.experts.1.gate_proj.weight",
 }
-SETTINGS: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"]}
 
 
-def make_job(tmp_path: Path, model_type: str, *changes: str, is_merged: bool) -> tuple[ExportJob, Any, torch.Tensor]:
+def train_a_little(tmp_path: Path, model: Any, *words: str, targets: Any = None) -> tuple[ExportJob, Any]:
+    """Returns a job for the trained model, and the model: inside of its adapters, if `targets` are adapted."""
+    words = (f"model.name_or_path={tmp_path / 'base'}", "model.config=null", *words)
+    if targets:
+        words += ("lora.r=2", "lora.alpha=4", f"lora.target_modules={targets}")
+        settings = LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", target_modules=targets)
+        model = get_peft_model(model, settings).get_base_model()
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    with torch.no_grad():
+        for each in trained.values():
+            each.add_(0.05 * torch.randn_like(each))
+    checkpoint = save_as_ranks(trained, tmp_path / "run" / "checkpoints" / "step-1")
+    state = {"step": 1, "recipe": make_recipe(*words).model_dump(mode="json")}
+    return ExportJob(checkpoint, state, "float32", bool(targets), trusts_code=False), model
+
+
+def compare_loaded(folder: Path, model: Any) -> None:
+    """Compares the logits of an exported model with those of the trained one."""
+    loaded, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = torch.arange(12)[None]
+    ours, expected = (each.eval()(ids, use_cache=False).logits for each in (loaded, model))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def make_job(tmp_path: Path, model_type: str, *, is_merged: bool) -> tuple[ExportJob, Any, torch.Tensor]:
     """Returns a job, the trained model, and the tensor that the base's files hold beside it."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(make_config(model_type, vocab_size=260, num_hidden_layers=4))
@@ -33,17 +60,7 @@ def make_job(tmp_path: Path, model_type: str, *changes: str, is_merged: bool) ->
     ignored = torch.rand(260, 3).bfloat16()
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}  # is computed, not carried
     save_file({**load_file(file), **old, name: ignored}, file, {"format": "pt"})
-    words = (f"model.name_or_path={tmp_path / 'base'}", "model.config=null", *changes)
-    if is_merged:
-        words += ("lora.r=2", "lora.alpha=4", "lora.target_modules=[q_proj, o_proj]")
-        model = get_peft_model(model, LoraConfig(**SETTINGS)).get_base_model()
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    with torch.no_grad():
-        for each in trained.values():
-            each.add_(0.05 * torch.randn_like(each))
-    checkpoint = save_as_ranks(trained, tmp_path / "run" / "checkpoints" / "step-1")
-    state = {"step": 1, "recipe": make_recipe(*words).model_dump(mode="json")}
-    return ExportJob(checkpoint, state, "float32", is_merged, trusts_code=False), model, ignored
+    return *train_a_little(tmp_path, model, targets=["q_proj", "o_proj"] if is_merged else None), ignored
 
 
 @pytest.mark.parametrize(
@@ -65,11 +82,7 @@ def test_ignored_tensors_are_carried_over(model_type: str, is_merged: bool, tmp_
     assert not any(name.endswith("inv_freq") for name in tensors)
     assert result["carried"].startswith("1 tensors beside the text model are those of the base: ")
     assert "1 tensors beside the text model" in (tmp_path / "to" / "README.md").read_text()
-    loaded, loading_info = AutoModelForCausalLM.from_pretrained(tmp_path / "to", output_loading_info=True)
-    assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ids = torch.arange(12)[None]
-    ours, expected = (each.eval()(ids, use_cache=False).logits for each in (loaded, model))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    compare_loaded(tmp_path / "to", model)
 
 
 @pytest.mark.check
@@ -95,3 +108,47 @@ def test_tokens_that_a_run_adds_leave_ignored_tensors_alone(tmp_path: Path) -> N
     tensors = load_file(tmp_path / "to" / "model.safetensors")
     assert len(tensors["model.embed_tokens.weight"]) == 264
     assert torch.equal(tensors[IGNORED["deepseek_v3"]], ignored)
+
+
+LAYOUTS = ("split", "stacked")  # as transformers writes the files, and as its models hold the tensors
+# Their dense layers stand under a name that transformers does not write.
+DENSE = {"kimi_linear": ("model.layers.0.block_sparse_moe.", "model.layers.0.mlp.")}
+
+
+def write_base(folder: Path, model_type: str, layout: str) -> Any:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(make_config(model_type, vocab_size=260, num_hidden_layers=4))
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.endswith("bias"):
+                value.normal_()  # also those of routers, which training does not change
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    own = [*model.named_parameters(), *model.named_buffers()]  # a weight that layers share is one of them
+    split, held = load_file(file), model.state_dict().keys()
+    stacked = {name: value.clone() for name, value in own if name in held}
+    if split.keys() == stacked.keys():
+        pytest.skip("transformers neither renames nor splits its tensors")
+    if layout == "stacked":
+        save_file(stacked, file, {"format": "pt"})
+    elif model_type in DENSE:
+        own = {name.replace(*DENSE[model_type]): value for name, value in split.items()}
+        assert own.keys() != split.keys()
+        save_file(own, file, {"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("is_merged", [False, True], ids=["whole", "merged"])
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    sample([(name, layout) for name in FAMILIES for layout in LAYOUTS], [("qwen3_moe", "stacked")], []),
+)
+@torch.no_grad()
+def test_the_layout_of_the_base_is_kept(model_type: str, layout: str, is_merged: bool, tmp_path: Path) -> None:
+    model = write_base(tmp_path / "base", model_type, layout)
+    targets: Any = ["q_proj"] if FAMILIES[model_type].refused_by_peft else "all-linear"
+    job, _ = train_a_little(tmp_path, model, targets=targets if is_merged else None)
+    job.run(tmp_path / "to", lambda _: None)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("to", "base"))
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+    compare_loaded(tmp_path / "to", model)

@@ -69,24 +69,6 @@ def test_a_part_that_fails_stops_no_other_and_is_tried_again_last(call: Any, tmp
     assert (tmp_path / "order").read_text() == "1231", "what is done is not run again, what failed comes last"
 
 
-def test_a_missed_bar_is_no_crash(call: Any) -> None:
-    """A crash of Python exits with 1; a measurement below its bar with a code of its own."""
-    code, found = call([make_part("missed", f"show(name='a'); exit({gpu_run.MISSED})")])
-    assert (code, found["missed"]["status"]) == (0, "done")
-    code, found = call([make_part("crash", "show(name='a'); 1 / 0")])
-    assert (code, found["crash"]["status"]) == (1, "failed")
-    assert "ZeroDivisionError" in found["crash"]["reason"]
-    code, found = call([make_part("bad row", "show(name='a', failed='CUDA error')", judge=gpu.judge_peers)])
-    assert (code, found["bad row"]["reason"]) == (1, "a: CUDA error")
-
-
-def test_a_measurement_that_runs_out_of_time_goes_on(call: Any, tmp_path: Path) -> None:
-    code, found = call([make_part("long", f"show(name='a'); exit({gpu_run.UNFINISHED})")])
-    assert (code, found["long"]["status"], found["long"]["rows"]) == (1, "out of time", [{"name": "a"}])
-    code, found = call([make_part("long", "print('nothing')")])
-    assert (code, found["long"]["status"]) == (0, "done")
-
-
 def runs(pid: int) -> bool:
     """A process that has ended may wait for its new parent to notice."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -112,23 +94,6 @@ def test_a_part_past_its_time_keeps_its_rows_and_leaves_no_process(call: Any, tm
     assert call([ended])[1]["ended"]["status"] == "done"
     assert not runs(int((tmp_path / "pid").read_text())), "what an ended part leaves is ended, too"
     assert time.monotonic() - begun < 50
-
-
-@pytest.mark.check
-def test_a_row_is_written_before_its_part_ends(call: Any, tmp_path: Path) -> None:
-    file = tmp_path / "results" / "gpu-nvidia-h200.json"
-    look = f"show(name='a'); import time; time.sleep(1.5); show(name='seen', text=open({str(file)!r}).read())"
-    _, found = call([make_part("slow", look, 240.0)])
-    seen = json.loads(found["slow"]["rows"][1]["text"])["parts"]["slow"]
-    assert (seen["status"], seen["rows"]) == ("running", [{"name": "a"}])
-
-
-def test_no_part_starts_when_the_minutes_are_over(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    call([make_part("first", "print(1)")])
-    code, found = call([make_part("first", "print(1)"), make_part("late", "print(1)")], "--minutes", "0.1")
-    assert code == 1
-    assert found.keys() == {"first"}
-    assert "left: ['late']" in capsys.readouterr().out
 
 
 def test_every_file_of_tests_for_a_gpu_is_run(tmp_path: Path) -> None:
@@ -170,23 +135,6 @@ def test_parts_begin_only_with_enough_time(call: Any) -> None:
     assert (code, [*found]) == (1, ["peers", "short"])
 
 
-@pytest.mark.check
-def test_tests_that_have_passed_are_not_run_again(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their rows stay."""
-    monkeypatch.setattr(gpu, "PYTHON", str(write_python()))
-    part = gpu.make_tests("tests", "test_gpu_levers.py", 60.0)
-    file = tmp_path / "results" / "gpu-nvidia-h200.json"
-    entry = call([part])[1]["tests"]
-    assert entry["status"] == "skipped", "there is no GPU"
-    rows = [{**row, "outcome": "passed"} for row in entry["rows"]]
-    for passed in (rows[:-1], rows):
-        file.write_text(json.dumps({"parts": {"tests": {"status": "out of time", "rows": passed}}}))
-        entry = call([part])[1]["tests"]
-        left = [row for row in entry["rows"] if row["outcome"] == "skipped"]
-        assert (entry["status"], entry["rows"]) == ("done", [*passed, *left])
-        assert [row["name"] for row in left] == [row["name"] for row in rows[len(passed) :]]
-
-
 def test_lanes_run_at_once_and_keep_logs_of_their_own(call: Any, tmp_path: Path) -> None:
     """Each waits for the other's file."""
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -198,22 +146,6 @@ def test_lanes_run_at_once_and_keep_logs_of_their_own(call: Any, tmp_path: Path)
     code, found = call(parts)
     assert (code, [part["rows"] for part in found.values()]) == (0, [[{"name": "met"}]] * 2)
     assert all((tmp_path / "results" / f"gpu-nvidia-h200.{lane}.log").exists() for lane in (0, 1))
-
-
-def test_what_the_plan_says_fits_must_run() -> None:
-    def make_row(verdict: str, group: str = "sp 1 x dp 1") -> dict[str, Any]:
-        return {"group": group, "name": "8,192", "verdict": verdict, "values": {"tflops": 2.0}, "text": "why"}
-
-    rows = [make_row(""), make_row("OOM", "sp 1 x dp 1, the Trainer")]
-    read = gpu.read_findings("a line\n" + json.dumps({"rows": rows, "calibration": {"gpus": {}}}))
-    assert [row["name"] for row in read][:2] == ["sp 1 x dp 1, 8,192", "sp 1 x dp 1, the Trainer, 8,192"]
-    assert gpu.judge_findings(read) == ("done", "")
-    near, far = ({**read[0], "memory_error": error} for error in (-0.04, 0.06))
-    assert gpu.judge_findings([near, far]) == ("done", "sp 1 x dp 1, 8,192: predicted memory +6.0% of what was used")
-    assert gpu.judge_findings(gpu.read_findings(json.dumps({"rows": [make_row("OOM")], "calibration": {}}))) == (
-        "failed",
-        "why",
-    )
 
 
 def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
@@ -252,46 +184,6 @@ def start(*words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
     environ = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3000)
-
-
-@pytest.mark.check
-def test_without_a_gpu_it_says_so() -> None:
-    done = start()
-    assert done.returncode == 2
-    assert "no GPU here" in done.stderr
-
-
-@pytest.mark.check
-def test_rows_of_another_kernel_stay_and_are_compared_with_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A later call's `auto` may pick another attention kernel: it measures with that one, and loses nothing."""
-    import gpu_levers
-
-    seconds = {("a", True): 1.0, ("a", False): 1.3, ("b", True): 2.0, ("b", False): 2.2}
-    runs = list[str]()
-
-    def measure(row: dict[str, Any], _: Any, side: gpu_levers.Side, kernel: str, *__: Any, **___: Any) -> None:
-        runs.append(kernel)
-        row["seconds"] = seconds[kernel, side.is_ours]
-
-    monkeypatch.setattr(gpu_levers, "try_run", measure)
-    bar = "131072 tokens: at least 1.2x (b)'s speed, with offload or without"
-
-    def call_with(kernel: str) -> tuple[list[tuple[str, str, float]], bool | None]:
-        report = gpu_levers.Report(tmp_path / "levers.json", kernel, conditions={"gpu": "H200"})
-        until = time.monotonic() + 600
-        gpu_levers.measure_speed(report, gpu_levers.MINIATURE, [2**17], ("ours", "(b)"), until, None)
-        rows = json.loads(report.path.read_text())["speed"]
-        values = [(row["kernel"], row["side"], row["seconds"]) for row in rows]
-        return values, gpu_levers.judge(report.results, report.speed)[bar]
-
-    of_a = [("a", "ours", 1.0), ("a", "(b)", 1.3)]
-    of_b = [("b", "ours", 2.0), ("b", "(b)", 2.2)]
-    assert call_with("a") == (of_a, True)
-    assert call_with("b") == ([*of_a, *of_b], False)
-    assert call_with("a") == ([*of_a, *of_b], True)
-    assert runs == ["a", "a", "b", "b"], "what was measured is not measured again"
 
 
 @pytest.mark.full

@@ -175,17 +175,6 @@ def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str
             assert not fits(replace(beyond, levers=levers), gpu), levers
 
 
-@pytest.mark.check
-def test_the_order_is_by_cost_and_by_time() -> None:
-    plan_results = search(REQUEST, offer("h100-80gb:64", "h200:64", "b200:64", "a100-80gb:64"))
-    costs = [each.usd_middle for each in plan_results.by_cost]
-    times = [each.seconds for each in plan_results.by_time]
-    assert all(a <= b * 1.11 for a, b in itertools.pairwise(costs))  # to two digits
-    assert times == sorted(times)
-    assert min(costs) <= min(each.usd_middle for each in plan_results.by_time) * 1.11
-    assert min(times) <= min(each.seconds for each in plan_results.by_cost)
-
-
 def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[Candidate], list[Candidate]]:
     """Every layout on every kind with every set of levers, and no bound: the best of each kind by cost and by time."""
     plans = []
@@ -231,7 +220,6 @@ def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[C
         ],
         quick=[("Qwen/Qwen3-0.6B", 2**13, ("h100-80gb:8", "rtx-4090:4"), {"num_tokens": 2 * 10**6})],
         checked=[
-            ("Qwen/Qwen3-4B", 2**15, ("h100-80gb:16", "l40s:2", "rtx-4090:2", "b300:1"), {}),
             ("Qwen/Qwen3-30B-A3B", 2**16, ("h200:8", "h100-80gb:4"), {"is_lora": True}),
         ],
     ),
@@ -282,18 +270,6 @@ def test_walls_of_memory_and_heads() -> None:
     assert [wall.kind for wall in far.walls] == ["heads"]
     poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)
     assert [wall.kind for wall in search(REQUEST, [Offer(poor, 8)]).walls] == ["host"]
-
-
-@pytest.mark.full
-def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
-    request = PlanRequest(LLAMA, 0, 10**9)
-    lengths = {
-        f"{each.candidate.gpu.key}:{each.candidate.job.world_size}": each.max_length
-        for kinds in (("h100-80gb:1", "h200:1"), ("l40s:8", "h200:8"))
-        for each in search_longest([request], offer(*kinds))
-    }
-    assert lengths["h100-80gb:1"] < lengths["h200:1"] < lengths["h200:8"]
-    assert lengths["h100-80gb:1"] < lengths["l40s:8"] < lengths["h200:8"]
 
 
 @pytest.mark.full
