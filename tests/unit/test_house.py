@@ -108,3 +108,9 @@ def test_no_module_imports_what_the_image_lacks() -> None:
         if found := set(list_first_imports(parse(file).body)) - known:
             missing[name] = found
     assert missing == {}
+
+
+def test_the_start_of_a_rank_imports_few_modules() -> None:
+    """It is the order of events: what a stage does stands in the stage's own module."""
+    lines = MODULES["train/start"].read_text().splitlines()
+    assert 0 < sum(line.startswith("from ulysses_cli") for line in lines) <= 18
