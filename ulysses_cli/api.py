@@ -241,6 +241,8 @@ def _as_file(recipe: RecipeLike) -> Iterator[str]:
 
     with TemporaryDirectory(prefix="ulysses-recipe-") as folder:
         file = Path(folder) / "recipe.yaml"
+        if isinstance(base := recipe.get("extends"), str):  # relative to the caller's folder, not to this one
+            recipe = {**recipe, "extends": os.path.abspath(os.path.expanduser(base))}
         file.write_text(_write_yaml(recipe), encoding="utf-8")
         yield str(file)
 

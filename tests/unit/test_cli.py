@@ -163,7 +163,7 @@ def test_the_schema_is_printed() -> None:
     assert "parallel.sp_size" in table
     assert "sequence_parallel_size" in table
     schema = json.loads(run("config-schema", "--format", "json").stdout)
-    named = {"model", "parallel", "data", "preference", "train", "memory", "lora", "run", "deepspeed"}
+    named = {"extends", "model", "parallel", "data", "preference", "train", "memory", "lora", "run", "deepspeed"}
     assert schema["properties"].keys() == named
     assert schema["additionalProperties"] is False
 

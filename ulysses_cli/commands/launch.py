@@ -173,6 +173,7 @@ def _make_job(
 ) -> tuple[ClusterJob, str]:
     """Returns the job of a valid recipe, and the recipe's text."""
     from ulysses_cli.plan.problem import Problem
+    from ulysses_cli.plan.recipe.loader import load_whole_text
     from ulysses_cli.report import printing
     from ulysses_cli.run.jobs import make_job
     from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
@@ -195,7 +196,7 @@ def _make_job(
     kind = or_exit(lambda: _choose_gpu(gpu, valid))
     settings: dict[str, Any] = {"gpus_per_node": gpus_per_node, "hours": hours, "max_restarts": max_restarts}
     job = or_exit(lambda: make_job(recipe, file, tuple(overrides), world_size, kind, **settings))
-    return job, file.read_text(encoding="utf-8")
+    return job, load_whole_text(file)
 
 
 def _choose_gpu(name: str | None, valid: Validated) -> Gpu:

@@ -270,6 +270,6 @@ def _list_defaults(recipe: Recipe, written: Container[str]) -> list[str]:
         if setting.accepts.section or "[]" in setting.key or setting.key in written or section.count("."):
             continue
         holder = getattr(recipe, section, None) if section else recipe
-        if holder is not None:
+        if holder is not None and setting.key != "extends":  # the recipe is whole
             lines.append(f"{setting.key}: {format_value(getattr(holder, name))}")
     return lines

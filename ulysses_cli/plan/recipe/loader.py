@@ -4,6 +4,7 @@ A word's text is taken as typed, so that *.jsonl needs no quotes. Rules across f
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from ulysses_cli.plan.recipe.sections import Section, find_control
 from ulysses_cli.plan.units import format_count
 
 HERE = Where(COMMAND_LINE)
+EXTENDS = "extends"
 QUOTES, BRACKETS = ("'", '"'), ("[", "{")
 SPECIAL = ("*", "&", "!", "@", "%", "`", "#", "|", ">")  # special to YAML; no setting's value begins with one
 
@@ -58,6 +60,8 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
         dotted = re.sub(r"\[(\w*)\]", r".\1", key)
         raise RecipeError([Problem(key, "elements of a list have no brackets", f"write {dotted}={text.strip()}", HERE)])
     parts = key.split(".")
+    if parts[0] == EXTENDS:
+        raise RecipeError([Problem(key, "is no setting of a command line", f"write {EXTENDS} in the recipe", HERE)])
     if not all(parts):
         hint = "write section.key=value, as in train.max_steps=10"
         raise RecipeError([Problem("", f"{override!r} names no setting", hint, HERE)])
@@ -213,7 +217,20 @@ def locate(key: str, places: dict[str, Where], file: str) -> Where:
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Reads a recipe file and applies `section.key=value` overrides to it."""
-    file = str(path)
+    return parse_recipe(_read_text(str(path)), str(path), overrides)
+
+
+def load_whole_text(path: str | Path) -> str:
+    """The text of a recipe file; of one that extends another, the text of all of them as one document."""
+    text, file = _read_text(str(path)), str(path)
+    tree, _, bases = _compose_chain(text, file)
+    if not bases:
+        return text
+    files = ", over ".join(Path(each).name for each in (file, *bases))
+    return f"# {files}\n{yaml.serialize(tree, Dumper=yaml.SafeDumper, allow_unicode=True, width=120)}"
+
+
+def _read_text(file: str) -> str:
     if not file:
         hint = "name a recipe, or leave the argument out; is a variable of the shell unset?"
         raise RecipeError([Problem("RECIPE", "is an empty argument", hint)])
@@ -221,7 +238,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         message = f"its name holds the control character {odd!r}"
         raise RecipeError([Problem("", message, "rename the file", Where(file))])
     try:
-        with open(path, "rb") as stream:
+        with open(file, "rb") as stream:
             content = stream.read(MAX_RECIPE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -230,20 +247,80 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     if len(content) > MAX_RECIPE_BYTES:
         raise RecipeError([Problem("", f"larger than {MAX_RECIPE_BYTES:,} bytes: not a recipe", "", Where(file))])
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = Where(file, content[: error.start].count(b"\n") + 1, 1)
         raise RecipeError([Problem("", "not UTF-8 text", "save the recipe as UTF-8", where)]) from None
-    return parse_recipe(text, file, overrides)
+
+
+def _compose_chain(text: str, file: str) -> tuple[yaml.MappingNode, list[Problem], list[str]]:
+    """The tree of a recipe, laid over that of the one that it extends, and so on; the mistakes in each of these files,
+    since what another file replaces is not seen in the tree; and the names of the files that are extended."""
+    whole = tree = _compose_mapping(text, file)
+    mistakes: list[Problem] = []
+    chain = [file]
+    while len(chain) > 1 or EXTENDS in (name for name, _, _ in _Reader("").walk_pairs(tree, "")):
+        reader = _Reader(chain[-1])
+        name = reader.read(tree, Accepts(section=Recipe), "").get(EXTENDS)
+        mistakes += reader.problems
+        if name is None:
+            break
+        try:
+            tree = _open_base(name, reader, chain)
+        except RecipeError as error:
+            problems = sorted([*mistakes, *error.problems], key=lambda problem: problem.where)
+            raise RecipeError(problems) from None
+        whole = _merge(tree, whole, Accepts(section=Recipe))
+        whole.value = [pair for pair in whole.value if pair[0].value != EXTENDS]
+    return whole, mistakes, chain[1:]
+
+
+def _open_base(name: Any, reader: _Reader, chain: list[str]) -> yaml.MappingNode:
+    """The tree of the file that the last of the chain extends; its name is added to the chain."""
+    where, setting = reader.places[EXTENDS], list_settings(Recipe)[EXTENDS]
+    if not isinstance(name, str) or not name:
+        message, hint = explain_value(setting, setting.accepts, name, reader.typed.get(EXTENDS, ""))
+        raise RecipeError([Problem(EXTENDS, message, hint, where)])
+    file = str(Path(chain[-1]).parent / os.path.expanduser(name))
+    chain.append(file)
+    if os.path.realpath(file) in map(os.path.realpath, chain[:-1]):
+        message, hint = f"leads back to a file of its own chain: {' -> '.join(chain)}", "remove one of these links"
+        raise RecipeError([Problem(EXTENDS, message, hint, where)])
+    try:
+        return _compose_mapping(_read_text(file), file)
+    except RecipeError as error:
+        if error.problems[0].where.line:
+            raise
+        hint = "the path is relative to the file in which it stands"
+        raise RecipeError([Problem(EXTENDS, f"{file} {error.problems[0].message}", hint, where)]) from None
+
+
+def _compose_mapping(text: str, file: str) -> yaml.MappingNode:
+    tree = compose(text, file) or yaml.MappingNode(MAP_TAG, [])
+    if not isinstance(tree, yaml.MappingNode):
+        raise RecipeError([Problem("", "a recipe is a mapping of sections", "start with `model:`", read_place(tree))])
+    return tree
+
+
+def _merge(base: yaml.MappingNode, over: yaml.MappingNode, accepts: Accepts | None) -> yaml.MappingNode:
+    """Mappings are merged key by key, under whatever names keys are written. Anything else replaces: a list, which is
+    one value, a scalar, null."""
+    names = list_names(accepts.section) if accepts is not None and accepts.section else {}
+    pairs = {names.get(name, name): (key, child) for name, key, child in _Reader("").walk_pairs(base, "")}
+    for name, key, child in _Reader("").walk_pairs(over, ""):
+        own = names.get(name, name)
+        below = descend(accepts, name)
+        is_list = below is not None and below.item is not None and below.value is None
+        held = pairs[own][1] if own in pairs else None
+        if isinstance(held, yaml.MappingNode) and isinstance(child, yaml.MappingNode) and not is_list:
+            child = _merge(held, child, below)
+        pairs[own] = (key, child)
+    return yaml.MappingNode(MAP_TAG, list(pairs.values()), over.start_mark, over.end_mark)
 
 
 def parse_recipe(text: str, file: str = "recipe", overrides: Sequence[str] = ()) -> Loaded:
     """The same from text; `file` is its name in problems."""
-    tree = compose(text, file) or yaml.MappingNode("tag:yaml.org,2002:map", [])
-    if not isinstance(tree, yaml.MappingNode):
-        where = read_place(tree, file)
-        raise RecipeError([Problem("", "a recipe is a mapping of sections", "start with `model:`", where)])
-    mistakes: list[Problem] = []
+    tree, mistakes, _ = _compose_chain(text, file)
     for override in overrides:
         try:
             apply_override(tree, override)
@@ -257,7 +334,7 @@ def parse_recipe(text: str, file: str = "recipe", overrides: Sequence[str] = ())
     except ValidationError as error:
         reader.add_validation(error)
     if recipe is None or reader.problems:
-        problems = sorted(reader.problems, key=lambda problem: problem.where)
+        problems = sorted(dict.fromkeys(reader.problems), key=lambda problem: problem.where)
         raise RecipeError(problems, _load_readable(values, reader))
     return Loaded(recipe, file, reader.places, tuple(reader.notes))
 
@@ -293,10 +370,10 @@ class _Reader:
         """The node's plain value. Whether the setting accepts it is left to the schema."""
         self.num_values += 1
         if self.num_values > MAX_VALUES or key.count(".") > MAX_DEPTH:
-            where = read_place(node, self.file)
+            where = read_place(node)
             raise RecipeError([Problem("", "too many or too deeply nested values: not a recipe", "", where)])
         if key:
-            self.places[key] = read_place(node, self.file)
+            self.places[key] = read_place(node)
         if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
             self.add(key, f"the tag {node.tag} is refused: a recipe is plain data", "remove the tag", node)
             return None
@@ -407,7 +484,7 @@ class _Reader:
             self.problems.append(Problem(key, message, hint, locate(key, self.places, self.file)))
 
     def add(self, key: str, message: str, hint: str, node: yaml.Node) -> None:
-        self.problems.append(Problem(key, message, hint, read_place(node, self.file)))
+        self.problems.append(Problem(key, message, hint, read_place(node)))
 
 
 def _join(prefix: str, name: str) -> str:

@@ -401,8 +401,14 @@ class Run(Section):
 
 
 class Recipe(Section):
-    """Everything about a run."""
+    """Everything about a run. The loader replaces `extends` by what it names."""
 
+    extends: str | None = text(
+        None,
+        "another recipe, by a path relative to this file; what stands here is laid over it",
+        unit="path",
+        exclude=True,
+    )
     model: Model = setting(..., "which model, precision, attention")
     parallel: Parallel = setting(Parallel(), "how ranks share the work")
     data: Data = setting(..., "from documents to rows of tokens")

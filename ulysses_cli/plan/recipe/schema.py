@@ -50,10 +50,12 @@ class Loader(yaml.SafeLoader):
 
 
 def compose(text: str, file: str) -> yaml.Node | None:
-    """The node of the text's single document; None for empty text."""
+    """The node of the text's single document; None for empty text. Its marks name the file."""
     hint = ""
     try:
-        node: yaml.Node | None = yaml.compose(text, Loader=Loader)
+        loader = Loader(text)
+        loader.name = file
+        node: yaml.Node | None = loader.get_single_node()
         return node
     except yaml.MarkedYAMLError as error:
         reason = (error.problem or error.context or "cannot be parsed").removeprefix("but ")
@@ -73,11 +75,11 @@ def compose(text: str, file: str) -> yaml.Node | None:
     raise RecipeError([Problem("", f"not valid YAML: {reason}", hint, where)])
 
 
-def read_place(node: yaml.Node, file: str) -> Where:
+def read_place(node: yaml.Node) -> Where:
     mark = node.start_mark
     if mark is None or mark.name == COMMAND_LINE:
         return Where(COMMAND_LINE)
-    return Where(file, mark.line + 1, mark.column + 1)
+    return Where(mark.name, mark.line + 1, mark.column + 1)
 
 
 def parse_plain(node: yaml.Node) -> Any:
@@ -211,8 +213,12 @@ def walk_settings(section: type[Section] = Recipe, prefix: str = "") -> Iterator
 
 def make_json_schema(key: str = "") -> dict[str, Any]:
     """The JSON schema for editors. Sizes such as 64Ki are text there, and a setting may be written by any of its names.
-    `key`: only that section or setting."""
+    What is required may stand in the recipe that a file extends. `key`: only that section or setting."""
     schema = Recipe.model_json_schema()
+    schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
+    for setting in walk_settings():
+        if setting.accepts.section and "[]" not in setting.key:  # elements of a list are never merged
+            schema["$defs"][setting.accepts.section.__name__].pop("required", None)
     for part in (schema, *schema["$defs"].values()):
         for name, setting in list(part.get("properties", {}).items()):
             for place in (setting, *setting.get("anyOf", [])):

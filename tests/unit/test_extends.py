@@ -1,0 +1,169 @@
+"""Tests that a recipe is laid over the one that it extends, and that a mistake's place is in the file that has it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.recipes import VALID
+from typer.testing import CliRunner
+
+from ulysses_cli import api
+from ulysses_cli.cli import app
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.loader import load_recipe, load_whole_text
+from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
+from ulysses_cli.plan.recipe.schema import make_json_schema
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = Path("base.yaml")
+    file.write_text(VALID)
+    return file
+
+
+def complain(file: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, overrides)
+    return [str(problem).strip().partition("\n")[0] for problem in caught.value.problems]
+
+
+def lay_over(base: Any, over: Any) -> Any:
+    """The reference: as Hydra merges plain data."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {key: lay_over(base.get(key), over[key]) if key in over else base[key] for key in base | over}
+    return over
+
+
+def draw(rng: random.Random, depth: int = 0) -> Any:
+    """What DeepSpeed's config may hold: keys that meet often, values of every kind."""
+    if depth == 0 or (depth < 4 and rng.random() < 0.5):
+        return {name: draw(rng, depth + 1) for name in rng.sample("abcd", rng.randint(depth == 0, 3))}
+    return rng.choice([1, "x", None, True, [1, 2], [{"a": 1}], 0.5, []])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_merging_is_that_of_plain_data(seed: int, base: Path) -> None:
+    rng = random.Random(seed)
+    layers = [{"train": {name: rng.randint(1, 9) for name in rng.sample(
+        ("max_steps", "warmup_steps", "per_device_train_batch_size"), 2)}, "deepspeed": draw(rng)}
+        for _ in range(3)]  # fmt: skip
+    whole = yaml.safe_load(VALID.replace("8Ki", "8192"))
+    name = "base.yaml"
+    for number, layer in enumerate(layers):
+        whole = lay_over(whole, layer)
+        Path(f"{number}.yaml").write_text(yaml.safe_dump({"extends": name, **layer}))
+        name = f"{number}.yaml"
+    Path("whole.yaml").write_text(json.dumps(whole))
+    assert load_recipe(name).recipe == load_recipe("whole.yaml").recipe
+    assert compute_recipe_hash(load_recipe(name).recipe) == compute_recipe_hash(load_recipe("whole.yaml").recipe)
+    Path("shipped.yaml").write_text(load_whole_text(name))
+    assert load_recipe("shipped.yaml").recipe == load_recipe("whole.yaml").recipe
+
+
+def test_a_key_is_replaced_under_any_of_its_names_and_a_list_is_one_value(base: Path) -> None:
+    base.write_text(
+        VALID.replace("max_length", "sequence_len").replace("- path: owner/texts", "{path: a/b, weight: 2}")
+    )
+    Path("r.yaml").write_text("extends: base.yaml\ndata: {max_length: 4Ki, datasets: {path: c/d}}\nlora: {r: 4}\n")
+    recipe = load_recipe("r.yaml").recipe
+    assert recipe.data.max_length == 4096
+    assert [(each.path, each.weight) for each in recipe.data.datasets] == [("c/d", 1.0)]
+    Path("s.yaml").write_text("extends: r.yaml\nlora: null\n")
+    assert load_recipe("s.yaml").recipe.lora is None
+    assert load_recipe("s.yaml", ["data.datasets.1.path=e/f"]).recipe.data.datasets[1].path == "e/f"
+
+
+def test_what_a_file_merges_by_anchors_is_laid_over_too(base: Path) -> None:
+    base.write_text(VALID.replace("train:\n", "train:\n  <<: {warmup_steps: 2}\n"))
+    Path("r.yaml").write_text("extends: base.yaml\ntrain: {<<: {max_steps: 7, warmup_steps: 1}, warmup_steps: 3}\n")
+    train = load_recipe("r.yaml").recipe.train
+    assert (train.max_steps, train.warmup_steps) == (7, 3)
+
+
+def test_each_value_has_the_place_of_its_own_file(base: Path) -> None:
+    Path("r.yaml").write_text("extends: ./base.yaml\ntrain:\n  warmup_steps: 3\n")
+    loaded = load_recipe("r.yaml", ["train.learning_rate=1e-4"])
+    places = {key: str(loaded.locate(f"train.{key}")) for key in ("max_steps", "warmup_steps", "learning_rate")}
+    assert places == {"max_steps": "base.yaml:10:14", "warmup_steps": "r.yaml:3:17", "learning_rate": "command line"}
+    assert "extends" not in loaded.recipe.model_dump()
+
+
+def test_mistakes_of_both_files_are_told_at_once(base: Path) -> None:
+    base.write_text(VALID + "  optim: x\n  warmup_stps: 3\nrun: {seed: 1, seed: 2}\n")
+    Path("r.yaml").write_text("extends: base.yaml\ntrain:\n  min_lr: -1\nrun: {seed: 3}\nmodle: {}\n")
+    found = complain("r.yaml", "train.max_steps=x")
+    assert [line.partition(" ")[0] if line[0] != "c" else "command line" for line in found] == [
+        "base.yaml:11:10:", "base.yaml:12:3:", "base.yaml:13:16:", "command line", "r.yaml:3:3:", "r.yaml:5:1:",
+    ]  # fmt: skip
+    assert found[2].endswith("run.seed: written twice, first in line 13")
+
+
+def test_a_value_that_the_base_has_wrong_may_be_replaced(base: Path) -> None:
+    base.write_text(VALID.replace("max_steps: 10", "max_steps: x"))
+    Path("r.yaml").write_text("extends: base.yaml\ntrain: {max_steps: 3}\n")
+    assert load_recipe("r.yaml").recipe.train.max_steps == 3
+
+
+def test_rules_name_the_file_that_wrote_the_value(base: Path) -> None:
+    base.write_text(VALID.replace("owner/model", "Qwen/Qwen3-8B").replace("sp_size: 4", "sp_size: 7"))
+    Path("r.yaml").write_text("extends: base.yaml\ndata:\n  pad_to_multiple_of: 64\n")
+    found = CliRunner().invoke(app, ["validate-config", "r.yaml"]).stderr
+    assert found.startswith("base.yaml:8:15: data.max_length: ")
+
+
+def test_what_cannot_be_extended(base: Path) -> None:
+    Path("a.yaml").write_text("extends: b.yaml\n")
+    Path("b.yaml").write_text("\nextends: ./c.yaml\n")
+    Path("c.yaml").write_text("extends: a.yaml\n")
+    assert complain("a.yaml") == [
+        "c.yaml:1:10: extends: leads back to a file of its own chain: a.yaml -> b.yaml -> c.yaml -> a.yaml"
+    ]
+    Path("c.yaml").write_text("extends: sub/none.yaml\nfoo: 1\n")
+    assert complain("a.yaml") == [
+        "c.yaml:1:10: extends: sub/none.yaml cannot be read: No such file or directory",
+        "c.yaml:2:1: foo: unknown key",
+    ]
+    Path("c.yaml").write_text("train: [\n")
+    assert complain("a.yaml") == ["c.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'"]
+    for value, words in (("[base.yaml]", "a list is not text or null"), ("''", "is an empty text")):
+        Path("c.yaml").write_text(f"extends: {value}\n")
+        assert words in complain("a.yaml")[0]
+    assert "is no setting of a command line" in complain("base.yaml", "extends=a.yaml")[0]
+    Path("c.yaml").write_text("extends: null\n" + VALID)
+    assert load_recipe("a.yaml").recipe == load_recipe("base.yaml").recipe
+
+
+def test_a_path_is_relative_to_its_file(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("sub").mkdir()
+    Path("sub/r.yaml").write_text("extends: ../base.yaml\n")
+    monkeypatch.chdir("sub")
+    assert load_recipe("r.yaml").recipe == load_recipe("../base.yaml").recipe
+    with api._as_file({"extends": "../base.yaml"}) as file:
+        assert load_recipe(file).recipe == load_recipe("r.yaml").recipe
+
+
+def test_a_job_ships_the_whole_recipe(base: Path) -> None:
+    base.write_text(VALID.replace("owner/model", "Qwen/Qwen3-8B"))
+    Path("sub").mkdir()
+    Path("sub/r.yaml").write_text("extends: ../base.yaml\n# seven\ntrain: {max_steps: 7}\n")
+    words = ["launch", "k8s", "--image", "a/b:1", "--claim", "c", "--gpu", "h100", "--dry-run"]
+    text = CliRunner().invoke(app, [*words, "sub/r.yaml", "run.seed=3"]).stdout
+    config, *_ = yaml.safe_load_all(text)
+    Path("there").mkdir()
+    Path("there/r.yaml").write_text(config["data"]["r.yaml"])
+    assert load_recipe("there/r.yaml").recipe == load_recipe("sub/r.yaml").recipe
+    assert "run.seed=3" in text
+    alone, *_ = yaml.safe_load_all(CliRunner().invoke(app, [*words, "base.yaml"]).stdout)
+    assert alone["data"]["base.yaml"] == base.read_text()
+
+
+def test_the_schema_of_editors_requires_nothing_that_a_base_may_hold() -> None:
+    schema = make_json_schema()
+    assert schema["anyOf"] == [{"required": ["model", "data"]}, {"required": ["extends"]}]
+    assert "required" not in schema["$defs"]["Data"]
+    assert schema["properties"].keys() >= Recipe.model_fields.keys()
