@@ -136,7 +136,7 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     assert set(shape.linear_modules) == linear - experts - {"router", FAMILIES[model_type].refused_by_peft}
 
 
-@pytest.mark.parametrize("model_type", sample_every(4, sorted(FAMILIES)))
+@pytest.mark.parametrize("model_type", sample_every(8, sorted(FAMILIES)))
 def test_the_ledger_has_norms_behind_mlps_where_layers_have_them(model_type: str) -> None:
     config = make_config(model_type, **LAYERS)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
@@ -161,7 +161,7 @@ def make_biased(model_type: str, changes: dict[str, Any]) -> tuple[Any, ModelSha
     return make_model(config), read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
 
 
-@pytest.mark.parametrize(("model_type", "changes"), sample_every(4, BIASED))
+@pytest.mark.parametrize(("model_type", "changes"), sample_every(6, BIASED))
 def test_the_ledger_lists_every_weight_and_a_bias_beside_its_matrix(model_type: str, changes: dict[str, Any]) -> None:
     model, shape = make_biased(model_type, changes)
     weights = list_weights(shape, None)
@@ -173,7 +173,7 @@ def test_the_ledger_lists_every_weight_and_a_bias_beside_its_matrix(model_type: 
     assert sorted(ours) == sorted(pairs)
 
 
-@pytest.mark.parametrize(("model_type", "changes"), sample_every(4, BIASED))
+@pytest.mark.parametrize(("model_type", "changes"), sample_every(6, BIASED))
 def test_the_ledger_counts_what_peft_trains_and_freezes(model_type: str, changes: dict[str, Any]) -> None:
     """Also what peft puts on copies of a shared block's adapters."""
     model, shape = make_biased(model_type, changes)

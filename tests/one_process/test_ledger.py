@@ -54,7 +54,7 @@ def has_experts(config: dict[str, Any]) -> bool:
 WITH_EXPERTS = {family: configs[-1] for family, configs in read_saved_configs().items() if has_experts(configs[-1])}
 
 
-@pytest.mark.parametrize("family", sample_every(4, sorted(WITH_EXPERTS)))
+@pytest.mark.parametrize("family", sample_every(6, sorted(WITH_EXPERTS)))
 def test_results_are_weighted_in_the_dtype_that_the_ledger_counts(family: str) -> None:
     config = {**WITH_EXPERTS[family], "vocab_size": 300}
     found: set[torch.dtype] = set()

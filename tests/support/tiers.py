@@ -35,8 +35,10 @@ def sample(values: Iterable[Any], quick: Collection[Any], checked: Collection[An
 
 
 def sample_every(step: int, values: Iterable[Any]) -> list[Any]:
-    """Returns parameters of a test: each `step`-th value for every run, the others from `make check` on."""
-    return [value if not index % step else _mark(value, pytest.mark.check) for index, value in enumerate(values)]
+    """Returns parameters of a test: each `step`-th value for every run, the others from `make check` on. Beyond four,
+    every second of them waits for `make test-full`."""
+    others = (pytest.mark.full, pytest.mark.check) if step > 4 else (pytest.mark.check, pytest.mark.check)
+    return [_mark(value, others[index % 2]) if index % step else value for index, value in enumerate(values)]
 
 
 def mark_by(is_quick: bool, is_checked: bool) -> Any:
@@ -56,7 +58,7 @@ def _mark(value: Any, mark: Any) -> Any:
 
 def count_examples(number: int) -> int:
     """Returns how many examples hypothesis draws: fewer in the quicker runs."""
-    return max(5, number // (1, 2, 6)[FULL - TIER])
+    return max(5, number // (1, 4, 8)[FULL - TIER])
 
 
 NUM_RANKS = sample([2, 4], quick=[2])

@@ -207,7 +207,7 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
     assert "<svg" in page.read_text()
     assert "wrote " in done.stderr
     words = ("memory.tiled_loss=true", "memory.tiled_mlp=true", "--sweep", "--format", "json")
-    sweep = json.loads(run("estimate-memory", RECIPE, *words).stdout)["sweeps"][0]
+    sweep = json.loads(run("estimate-memory", ALONE, *words).stdout)["sweeps"][0]
     for peaks in sweep["gpu_peak_bytes"].values():
         known = [peak for peak in peaks if peak is not None]
         assert len(peaks) == len(sweep["lengths"])

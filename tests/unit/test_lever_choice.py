@@ -110,6 +110,7 @@ def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
     sample(
         [("Qwen/Qwen3-30B-A3B", "a100-80gb", Adapters(16)), ("google/gemma-2-9b", "h200", None)],
         quick=[("google/gemma-2-9b", "h200", None)],
+        checked=(),
     ),
 )
 def test_the_longest_row_offloads_what_the_host_has_room_for(name: str, kind: str, adapters: Adapters | None) -> None:
@@ -231,7 +232,7 @@ def test_a_suggestion_ends_large_tiles_first_and_leaves_early_steps() -> None:
     assert explain_memory(recipe, LLAMA_8B, levers, H100).endswith("  large_tiles: false\n")
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_no_suggestion_where_none_helps() -> None:
     estimate = compute_estimate(load("data.max_length=8Mi").recipe, LLAMA_8B, H100)
     assert estimate.fit.verdict == "does_not_fit"
@@ -263,10 +264,10 @@ def test_the_choice_is_the_cheapest_that_fits(length: str) -> None:
     sample(
         ["Qwen/Qwen3-4B", "openai/gpt-oss-20b", "google/gemma-2-9b"],
         quick=["openai/gpt-oss-20b"],
-        checked=["Qwen/Qwen3-4B"],
+        checked=(),
     ),
 )
-@pytest.mark.parametrize("levers", sample(GIVEN, quick=GIVEN[2:]))
+@pytest.mark.parametrize("levers", sample(GIVEN, quick=GIVEN[2:], checked=()))
 def test_all_levers_reach_at_least_as_far_as_the_given_ones(name: str, kind: str, levers: Levers) -> None:
     gpu = load_hardware().get_gpu(kind)
     for layout in (Layout(1, 8, 1), Layout(1, 2, 4), Layout()):
@@ -366,7 +367,7 @@ def test_a_host_that_is_too_small_drops_results_before_it_is_a_wall() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("disk_gb_s", [5.0, 0.05])
+@pytest.mark.parametrize("disk_gb_s", sample([5.0, 0.05], quick=[0.05], checked=()))
 def test_a_disk_is_weighed_against_computing_attention_twice(disk_gb_s: float, tmp_path: Path) -> None:
     """With a slow disk, the second pass of attention is faster; the choice is the faster of all that fit."""
     disk = f"memory.nvme_path={tmp_path}"
