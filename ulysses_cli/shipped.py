@@ -1,14 +1,18 @@
-"""The recipes that come with this tool: in a wheel next to this file, in a checkout at its root."""
+"""The recipes that come with this tool: in a wheel next to this file, in a checkout at its root. Writes a user's first
+copy of a recipe, with what editors need to check it."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 IN_WHEEL = Path(__file__).parent / "recipes"
 IN_CHECKOUT = Path(__file__).parent.parent / "recipes"
+SCHEMA_FILE = "ulysses.schema.json"  # beside a recipe
+SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
 
 
 def get_folder() -> Path:
@@ -36,10 +40,22 @@ def copy_recipe(name: str, to: Path | None, *, force: bool) -> Path:
             )
         if not target.parent.is_dir():
             raise RecipeError([Problem("", f"{target.parent} is not a folder", "make it, or name another file")])
-        target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise RecipeError([Problem("", f"{target} cannot be written: {error.strerror}")]) from None
+    write_recipe(target, source.read_text(encoding="utf-8"))
     return target
+
+
+def write_recipe(file: Path, text: str) -> None:
+    """Writes a recipe with the line by which editors find its schema, and this version's schema beside it."""
+    from ulysses_cli.plan.recipe.schema import make_json_schema
+
+    schema = json.dumps(make_json_schema(), indent=2) + "\n"
+    for target, content in ((file, SCHEMA_LINE + text), (file.with_name(SCHEMA_FILE), schema)):
+        try:
+            target.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise RecipeError([Problem("", f"{target} cannot be written: {error.strerror}")]) from None
 
 
 def _find(name: str) -> Path:

@@ -66,7 +66,7 @@ def test_the_wheel_works_in_a_fresh_environment(packages: tuple[Path, Path], tmp
     assert call(ulysses, "--version", cwd=tmp_path) == f"ulysses {__version__}\n"
     assert call(python, "-m", "ulysses_cli", "--version", cwd=tmp_path) == f"ulysses {__version__}\n"
     call(ulysses, "recipes", "copy", "tiny-cpu", cwd=tmp_path)
-    assert (tmp_path / "tiny-cpu.yaml").read_text() == (ROOT / "recipes" / "tiny-cpu.yaml").read_text()
+    assert (tmp_path / "tiny-cpu.yaml").read_text().endswith((ROOT / "recipes" / "tiny-cpu.yaml").read_text())
     call(ulysses, "estimate-memory", "tiny-cpu.yaml", cwd=tmp_path)
     call(ulysses, "train", "tiny-cpu.yaml", "train.max_steps=2", "train.warmup_steps=1", cwd=tmp_path)
     assert list((tmp_path / "runs" / "tiny-cpu" / "model").glob("*.safetensors"))

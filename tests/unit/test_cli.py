@@ -150,12 +150,25 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert "is not a folder" in run("recipes", "copy", "tiny-cpu", str(target)).stderr
     target.parent.mkdir()
     assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
-    assert target.read_text() == Path(TINY).read_text()
+    assert target.read_text() == f"# yaml-language-server: $schema=ulysses.schema.json\n{Path(TINY).read_text()}"
+    schema = (target.parent / "ulysses.schema.json").read_text()
+    assert schema == run("config-schema", "--format", "json").stdout
+    assert run("validate-config", str(target)).stdout == run("validate-config", f"--config={target}").stdout != ""
     again = run("recipes", "copy", "tiny-cpu", str(target))
     assert again.returncode == 2
     assert "add --force" in again.stderr
     assert run("recipes", "copy", "tiny-cpu", str(target), "--force").returncode == 0
     assert "did you mean tiny-cpu?" in run("recipes", "show", "tiny-cp").stderr
+
+
+@pytest.mark.parametrize("words", ["--config {} run.seed=3", "run.seed=3 --config={}", "{} run.seed=3"])
+def test_a_recipe_may_be_named_by_an_option(words: str) -> None:
+    for command in ("validate-config", "estimate-memory"):
+        shown = run(command, "--format", "json", *words.format(TINY).split())
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout == run(command, "--format", "json", TINY, "run.seed=3").stdout
+    assert "--config" in run("validate-config", "--config").stderr
+    assert "--config" in run("config-schema", "--config", "train").stderr
 
 
 def test_the_schema_is_printed() -> None:

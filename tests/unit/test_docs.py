@@ -24,7 +24,7 @@ from ulysses_cli import __version__
 from ulysses_cli.plan.recipe.schema import walk_settings
 
 # Names that docs use but no folder of the repository has: files of a run, of a user, and those that a reader makes.
-NOT_OURS = re.compile(r"(~|output_dir|runs|logs|model)/.*|.*[A-Z*].*|use\.py|\w+\.(html|yaml|json)")
+NOT_OURS = re.compile(r"(~|output_dir|runs|logs|model)/.*|.*[A-Z*].*|use\.py|\w+(\.schema)?\.(html|yaml|json)")
 SUFFIXES = (".py", ".md", ".yaml", ".json", ".jinja", ".toml", ".txt")
 readme = (ROOT / "README.md").read_text()
 

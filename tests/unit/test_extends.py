@@ -167,3 +167,7 @@ def test_the_schema_of_editors_requires_nothing_that_a_base_may_hold() -> None:
     assert schema["anyOf"] == [{"required": ["model", "data"]}, {"required": ["extends"]}]
     assert "required" not in schema["$defs"]["Data"]
     assert schema["properties"].keys() >= Recipe.model_fields.keys()
+    sections = {name: part["properties"] for name, part in schema["$defs"].items()}
+    assert {True, False} <= set(sections["Model"]["bf16"]["anyOf"][-1]["enum"])
+    assert None in sections["Memory"]["offload_optimizer"]["anyOf"][-1]["enum"]
+    assert {"type": "string"} in sections["Data"]["datasets"]["anyOf"]

@@ -54,6 +54,8 @@ def test_six_empty_answers_make_a_recipe_that_validates(texts: Path) -> None:
     assert recipe["train"]["num_train_epochs"] == 1
     assert recipe["run"] == {"output_dir": "runs/my", "device": "cpu", "save_steps": 100}
     assert validate_recipe("my.yaml").problems == ()
+    assert Path("my.yaml").read_text().startswith("# yaml-language-server: $schema=ulysses.schema.json\n# Trains")
+    assert Path("ulysses.schema.json").is_file()
 
 
 def test_every_answer_is_an_option_and_the_planner_chooses(texts: Path) -> None:

@@ -262,13 +262,11 @@ def _choose(
 
 def _write(file: Path, text: str) -> None:
     """Writes the recipe once it has passed its checks."""
-    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.shipped import write_recipe
     from ulysses_cli.validate import validate_recipe
 
     valid = validate_recipe(str(file), online=True, text=text)
     if valid.problems:
         raise RecipeError(valid.problems)
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RecipeError([Problem("", f"{file} cannot be written: {error.strerror}")]) from None
+    write_recipe(file, text)

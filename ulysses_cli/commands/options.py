@@ -101,15 +101,24 @@ class Format(StrEnum):
 
 
 class Command(TyperCommand):
-    """Says in plain words what is wrong with an option."""
+    """Says in plain words what is wrong with an option. Takes `--config FILE` for a recipe, as other tools name it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any((param.metavar or "").strip("[").startswith("RECIPE") for param in self.params):
+            args = _drop_config(args)
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:  # the words are those of the library that validates
             reason = error.message.removeprefix("Value error, ").replace("Input should be", "must be")
             error.message = reason.partition(", unable to parse")[0]
             raise
+
+
+def _drop_config(args: list[str]) -> list[str]:
+    """The file's name alone in place of `--config FILE` and `--config=FILE`."""
+    end = args.index("--") if "--" in args else len(args)
+    own = [each.removeprefix("--config=") for at, each in enumerate(args[:end]) if each != "--config" or at == end - 1]
+    return own + args[end:]
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="text for people, json for programs")]

@@ -226,12 +226,29 @@ def make_json_schema(key: str = "") -> dict[str, Any]:
                     bounds = {key: place.pop(key) for key in list(place) if key in ("minimum", "maximum", "type")}
                     size = {"type": "string", "pattern": "^[0-9][0-9_.]*([eE][0-9]+|[KMGT]i?)?$"}
                     place["anyOf"] = [bounds, size]
+            items = setting.get("items", {})
+            alone = [items] if setting.get("type") == "array" else []  # an element may stand for a list of one
+            alone += [{"type": "string"}] if "$ref" in items else []  # and a path for a source of data
+            spellings = setting.get("spellings_by_alias", {})
             for alias in setting.get("aliases", ()):
-                part["properties"][alias] = {**setting, "description": f"see {name}", "aliases": []}
+                other = {**setting, "description": f"see {name}", "aliases": []}
+                part["properties"][alias] = _widen(other, alone, [*setting["spellings"], *spellings.get(alias, ())])
+            part["properties"][name] = _widen(setting, alone, list(setting.get("spellings", ())))
     part = schema
     for name in key.split(".") if key else ():
         part = _follow_references(part, schema["$defs"])["properties"][name.removesuffix("[]")]
     return part if not key else {**_follow_references(part, schema["$defs"]), "$defs": schema["$defs"]}
+
+
+def _widen(setting: dict[str, Any], others: list[dict[str, Any]], spellings: list[str]) -> dict[str, Any]:
+    """The schema of a property that may also be one of the others, or be written by a spelling."""
+    plain = {"true": True, "false": False, "None": None}  # pydantic makes text of keys
+    others = [*others, *([{"enum": [plain.get(each, each) for each in spellings]}] if spellings else [])]
+    if not others:
+        return setting
+    about = ("title", "description", "default", "unit", "aliases", "spellings", "spellings_by_alias", "refused")
+    shape = {key: value for key, value in setting.items() if key not in about}
+    return {**{key: setting[key] for key in setting if key in about}, "anyOf": [shape, *others]}
 
 
 def _follow_references(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
