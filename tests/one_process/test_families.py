@@ -15,12 +15,16 @@ from support.family_defaults import FILE, format_defaults
 from support.hybrids import HYBRIDS, TINY, make_hybrid_config
 from support.recipes import load
 from support.tiers import mark_by, sample_every
+from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
-from ulysses_cli.plan.ledger.job import name_linear
+from ulysses_cli.plan.ledger.job import make_job, name_linear
 from ulysses_cli.plan.ledger.modules import BIAS, Adapters
+from ulysses_cli.plan.ledger.sized.depth import Depth
+from ulysses_cli.plan.ledger.sized.step import LoraLinear, SizedRun, alone
 from ulysses_cli.plan.ledger.weights import find_alike, has_norm_behind, list_weights
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS, AttentionMixer
@@ -29,7 +33,9 @@ from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules.check import check_recipe
 from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
 from ulysses_cli.train.memory.tiled_mlp import NORMS_AFTER
+from ulysses_cli.train.model.adapters import choose_layers
 from ulysses_cli.train.model.loading import find_unused_weights, stretch_positions
+from ulysses_cli.train.model.routers import list_router_layers
 from ulysses_cli.train.recurrence.interface import list_recurrent_layers
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
@@ -130,10 +136,12 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     linear = {
         name.split(".")[-1]
         for name, module in model.model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not (shape.adapts_experts and ".mlp." in name)
+        if isinstance(module, torch.nn.Linear)
+        and not (shape.adapts_experts and ".mlp." in name)
+        and not name.endswith(tuple(list_router_layers(model)))
     }
     experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
-    assert set(shape.linear_modules) == linear - experts - {"router", FAMILIES[model_type].refused_by_peft}
+    assert set(shape.linear_modules) == linear - experts - {FAMILIES[model_type].refused_by_peft}
 
 
 @pytest.mark.parametrize("model_type", sample_every(8, sorted(FAMILIES)))
@@ -186,6 +194,35 @@ def test_the_ledger_counts_what_peft_trains_and_freezes(model_type: str, changes
         for is_trained in (True, False)
     )
     assert (counted.num_trained, counted.num_frozen) == (trained, frozen)
+
+
+LINEAR_ROUTERS = {"gemma4_text": "router.proj", "hunyuan_v1_moe": "gate.wg", "afmoe": "router.gate"}
+
+
+@pytest.mark.parametrize("model_type", LINEAR_ROUTERS)
+def test_no_router_takes_an_adapter_on_ranks_or_on_sizes(model_type: str) -> None:
+    """peft's all-linear alone takes in routers that are linear layers. Two of these families are refused all-linear."""
+    changes = {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0}
+    config = make_config(model_type, **LAYERS, **(changes if model_type == "gemma4_text" else {}))
+    router, plain, model = LINEAR_ROUTERS[model_type], make_model(config), make_model(config)
+    content = json.loads(config.to_json_string(use_diff=False))
+    shape = read_model_shape(content, "tiny")
+    targets: Any = "all-linear" if shape.adapts_all else list(shape.linear_modules)
+    get_peft_model(plain, LoraConfig(r=2, target_modules="all-linear"), autocast_adapter_dtype=False)
+    assert any(f"{router}.lora_A" in name for name, _ in plain.named_parameters())
+    settings = choose_layers(LoraConfig(r=2, target_modules=targets), model)
+    assert settings.exclude_modules == [router]
+    get_peft_model(model, settings, autocast_adapter_dtype=False)
+    found = {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    assert found
+    assert not any(name.endswith(router) for name in found)
+    words = "all-linear" if shape.adapts_all else f"[{', '.join(targets)}]"
+    job = make_job(make_recipe("lora.r=2", f"lora.target_modules={words}", config=content), shape, Levers())
+    with alone():
+        sized = SizedRun(job, 0, Depth(tuple(range(shape.num_layers)), tuple(range(shape.num_layers)))).module.model
+    assert {name for name, layer in sized.named_modules() if isinstance(layer, LoraLinear)} == found
+    counted = list_weights(shape, Adapters(2, () if shape.adapts_all else tuple(targets)))
+    assert counted.num_trained == sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
 @pytest.mark.parametrize(("model_type", "positions"), [("kimi_linear", 8192), ("nemotron_h", 8192), ("lfm2", 64)])

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.metrics import Meter, describe_load
-from ulysses_cli.train.model.build import find_routers
+from ulysses_cli.train.model.routers import find_routers
 
 ROWS = [[(40, 0), (24, 3)], [(64, 0)]]  # full rows: padding would be routed too
 

@@ -44,6 +44,7 @@ from ulysses_cli.train.model.loading import (
     start_from_random,
     stretch_positions,
 )
+from ulysses_cli.train.model.routers import list_router_layers
 from ulysses_cli.train.optimizer.states import open_folder
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import StartError
@@ -304,7 +305,9 @@ def make_model(recipe: Recipe, shape: ModelShape, device: torch.device) -> Any:
         return model
     from peft import get_peft_model
 
-    return get_peft_model(model, make_adapter_config(recipe), autocast_adapter_dtype=False)
+    settings = make_adapter_config(recipe)
+    settings.exclude_modules = list_router_layers(model) or None
+    return get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
 def _stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

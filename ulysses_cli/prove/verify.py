@@ -40,9 +40,9 @@ from ulysses_cli.prove.shrink import (
     pick_layers,
 )
 from ulysses_cli.train.loss import TokenLoss
-from ulysses_cli.train.model.build import list_router_weights
 from ulysses_cli.train.model.loading import load_model_config, stretch_positions
 from ulysses_cli.train.model.loss_model import load_token_loss
+from ulysses_cli.train.model.routers import list_router_layers, list_router_weights
 from ulysses_cli.train.processes.host import count_free_bytes
 
 
@@ -79,6 +79,7 @@ def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
             use_dora=lora.use_dora,
             modules_to_save=list(lora.modules_to_save) or None,
             task_type="CAUSAL_LM",
+            exclude_modules=list_router_layers(model) or None,
         )
         get_peft_model(model, settings)
     return model.train()

@@ -80,7 +80,6 @@ def center(facts: ConfigFacts) -> bool:
 GEMMA_4_EXTRAS = (
     *((name, "hidden_size_per_layer_input") for name in ("per_layer_input_gate", "per_layer_projection")),
     ("per_layer_model_projection", "hidden_size_per_layer_input"),
-    ("proj", "enable_moe_block"),
 )
 LATENT = Family(attention_modules=LATENT_PROJECTIONS, latent=True, mlp_bias=False)
 

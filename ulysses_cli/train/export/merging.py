@@ -28,7 +28,7 @@ from ulysses_cli.train.export.weights import (
     ShardWriter,
     load_text_model,
 )
-from ulysses_cli.train.model.adapters import leave_whole_parts, train_whole_parts
+from ulysses_cli.train.model.adapters import choose_layers, train_whole_parts
 from ulysses_cli.train.model.loading import find_key_mapping, grow_embeddings, grow_rows
 from ulysses_cli.train.processes.host import count_free_bytes
 from ulysses_cli.train.tensor_file import WORDS, is_finite
@@ -241,7 +241,7 @@ def add_adapters(model: Any, adapter_config: Any) -> Any:
     in."""
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, leave_whole_parts(adapter_config), autocast_adapter_dtype=False)
+    adapted = get_peft_model(model, choose_layers(adapter_config, model), autocast_adapter_dtype=False)
     filled = adapted.peft_config["default"]
     filled.modules_to_save = adapter_config.modules_to_save
     return filled

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.train.model.loading import BuildError, first_line, gather_whole
+from ulysses_cli.train.model.routers import list_router_layers
 from ulysses_cli.train.optimizer.shards import get_shape
 from ulysses_cli.train.tensor_file import WORDS, is_finite
 
@@ -51,7 +52,7 @@ def add_adapters(recipe: Recipe, model: Any) -> Any:
     settings = make_adapter_config(recipe)
     torch.manual_seed(recipe.run.seed)
     try:
-        adapted = get_peft_model(model, leave_whole_parts(settings), autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, choose_layers(settings, model), autocast_adapter_dtype=False)
     except ValueError as error:
         raise BuildError(f"the adapters cannot be added: {first_line(error)}") from error
     adapted.peft_config["default"].modules_to_save = settings.modules_to_save
@@ -64,10 +65,12 @@ def add_adapters(recipe: Recipe, model: Any) -> Any:
     return adapted
 
 
-def leave_whole_parts(settings: Any) -> Any:
-    """The same settings without the parts that are trained whole, which peft would copy."""
+def choose_layers(settings: Any, model: Any) -> Any:
+    """The same settings without the parts that are trained whole, which peft would copy, and without routers: peft's
+    all-linear takes those in that are linear layers."""
     adapters_alone = copy.deepcopy(settings)
     adapters_alone.modules_to_save = None
+    adapters_alone.exclude_modules = list_router_layers(model) or None
     return adapters_alone
 
 

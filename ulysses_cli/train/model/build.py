@@ -1,13 +1,13 @@
 """Builds model, loss, optimizer, learning rate schedule and engine of a resolved plan on this rank, and assembles the
 run around them: train state and checkpoint context. Chooses the objective, and what it compares with. `train`,
 `verify`, `bench` and the tests all use it. Initializes DeepSpeed. Collective over all ranks; the rest of train/ takes
-plain arguments. Finds the routers of a mixture of experts, and freezes them."""
+plain arguments."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from ulysses_cli.train.model.loading import (
 )
 from ulysses_cli.train.model.loss_model import LossModel, apply_levers, check_head, load_token_loss, read_head_rule
 from ulysses_cli.train.model.parts import REAL_PARTS, Parts, describe_plain_norms, describe_sums, serve_layers
+from ulysses_cli.train.model.routers import freeze_routers, list_router_weights
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, unlock
 from ulysses_cli.train.optimizer.shards import count_parameters, get_shape
@@ -58,28 +59,6 @@ from ulysses_cli.train.reference import ComputedReferences, ReferenceFile, Refer
 from ulysses_cli.train.tensor_file import WORDS, find_file, find_nonfinite
 
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
-ROUTER_NAMES = ("gate", "router")  # a gate that is no router stands beside no experts
-
-
-def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, in the order of layers: transformers puts a router beside the experts that it chooses from."""
-    found: dict[str, nn.Module] = {}
-    for path, block in model.named_modules():
-        children = dict(block.named_children())
-        if "experts" in children:
-            found |= {f"{path}.{name}": children[name] for name in ROUTER_NAMES if name in children}
-    return found
-
-
-def list_router_weights(model: nn.Module) -> list[nn.Parameter]:
-    return [weight for router in find_routers(model).values() for weight in router.parameters() if weight.requires_grad]
-
-
-def freeze_routers(weights: Iterable[nn.Parameter]) -> None:
-    """Their gradients become zero, before anything sums them or measures their norm. They stay among the trained
-    weights, so that checkpoints and exports hold them, in a group of the optimizer whose learning rate is 0."""
-    for weight in weights:
-        weight.register_hook(torch.zeros_like)
 
 
 def make_optimizer(

@@ -5,7 +5,7 @@ dora.py), or bitsandbytes' in 4 or 8 bits (autograd/_functions.py, functional.py
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
@@ -153,13 +153,14 @@ class LinearInt8(QuantizedLinear):
 NAME = "default"
 
 
-def add_adapters(model: Any, lora: Lora) -> None:
-    """Freezes the model, and puts an adapted layer in the place of each layer that the recipe names."""
+def add_adapters(model: Any, lora: Lora, left_out: Sequence[str]) -> None:
+    """Freezes the model, and puts an adapted layer in the place of each layer that the recipe names. `left_out`: ends
+    of the names of layers that take no adapter."""
     model.requires_grad_(False)
     head, targets = model.get_output_embeddings(), lora.target_modules
     for path, layer in list(model.named_modules()):
         is_named = layer is not head if isinstance(targets, str) else path.endswith(_list_ends(path, targets))
-        if isinstance(layer, Linear) and is_named:
+        if isinstance(layer, Linear) and is_named and not path.endswith(_list_ends(path, left_out)):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, LoraLinear(layer, lora))
     for name in lora.modules_to_save:
@@ -168,7 +169,7 @@ def add_adapters(model: Any, lora: Lora) -> None:
                 part.requires_grad_(True)
 
 
-def _list_ends(path: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+def _list_ends(path: str, targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(target if target == path else f".{target}" for target in targets)
 
 
@@ -358,7 +359,7 @@ class SizedRun:
         self._load("attention.interface").serve_rotary(model, self.axis)
         if job.lora is not None:
             with tagged(*PARAMETERS):
-                add_adapters(model, job.lora)
+                add_adapters(model, job.lora, self._load("model.routers").list_router_layers(model))
         elementwise = self._load("elementwise.interface")
         elementwise.recognise_norm_class = recognise_norm
         elementwise.serve_elementwise(model, FUSED if job.fused_norms else PLAIN)
