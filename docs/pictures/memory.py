@@ -33,9 +33,9 @@ GROUPS = {  # lines of the ledger, from the bottom of a bar up
     "CUDA, NCCL, other": (),  # what no other group names
     "weights": ("parameters", "parameters_persistent", "parameters_gathered"),
     "gradients": ("gradients", "reduce_bucket"),
-    "optimizer states": ("optimizer_master", "optimizer_adam", "optimizer_transients"),
-    "saved for backward": ("saved_layer_inputs", "saved_attention_results"),
-    "logits and loss": ("logits", "final_norm", "residual"),
+    "optimizer states": ("optimizer_master", "optimizer_adam", "engine_transients"),
+    "saved for backward": ("saved_layer_inputs", "attention", "embed_tokens", "rotary_emb", "norm"),
+    "logits and loss": ("logits",),
 }
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 78, 556, 96, 376
 BAR_WIDTH = 48

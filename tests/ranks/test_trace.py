@@ -44,7 +44,7 @@ from ulysses_cli.prove.trace.trace import (
     list_cuts,
     list_ranks,
 )
-from ulysses_cli.report.ledger import list_formula
+from ulysses_cli.report.ledger import list_predicted
 
 FILES = sorted(RECIPES.glob("*.yaml"))
 TILES = ("memory.tiled_mlp=true", "memory.tiled_loss=true")
@@ -126,7 +126,7 @@ def test_the_formula_counts_sums_of_pieces() -> None:
     ledger = compute_ledger(job)
     assert ledger.phases["backward"].name == "the MLP's last matrix"
     traced = trace_bytes(recipe)["device"]["backward"]
-    assert list_formula(ledger)["backward"] == pytest.approx(traced, rel=0.01)
+    assert list_predicted(ledger)["backward"] == pytest.approx(traced, rel=0.01)
 
 
 def list_cases(quick: str) -> list[Any]:
@@ -178,7 +178,7 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], Estimate]:
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_formula_and_trace_agree_on_a_shipped_recipe(file: Path) -> None:
     result, estimate = trace_file(file)
-    formula = list_formula(estimate.ledger)
+    formula = list_predicted(estimate.ledger)
     differences = {phase: formula[phase] / num_bytes - 1 for phase, num_bytes in result["device"].items()}
     assert {phase: off for phase, off in differences.items() if abs(off) > 0.03} == {}
     assert result["device"].keys() >= {"load", "forward", "backward", "optimizer_step"}
@@ -195,7 +195,7 @@ def test_a_trace_counts_activations_on_a_disk(tmp_path: Path) -> None:
     job = make_job(recipe, read_model_shape(recipe.model.config, "test"), levers)
     assert traced["disk"]["activations"] == compute_activation_file_bytes(job) > 0
     assert 0 <= traced["host"]["forward"] - SWAP_THREADS * SWAP_CHUNK_BYTES < 1 << 20
-    formula = list_formula(compute_ledger(job))
+    formula = list_predicted(compute_ledger(job))
     for phase in ("forward", "backward"):
         assert formula[phase] == pytest.approx(traced["device"][phase], rel=0.03)
     assert list(tmp_path.iterdir()) == []

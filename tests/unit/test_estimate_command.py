@@ -272,7 +272,7 @@ def test_a_model_without_a_formula_is_run_on_sizes(tmp_path: Path) -> None:
     (result,) = json.loads(done.stdout)["results"]
     assert list(result["phases"]) == ["load", "forward", "backward", "optimizer_step"]
     assert max(sum(lines.values()) for lines in result["phases"].values()) == result["gpu_peak_bytes"]
-    assert {"parameters", "saved_by_attention", "gradients"} <= result["phases"]["backward"].keys()
+    assert {"parameters", "attention", "gradients"} <= result["phases"]["backward"].keys()
     assert result["peak_moment"].startswith("backward of ")
 
 

@@ -285,7 +285,7 @@ def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
     strongest = Levers("full", 1, 31, False, True, "cpu")
     assert peak(True) > peak(False)
     for memory_bytes in (peak(False) * 2, peak(False) * 11 // 10, peak(False) // 2):
-        choice = choose_for_job(job, replace(H100, memory_bytes=memory_bytes, host_bytes_per_gpu=10**13), list(COSTS))
+        choice, _ = choose_for_job(job, replace(H100, memory_bytes=memory_bytes, host_bytes_per_gpu=10**13), list(COSTS))
         without = replace(job, levers=replace(choice.levers, tiled_mlp=False))
         with_them = replace(job, levers=choice.levers)
         assert compute_ledger(with_them).gpu_peak_bytes <= compute_ledger(without).gpu_peak_bytes
@@ -333,7 +333,7 @@ def test_tiles_are_large_where_there_is_room() -> None:
     ledgers = [compute_ledger(replace(short, levers=replace(short.levers, large_tiles=each))) for each in (False, True)]
     assert ledgers[1].gpu_peak_bytes > ledgers[0].gpu_peak_bytes + (1 << 30)
     no_room = replace(H200, memory_bytes=ledgers[0].gpu_peak_bytes + ledgers[0].uncertainty_bytes)
-    full = choose_for_job(short, no_room, ["large_tiles"])
+    full, _ = choose_for_job(short, no_room, ["large_tiles"])
     assert (full.levers.large_tiles, full.reasons["large_tiles"]) == (False, "the GPU has no room for them")
     written = choose_levers(load(*words, "memory.large_tiles=false").recipe, LLAMA_8B, H200)
     assert not written.levers.large_tiles

@@ -15,6 +15,7 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import compute_activation_file_bytes, compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.planner.candidates import (
@@ -53,7 +54,7 @@ def test_every_offer_fits_and_is_valid() -> None:
     assert not plan_results.walls
     for each in (*plan_results.by_cost, *plan_results.by_time):
         layout = each.job.layout
-        assert judge(each.job, compute_ledger(each.job), each.gpu).verdict == "fits"
+        assert judge(each.job, measure_ledger(each.job), each.gpu).verdict == "fits"
         assert LLAMA.num_heads % layout.sp_size == 0
         assert REQUEST.max_length % layout.sp_size == 0
         assert each.job.world_size <= {"h100-80gb": 16, "h200": 8, "a100-80gb": 8}[each.gpu.key]
@@ -148,7 +149,7 @@ def test_a_plan_equals_its_recipe(length: int, is_lora: bool, kinds: tuple[str, 
             recipe, request.shape, read_levers(recipe, request.shape)[0], gpus_per_node=each.gpu.gpus_per_node
         )
         assert job == each.job
-        assert judge(job, compute_ledger(job), each.gpu) == each.fit
+        assert judge(job, measure_ledger(job), each.gpu) == each.fit
     assert plan_results.by_cost or plan_results.walls
 
 
@@ -197,7 +198,8 @@ def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[C
             worth = [plan for plan in own if plan.is_justified]
             fewest = min(plan.job.world_size for plan in own)
             best.append(worth[0] if worth else next(plan for plan in own if plan.job.world_size == fewest))
-        return sorted(best, key=lambda plan: (not plan.is_justified, *order(plan)))[:5]
+        shown = sorted(best, key=lambda plan: (not plan.is_justified, *order(plan)))[:5]
+        return [replace(plan, fit=judge(plan.job, measure_ledger(plan.job), plan.gpu)) for plan in shown]
 
     by_cost = list_best(lambda plan: (round_cost(plan.usd_middle), plan.job.num_nodes, plan.seconds))
     return by_cost, list_best(lambda plan: (plan.seconds, plan.usd_middle))

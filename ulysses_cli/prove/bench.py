@@ -17,7 +17,7 @@ import torch
 from ulysses_cli.plan.files import remove_own
 from ulysses_cli.plan.hardware import Gpu, Hardware
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.estimate import explain_memory
@@ -287,7 +287,7 @@ def _name_step(values: Mapping[str, Any], kind: str) -> str:
 
 def _compare_prediction(timed: Timed, job: Job, gpu: Gpu) -> Iterator[tuple[str, Any]]:
     """What `estimate-memory` predicts for this cell. An error above 0 means that the prediction was too high."""
-    speed, ledger = compute_speed(job, gpu), compute_ledger(job)
+    speed, ledger = compute_speed(job, gpu), measure_ledger(job)
     seconds = speed.step_seconds
     yield "predicted_step_seconds", seconds
     yield "predicted_part_seconds", dict(speed.parts)

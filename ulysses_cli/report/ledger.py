@@ -1,5 +1,5 @@
 """Formats predicted memory as plain data and as text: an estimate with its ledger by phase, time, cost and
-suggestion; a traced step, alone or beside the formula; and memory by row length, also as a page with a chart.
+suggestion; a traced step, alone or beside the prediction; and memory by row length, also as a page with a chart.
 Predicts nothing."""
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "host_uncertainty_bytes": fit.host_uncertainty_bytes,
         "peak_phase": ledger.peak.phase,
         "peak_moment": ledger.peak.name,
+        "no_run_because": ledger.missing or None,
         "phases": {phase: dict(moment.lines) for phase, moment in ledger.phases.items()},
         "host_phases": ledger.host_phases,
         "fragmentation_bytes": ledger.fragmentation,
@@ -116,7 +117,8 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         ("model", f"{job.shape.name}, {job.max_length:,} tokens per row, {job.local_tokens:,} per rank; {mesh}"),
         *(("assumed", assumption) for assumption in assumptions),
         ("verdict", format_verdict(estimate)),
-        ("peak", f"in {_spell_key(peak.phase)}, {peak.name}: {largest_text}"),
+        ("peak", f"in {_name_moment(peak)}: {largest_text}"),
+        *([("", f"by formulas: {estimate.ledger.missing}")] if estimate.ledger.missing else []),
         ("host", f"{host} on the fullest node"),
         *([("disk", f"{format_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
         ("longest", _format_longest(estimate)),
@@ -137,6 +139,11 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
     elif fit.verdict != "fits":
         text += "\n\nno lever makes it fit: use more GPUs per row (sp_size), GPUs with more memory, or shorter rows"
     return text
+
+
+def _name_moment(moment: MemorySnapshot) -> str:
+    phase = _spell_key(moment.phase)
+    return moment.name if moment.name.startswith(phase) else f"{phase}, {moment.name}"
 
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
@@ -237,7 +244,7 @@ ON_DISK = {"activations": "what layers save", "states": "the optimizer's states"
 
 def describe_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> dict[str, Any]:
     """`gpu_peak_allocated_bytes` is what torch.cuda.max_memory_allocated would return. `difference` is how far the
-    formula's peak is above the trace's, as a share of the trace's."""
+    predicted peak is above the trace's, as a share of the trace's."""
     phases = dict(trace["device"])
     peak = max(phases.values())
     described = {
@@ -251,14 +258,14 @@ def describe_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> dict[str,
         "from_cache": trace["from_cache"],
     }
     if ledger is not None:
-        formula = list_formula(ledger)
-        described["formula_phases"] = formula
-        described["difference"] = max(formula.values()) / peak - 1
+        predicted = list_predicted(ledger)
+        described["formula_phases"] = predicted
+        described["difference"] = max(predicted.values()) / peak - 1
     return described
 
 
-def list_formula(ledger: Ledger) -> dict[str, int]:
-    """The formula's bytes per phase, without the lines that a trace cannot see: memory outside of torch's tensors."""
+def list_predicted(ledger: Ledger) -> dict[str, int]:
+    """The predicted bytes per phase, without the lines that a trace cannot see: memory outside of torch's tensors."""
     unseen = (*DEVICE_LINES, "cublas_workspace")
     return {
         phase: sum(size for name, size in moment.lines.items() if name not in unseen)
@@ -298,8 +305,7 @@ def _judge(gpu: Gpu, peak: int, uncertainty: int) -> dict[str, Any]:
 def format_moments(results: Sequence[Mapping[str, Any]], moments: Mapping[str, MemorySnapshot]) -> str:
     fullest = max(moments.values(), key=lambda moment: moment.num_bytes)
     first = "the GPU's memory alone, of this model's own layers: time, price and host memory are not predicted for it"
-    peak = f"peak in {fullest.phase.replace('_', ' ')}, {fullest.name}"
-    return f"{format_verdicts(results, first)}\n{peak}\n\n{format_phases(moments)}"
+    return f"{format_verdicts(results, first)}\npeak in {_name_moment(fullest)}\n\n{format_phases(moments)}"
 
 
 def format_verdicts(
@@ -328,7 +334,7 @@ def format_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> str:
         rows.append(("peak", _gib(max(formula.values())), _gib(peak), f"{described['difference']:+.1%}"))
     else:
         rows.append(("peak", "", _gib(peak), ""))
-    text = format_table(("allocated, GiB per GPU", "formula", "trace", "formula is"), rows)
+    text = format_table(("allocated, GiB per GPU", "predicted", "trace", "predicted is"), rows)
     reserved = described["gpu_peak_reserved_bytes"]
     layers = ", ".join(map(str, described["traced_layers"]))
     disk = described["disk_bytes_per_rank"]

@@ -4,7 +4,7 @@ snapshot, and the lines of a snapshot add up to it. Each line is a function in p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -391,6 +391,7 @@ class Ledger:
     phases: dict[str, MemorySnapshot]
     host_phases: dict[str, Lines]
     fragmentation: dict[str, int]
+    missing: str = ""  # why no run on sizes was made, where one was asked for
 
     @cached_property
     def peak(self) -> MemorySnapshot:
@@ -419,30 +420,38 @@ class Ledger:
         return machine.compute_uncertainty(self.peak.lines)
 
 
-def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
-    # what the GPU holds besides torch's tensors grows with them: it is added at the end
+def compute_ledger(job: Job) -> Ledger:
+    """By formulas alone, which a search asks hundreds of times."""
+    return complete_ledger(job, list_fullest(job))
+
+
+def list_fullest(job: Job) -> dict[str, MemorySnapshot]:
+    """Of each phase, by its bytes of torch's tensors: what the GPU holds besides grows with them."""
     fullest: dict[str, MemorySnapshot] = {}
     sizes = dict.fromkeys(PHASES, -1)
     for snapshot in walk_snapshots(job):
         size = snapshot.num_bytes
         if size > sizes[snapshot.phase]:
             sizes[snapshot.phase], fullest[snapshot.phase] = size, snapshot
-    phases = {
-        phase: _complete(job, fullest[phase], expandable=expandable_segments) for phase in PHASES if phase in fullest
-    }
-    allocated = max(sizes.values())
+    return fullest
+
+
+def complete_ledger(job: Job, fullest: Mapping[str, MemorySnapshot], missing: str = "") -> Ledger:
+    """Adds what the GPU holds besides torch's tensors, and the host."""
+    phases = {phase: _complete(job, fullest[phase]) for phase in PHASES if phase in fullest}
+    allocated = max(snapshot.num_bytes for snapshot in fullest.values())
     fragmentation = {
         "expandable_segments": machine.compute_allocator(job, allocated, expandable=True),
         "fixed_segments": machine.compute_allocator(job, allocated, expandable=False),
     }
-    return Ledger(phases, list_host_phases(job, phases), fragmentation)
+    return Ledger(phases, list_host_phases(job, phases), fragmentation, missing)
 
 
-def _complete(job: Job, snapshot: MemorySnapshot, *, expandable: bool) -> MemorySnapshot:
-    """Adds what the GPU holds besides torch's tensors, and leaves out lines that are zero."""
+def _complete(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
+    """Leaves out lines that are zero."""
     lines = {name: size for name, size in snapshot.lines.items() if size}
-    lines["allocator"] = machine.compute_allocator(job, sum(lines.values()), expandable=expandable)
+    lines["allocator"] = machine.compute_allocator(job, sum(lines.values()), expandable=True)
     lines["cuda_context"] = machine.compute_context(job)
     if job.world_size > 1:
         lines["nccl"] = machine.compute_nccl(job)
-    return MemorySnapshot(snapshot.phase, snapshot.name, lines)
+    return snapshot._replace(lines=lines, layer=None)

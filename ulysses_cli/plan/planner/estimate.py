@@ -5,17 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Accuracy, judge_speed, write_levers
-from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
+from ulysses_cli.plan.planner.fit import (
+    ROW_MULTIPLE,
+    Fit,
+    confirm,
+    confirm_length,
+    find_max_length,
+    is_indexable,
+    judge,
+)
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     LeverChoice,
@@ -174,9 +183,8 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         gpu = replace(gpu, usd_low=price, usd_high=price, price_source="run.price_per_gpu_hour", price_date="")
     levers, open_names = read_levers(recipe, shape)
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
-    choice = choose_for_job(job, gpu, open_names)
+    choice, ledger = choose_for_job(job, gpu, open_names)
     settled = replace(job, levers=choice.levers)
-    ledger = compute_ledger(settled)
     fit = judge(settled, ledger, gpu)
     # A longer row, or one that does not fit, leaves no memory for large tiles and early steps.
     frugal = replace(settled, levers=stop_spending(choice.levers, open_names))
@@ -188,8 +196,8 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         ledger=ledger,
         fit=fit,
         speed=compute_speed(settled, gpu),
-        max_length=max(own, find_max_length(frugal, gpu)),
-        max_length_all_levers=max(own, find_longest(frugal, gpu)[0]),
+        max_length=max(own, confirm_length(frugal, gpu, lambda room: (find_max_length(frugal, room), frugal.levers))),
+        max_length_all_levers=max(own, confirm_length(frugal, gpu, partial(find_longest, frugal))),
         suggestion="" if fit.verdict == "fits" else suggest_levers(frugal, gpu),
         better_ring=find_better_ring(settled, gpu),
         host_bound=find_host_bound(settled, gpu),
@@ -211,16 +219,18 @@ def suggest_levers(job: Job, gpu: Gpu) -> str:
     first, also where the recipe asks for it."""
     open_names = [name for name in COSTS if name != "offload_param"]
     for has_disk in dict.fromkeys((job.has_disk, True)):
-        tried = replace(job, levers=stop_spending(job.levers), has_disk=has_disk)
-        levers = find_cheapest(tried, gpu, open_names) or find_cheapest(tried, gpu, list(COSTS))
-        if levers is None:
-            continue
-        levers = keep_spending(replace(job, has_disk=has_disk), gpu, levers)
-        tried = replace(tried, levers=levers)
-        if judge(tried, compute_ledger(tried), gpu).verdict == "fits":
-            lines = write_levers(levers, job.levers)
+        spending = replace(job, has_disk=has_disk)
+        given = replace(spending, levers=stop_spending(job.levers))
+
+        def propose(room: Gpu, given: Job = given, spending: Job = spending) -> Job:
+            levers = find_cheapest(given, room, open_names) or find_cheapest(given, room, list(COSTS))
+            return given if levers is None else replace(given, levers=keep_spending(spending, room, levers))
+
+        found, ledger = confirm(propose, gpu)
+        if judge(found, ledger, gpu).verdict == "fits":
+            lines = write_levers(found.levers, job.levers)
             if has_disk and not job.has_disk:
-                needed = compute_node_disk_bytes(tried) / GIB
+                needed = compute_node_disk_bytes(found) / GIB
                 lines.append(f"  nvme_path: {DISK}  # a folder on a local disk with {needed:,.0f} GiB free")
             return "\n".join(lines) + "\n"
     return ""
@@ -229,7 +239,7 @@ def suggest_levers(job: Job, gpu: Gpu) -> str:
 def explain_memory(recipe: Recipe, shape: ModelShape, levers: Levers, gpu: Gpu) -> str:
     """After memory ran out: the ledger's largest lines, and the cheapest change that needs less than this attempt."""
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
-    ledger = compute_ledger(job)
+    ledger = measure_ledger(job)
     largest = sorted(ledger.peak.lines.items(), key=lambda line: -line[1])[:3]
     lines = ", ".join(f"{name} {num_bytes / GIB:.1f} GiB" for name, num_bytes in largest)
     tried = replace(gpu, memory_bytes=min(gpu.memory_bytes, int(LESS * ledger.gpu_peak_bytes)))

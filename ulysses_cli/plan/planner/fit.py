@@ -9,6 +9,7 @@ from typing import Literal
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.rows.indexing import RowSizes, has_untried, list_excess
 
@@ -102,6 +103,36 @@ def try_levers(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
     """The job's fit with other levers; None where no kernel can index it."""
     tried = replace(job, levers=levers)
     return judge(tried, compute_ledger(tried), gpu) if is_indexable(tried) else None
+
+
+LEAST_LESS = 512  # a share of a GPU: a smaller change of its room would propose the same again
+
+
+def confirm(propose: Callable[[Gpu], Job], gpu: Gpu) -> tuple[Job, Ledger]:
+    """What formulas propose for a GPU, and what it needs when it runs on sizes. Where that is more than formulas said,
+    and too much, they propose for a GPU with as much less, until a proposal fits or formulas know of none."""
+    room = gpu
+    while True:
+        job = propose(room)
+        ledger, by_formula = measure_ledger(job), compute_ledger(job)
+        if judge(job, ledger, gpu).verdict == "fits" or judge(job, by_formula, room).verdict != "fits":
+            return job, ledger
+        excess = ledger.gpu_peak_bytes + ledger.uncertainty_bytes
+        excess -= by_formula.gpu_peak_bytes + by_formula.uncertainty_bytes
+        most = room.memory_bytes - gpu.memory_bytes // LEAST_LESS
+        room = replace(gpu, memory_bytes=min(gpu.memory_bytes - excess, most))
+
+
+def confirm_length(job: Job, gpu: Gpu, propose: Callable[[Gpu], tuple[int, Levers]]) -> int:
+    """The longest row, of those that are proposed with their levers; 0 where none fits."""
+    multiple = job.layout.sp_size * ROW_MULTIPLE
+
+    def propose_job(room: Gpu) -> Job:
+        length, levers = propose(room)
+        return replace(job, max_length=length or multiple, levers=levers)
+
+    longest, ledger = confirm(propose_job, gpu)
+    return longest.max_length if judge(longest, ledger, gpu).verdict == "fits" else 0
 
 
 def find_max_length(job: Job, gpu: Gpu, holds: Callable[[Job, Gpu], bool] = fits) -> int:

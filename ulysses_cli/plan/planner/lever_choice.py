@@ -14,12 +14,22 @@ from typing import Any
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, is_tried, judge, try_levers
+from ulysses_cli.plan.planner.fit import (
+    ROW_MULTIPLE,
+    Fit,
+    confirm,
+    find_max_length,
+    is_indexable,
+    is_tried,
+    judge,
+    try_levers,
+)
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.plan.units import format_count
@@ -164,10 +174,18 @@ def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> LeverCh
     levers, open_names = read_levers(recipe, shape)
     if gpu is None:
         return LeverChoice(levers, dict.fromkeys(open_names, "off: no GPU is named"), None)
-    return choose_for_job(make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node), gpu, open_names)
+    return choose_for_job(make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node), gpu, open_names)[0]
 
 
-def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
+def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[LeverChoice, Ledger]:
+    """What formulas propose and a run on sizes confirms, and that run's ledger."""
+    settled, ledger = confirm(lambda room: replace(job, levers=_propose(job, room, open_names)), gpu)
+    fit = judge(settled, ledger, gpu)
+    reasons = {name: _explain(settled, gpu, name, fit) for name in open_names}
+    return LeverChoice(settled.levers, reasons, fit), ledger
+
+
+def _propose(job: Job, gpu: Gpu, open_names: list[str]) -> Levers:
     chosen = find_cheapest(job, gpu, open_names)
     if chosen is None:  # nothing fits: the levers that come nearest
         tried = [job.levers, *(replace(job.levers, **each) for each in list_last_measures(job, open_names))]
@@ -177,10 +195,7 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
         least = judge_levers(chosen)
         if least is not None and least.spare_bytes >= 0 and "offloaded_layers" in open_names:  # the host is the wall
             chosen, _ = offload_least(chosen, least, judge_levers)
-    chosen = spend_what_is_left(job, gpu, chosen, open_names)
-    settled = replace(job, levers=chosen)
-    fit = judge(settled, compute_ledger(settled), gpu)
-    return LeverChoice(chosen, {name: _explain(settled, gpu, name, fit) for name in open_names}, fit)
+    return spend_what_is_left(job, gpu, chosen, open_names)
 
 
 def find_cheapest(
@@ -350,9 +365,8 @@ def list_smallest(job: Job) -> list[Levers]:
 
 
 def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
-    """The longest row with any levers, never shorter than with the given ones; and those levers, of which fewer layers
-    than their number may need offloading. Each set is tried with a row longer than the best so far; its own longest row
-    is searched only if that fits."""
+    """The longest row with any levers, never shorter than with the given ones; and those levers. Each set is tried with
+    a row longer than the best so far; its own longest row is searched only if that fits."""
     best, chosen = find_max_length(job, gpu), job.levers
     multiple = job.layout.sp_size * ROW_MULTIPLE
     for levers in list_strongest(job):
@@ -360,7 +374,7 @@ def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
         longer = best + max(1, best // multiple // 256) * multiple
         if _fits_somehow(replace(tried, max_length=longer), gpu):
             best, chosen = max(longer, find_max_length(tried, gpu, _fits_somehow)), levers
-    return best, chosen
+    return best, next(_walk_fitting(replace(job, max_length=best, levers=chosen), gpu), chosen) if best else chosen
 
 
 def _list_left(given: Levers, open_names: list[str]) -> list[str]:
@@ -370,8 +384,12 @@ def _list_left(given: Levers, open_names: list[str]) -> list[str]:
 
 def _fits_somehow(job: Job, gpu: Gpu) -> bool:
     """With that many layers offloaded, or fewer."""
+    return any(True for _ in _walk_fitting(job, gpu))
+
+
+def _walk_fitting(job: Job, gpu: Gpu) -> Iterator[Levers]:
     fits = walk_fits(job, [job.levers], partial(try_levers, job, gpu), is_open=True)
-    return any(fit.verdict == "fits" for _, fit in fits)
+    return (levers for levers, fit in fits if fit.verdict == "fits")
 
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
@@ -443,10 +461,10 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
         return "without it a kernel would see 2^31 elements"
     if name in ("tiled_loss", "tiled_mlp") and not is_tried(without):
         return "without it a tensor would have 2^31 elements, which no run has shown to be right"
-    peak = compute_ledger(without).gpu_peak_bytes
     if is_last_measure(name, value) and (needs := _find_host_need(without, gpu) / GIB):
         has = gpu.get_host_bytes(job.world_size) / GIB
         with_it = fit.host_peak_bytes / GIB
         return f"{instead} a node would need {needs:,.0f} GiB of host memory of {has:,.0f}, with it {with_it:,.0f}"
+    peak = measure_ledger(without).gpu_peak_bytes
     gain = f"without it the peak would be {peak / GIB:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
     return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain

@@ -164,7 +164,7 @@ def find_layout_inside(job: Job, gpu: Gpu, base: Job, open_names: list[str]) -> 
         return None
     kept, rest = divmod(job.accumulation * own.dp_size, layout.dp_size)
     tried = replace(base, layout=layout, accumulation=kept if kept and not rest else job.accumulation)
-    choice = choose_for_job(tried, gpu, open_names)
+    choice, _ = choose_for_job(tried, gpu, open_names)
     if choice.fit is None or choice.fit.verdict != "fits":
         return None
     rows, own_rows = tried.accumulation * layout.dp_size, job.accumulation * own.dp_size

@@ -32,7 +32,7 @@ from ulysses_cli.plan.planner.candidates import (
     round_cost,
     write_draft,
 )
-from ulysses_cli.plan.planner.fit import Fit, is_indexable, is_tried, judge
+from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_indexable, is_tried, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     find_cheapest,
@@ -80,7 +80,7 @@ class Contest:
         ]
         heapq.heapify(heap)
         found: dict[str, Candidate] = {}
-        others: dict[str, list[Candidate]] = {}
+        others: dict[str, list[tuple[int, Candidate]]] = {}
         while heap and len(found) < limit:
             _, number, plan = heapq.heappop(heap)
             kind = self.groups[number][0][1].key
@@ -90,16 +90,34 @@ class Contest:
                 plan = self._choose(number)
                 if plan is not None:
                     heapq.heappush(heap, (order(plan), number, plan))
-            elif plan.is_justified:
-                found[kind] = plan
-            else:
-                others.setdefault(kind, []).append(plan)
+            elif not plan.is_justified:
+                others.setdefault(kind, []).append((number, plan))
+            elif (measured := self._measure(number, plan)) is not None:
+                if order(measured) > order(plan):  # it needs more levers than formulas said
+                    heapq.heappush(heap, (order(measured), number, measured))
+                else:
+                    found[kind] = measured
         fewest = [
-            min(plans, key=lambda plan: (plan.job.world_size, order(plan)))
+            measured
             for kind, plans in others.items()
             if kind not in found
+            for number, plan in sorted(plans, key=lambda each: (each[1].job.world_size, order(each[1])))[:1]
+            if (measured := self._measure(number, plan)) is not None
         ]
         return [*found.values(), *sorted(fewest, key=order)][:limit]
+
+    def _measure(self, number: int, plan: Candidate) -> Candidate | None:
+        """The plan as a run on sizes confirms it, with more levers where it must; None where none are enough."""
+        job = next(job for job, _ in self.groups[number] if job.layout == plan.job.layout)
+
+        def propose(room: Gpu) -> Job:
+            proposed = find_fit(self.request, self._get_ledgers(job), room)
+            return plan.job if proposed is None else proposed.job
+
+        settled, ledger = confirm(propose, plan.gpu)
+        fit = judge(settled, ledger, plan.gpu)
+        speed = compute_speed(settled, plan.gpu)
+        return replace(plan, job=settled, fit=fit, speed=speed) if fit.verdict == "fits" else None
 
     def list_tried(self, gpu: Gpu | None = None) -> list[Candidate]:
         """The plan or the nearest miss of every layout; of one kind of GPU if one is given."""
@@ -372,10 +390,17 @@ def _find_longest(request: PlanRequest, offer: Offer) -> Longest | None:
                 best = length, replace(job, levers=levers, max_length=length)
     if best is None:
         return None
-    cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))
-    settled = replace(best[1], levers=cheapest or best[1].levers)
-    fit, speed = judge(settled, compute_ledger(settled), offer.gpu), compute_speed(settled, offer.gpu)
-    return Longest(Candidate(offer.gpu, settled, fit, speed, request.num_tokens), best[0], request)
+    longest = best[1]
+    if length := confirm_length(longest, offer.gpu, partial(find_longest, longest)):
+        longest = replace(longest, max_length=min(length, best[0]))
+
+    def propose(room: Gpu) -> Job:
+        cheapest = find_cheapest(replace(longest, levers=Levers()), room, list(COSTS))
+        return replace(longest, levers=cheapest or longest.levers)
+
+    settled, ledger = confirm(propose, offer.gpu)
+    fit, speed = judge(settled, ledger, offer.gpu), compute_speed(settled, offer.gpu)
+    return Longest(Candidate(offer.gpu, settled, fit, speed, request.num_tokens), longest.max_length, request)
 
 
 def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str) -> tuple[Draft, tuple[str, ...]]:

@@ -209,6 +209,15 @@ def plan_keys(
     return KeyPlan(tuple(parts), count_tokens(keys[rank]), moves)
 
 
+def list_dearest(row_tokens: int, num_rows: int, *, shares_prompts: bool) -> tuple[tuple[int, ...], Shared]:
+    """Documents of rows that need the most memory, and how many tokens each shares: one document fills a row; where
+    answers share a prompt, the longest one, whose keys are copied for a second answer."""
+    answer = row_tokens // 64
+    if not shares_prompts or not answer:
+        return (row_tokens,) * num_rows, (0,) * num_rows
+    return (row_tokens - answer, answer) * num_rows, (0, row_tokens - 2 * answer) * num_rows
+
+
 def fill_shared(shared: Shared, lengths: Sequence[int]) -> Shared:
     return tuple(shared) or (0,) * len(lengths)
 

@@ -154,7 +154,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
 
     from ulysses_cli.data.steps import MicroBatch
     from ulysses_cli.plan.resolved import choose_layout, settle
-    from ulysses_cli.plan.rows.ring import Ring, deal_rows
+    from ulysses_cli.plan.rows.ring import Ring, deal_rows, list_dearest
     from ulysses_cli.prove.trace.fake_device import DEVICE, make_parts
     from ulysses_cli.train.model.build import build
     from ulysses_cli.train.processes.groups import make_groups
@@ -183,9 +183,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     engine, wrapped = built.engine, built.engine.wrapped
     numbers = np.zeros((batch, local), np.int64)
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
-    lengths, shared = (tokens,) * batch, (0,) * batch
-    if plan.resolved.shares_prompts:  # the longest prompt, whose keys are copied for a second answer
-        lengths, shared = (tokens - tokens // 64, tokens // 64) * batch, (0, tokens - tokens // 32) * batch
+    lengths, shared = list_dearest(tokens, batch, shares_prompts=plan.resolved.shares_prompts)
     order = deal_rows(lengths, batch, Ring(layout.ring_size, shape.window_counts), shared)
     rows = MicroBatch(numbers, numbers, positions, lengths, tuple(range(batch)), order, shared=shared)
     for name, phases in (("backward", ("backward",)), ("step", (HELD, "optimizer_step"))):

@@ -21,7 +21,7 @@ from ulysses_cli.plan.attention import list_needs
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.ledger.job import is_known, make_job
 from ulysses_cli.plan.ledger.layer import is_one_kernel
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
@@ -294,7 +294,7 @@ def describe_plain_norms(plan: RunPlan, choice: ElementwiseChoice, norms: Collec
     plain = replace(job, fused_norms=False)
     if is_served or is_one_kernel(job) == is_one_kernel(plain):
         return ""
-    planned, needed = (compute_ledger(each).gpu_peak_bytes for each in (job, plain))
+    planned, needed = (measure_ledger(each).gpu_peak_bytes for each in (job, plain))
     return (
         f"norms run by transformers' own code, which takes {(needed - planned) / GIB:.2f} GiB more at the peak than "
         f"the plan counts: {needed / GIB:.2f} GiB in all; model.fused_kernels=false plans with it"

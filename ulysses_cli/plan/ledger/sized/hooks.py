@@ -28,12 +28,11 @@ PARAMETERS, GATHERED, SECOND = (
 GRADIENTS, BUCKET, FLUSHED = ((ENGINE, line) for line in ("gradients", "reduce_bucket", "reduce_flush"))
 MASTER, MOMENTS, STEPPED = ((ENGINE, line) for line in ("optimizer_master", "optimizer_adam", "optimizer_transients"))
 INPUTS, TRANSIENTS = (ENGINE, "inputs"), (ENGINE, "engine_transients")
-PASSES = ("forward", "evaluation")
 ALIKE = {
     **dict.fromkeys(("self_attn", "attention", "attn", "linear_attn"), "attention"),
     **dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "mlp"),
 }
-RESIDUAL, LOGITS = "residual", "logits"
+RESIDUAL, LOGITS, SAVED_INPUTS = "residual", "logits", "saved_layer_inputs"
 AFTER_NUMBER = re.compile(r"\.\d+(?:\.(\w+))?")
 
 
@@ -58,13 +57,16 @@ def find_part(path: str) -> str:
 
 
 def name_line(tag: Tag, phase: str) -> str:
+    """What a forward makes has its part's name in all phases: in the backward it is what was saved."""
     kind, path = tag
     if kind == ENGINE:
         return path
     part = find_part(path)
-    if kind == FORWARD and phase not in PASSES:
-        return "saved_layer_inputs" if part == RESIDUAL else f"saved_by_{part}"
-    return {RECOMPUTED: f"recomputed_{part}", GRADIENT: f"gradients_of_{part}"}.get(kind, part)
+    if part == LOGITS:
+        return part
+    if kind in (RECOMPUTED, GRADIENT):
+        return f"recomputed_{part}" if kind == RECOMPUTED else f"gradients_of_{part}"
+    return SAVED_INPUTS if part == RESIDUAL and phase != "evaluation" else part
 
 
 def name_moment(tag: Tag) -> str:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import machine as gpu
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, make_job
+from ulysses_cli.plan.ledger.ledger import Ledger, complete_ledger, list_fullest
 from ulysses_cli.plan.ledger.sized.depth import (
     LOAD,
     SECOND_PASS,
@@ -39,7 +40,7 @@ from ulysses_cli.plan.ledger.sized.step import DTYPES, Recording, SizedRun, alon
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.rows.ring import count_held_keys, deal_row
+from ulysses_cli.plan.rows.ring import count_held_keys, deal_row, list_dearest
 from ulysses_cli.plan.sizes.autograd import GRADIENT
 from ulysses_cli.plan.sizes.sources import ModelSources
 from ulysses_cli.plan.sizes.tensor import Running, Tag, UnknownOperator
@@ -60,8 +61,11 @@ def _find_widest(job: Job) -> list[int]:
     shape, layout, size = job.shape, job.layout, job.layout.ulysses_size
     chunks = _load_heads().plan_heads(shape.num_heads, shape.num_kv_heads, size, job.levers.head_chunks).chunks
     heads = [max(chunk.keys[rank].num_heads for chunk in chunks) for rank in range(size)]
-    lengths, window = (job.max_length,), shape.window_counts[0][0]
-    order = deal_row(lengths, job.make_ring())
+    (lengths, shared), window = (
+        list_dearest(job.max_length, 1, shares_prompts=job.shares_prompts),
+        shape.window_counts[0][0],
+    )
+    order = deal_row(lengths, job.make_ring(), shared)
     keys = [count_held_keys(lengths, order, window, rank) for rank in range(layout.ring_size)]
     return [
         outer * size + inner
@@ -219,6 +223,7 @@ class Kept:
 
 
 STACKS, RECORDINGS, WALKS = Kept(64), Kept(256), Kept(256)
+RUN = frozenset({"forward", "backward", "optimizer_step", "evaluation"})  # the phases that a run goes through
 
 
 def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
@@ -348,11 +353,26 @@ def find_moments(job: Job) -> dict[str, MemorySnapshot]:
         for phase, moment in moments.items():
             if phase not in found or moment.num_bytes > found[phase].num_bytes:
                 found[phase] = moment
-    return {phase: moment._replace(lines=_add_device_lines(job, moment)) for phase, moment in found.items()}
+    return found
 
 
-def _add_device_lines(job: Job, moment: MemorySnapshot) -> dict[str, int]:
+def measure_ledger(job: Job) -> Ledger:
+    """What a job needs, as its own code takes it. Formulas tell of loading and saving, which no run does, and of all
+    phases where a part of the job has no sizes."""
+    fullest, missing = list_fullest(job), ""
+    try:
+        moments = find_moments(job)
+        cublas = {"cublas_workspace": gpu.compute_cublas(job)}
+        for phase in RUN & moments.keys() & fullest.keys():
+            fullest[phase] = moments[phase]._replace(lines={**moments[phase].lines, **cublas})
+    except UnknownOperator as error:
+        missing = str(error)
+    return complete_ledger(job, fullest, missing)
+
+
+def add_device_lines(job: Job, moment: MemorySnapshot) -> MemorySnapshot:
+    """Of a model that no formula describes."""
     lines = {**moment.lines, "cublas_workspace": gpu.compute_cublas(job)}
     lines["allocator"] = sum(lines.values()) // 100
     lines["cuda_context"] = gpu.compute_context(job)
-    return {**lines, "nccl": gpu.compute_nccl(job)} if job.world_size > 1 else lines
+    return moment._replace(lines={**lines, "nccl": gpu.compute_nccl(job)} if job.world_size > 1 else lines)

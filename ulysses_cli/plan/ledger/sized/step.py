@@ -25,7 +25,7 @@ from ulysses_cli.plan.ledger.sized.hooks import (
     tagged,
 )
 from ulysses_cli.plan.recipe.sections import Lora
-from ulysses_cli.plan.rows.ring import Ring, deal_rows
+from ulysses_cli.plan.rows.ring import deal_rows, list_dearest
 from ulysses_cli.plan.sizes import nn, selection
 from ulysses_cli.plan.sizes.autograd import Function, grad_mode
 from ulysses_cli.plan.sizes.library import CustomOperator, Namespace, Nothing, Unknown
@@ -394,11 +394,11 @@ class SizedRun:
 
     def _make_rows(self) -> tuple[Any, ...]:
         job = self.job
-        lengths, ring = (job.max_length,) * job.batch, Ring(job.layout.ring_size, job.shape.window_counts)
-        order = deal_rows(lengths, job.batch, ring)
+        lengths, shared = list_dearest(job.max_length, job.batch, shares_prompts=job.shares_prompts)
+        order = deal_rows(lengths, job.batch, job.make_ring(), shared)
         with tagged(*INPUTS):
             ids, positions, labels = (make((job.batch, job.max_length // job.layout.sp_size), INT64) for _ in range(3))
-            documents = self._load("attention.documents").make_documents(lengths, DEVICE, order=order)
+            documents = self._load("attention.documents").make_documents(lengths, DEVICE, order=order, shared=shared)
         return ids, positions, labels, documents
 
     def step(self) -> None:
