@@ -74,7 +74,7 @@ def draw_memory_by_phase(theme: Theme) -> str:
         base = 0.0
         for colour, size in zip(theme.series, groups.values(), strict=False):
             top, bottom = axis.place(base + size), axis.place(base)
-            if size:
+            if round(bottom - top, 1):
                 parts.append(
                     draw_box(
                         *(round(value, 1) for value in (middle - BAR_WIDTH / 2, top, BAR_WIDTH, bottom - top)),

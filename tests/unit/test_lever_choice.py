@@ -285,7 +285,9 @@ def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
     strongest = Levers("full", 1, 31, False, True, "cpu")
     assert peak(True) > peak(False)
     for memory_bytes in (peak(False) * 2, peak(False) * 11 // 10, peak(False) // 2):
-        choice, _ = choose_for_job(job, replace(H100, memory_bytes=memory_bytes, host_bytes_per_gpu=10**13), list(COSTS))
+        choice, _ = choose_for_job(
+            job, replace(H100, memory_bytes=memory_bytes, host_bytes_per_gpu=10**13), list(COSTS)
+        )
         without = replace(job, levers=replace(choice.levers, tiled_mlp=False))
         with_them = replace(job, levers=choice.levers)
         assert compute_ledger(with_them).gpu_peak_bytes <= compute_ledger(without).gpu_peak_bytes
