@@ -16,7 +16,7 @@ from support.tiers import count_examples
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.elementwise import operators as tile_losses
 from ulysses_cli.train.elementwise.operators import compile_once, compute_losses
 from ulysses_cli.train.loss import HeadRule, Loss, Places, PlainLoss, compute_token_losses

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from support.families import make_config
-from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.attention import ring
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention

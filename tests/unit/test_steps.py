@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.data.steps import IGNORE_INDEX, NO_ROW, Batching, plan_longest, plan_step, read_micro_batch
+from ulysses_cli.data.steps import NO_ROW, Batching, plan_longest, plan_step, read_micro_batch
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

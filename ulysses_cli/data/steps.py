@@ -17,10 +17,9 @@ from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import Resolved
-from ulysses_cli.plan.rows.packing import RowCost, locate_row, share_rows
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX, RowCost, locate_row, share_rows
 from ulysses_cli.plan.rows.ring import ALONE, Order, Ring, Shared, cut_runs, deal_row, deal_rows
 
-IGNORE_INDEX = -100  # label of a position without a target, as in torch's cross_entropy
 NO_ROW = -1  # in StepPlan.shares: a row of padding, which has no label
 Numbers = NDArray[np.int64]
 

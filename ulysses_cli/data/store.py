@@ -19,10 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.problem import Where
-from ulysses_cli.plan.rows.packing import Piece, RowPieces
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX, Piece, RowPieces
 
 FORMAT = 7
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.data.store import PackedRows
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 
 Numbers = NDArray[np.int64]
 Labelled = tuple[Numbers, Numbers]  # tokens, and the label of each position

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ulysses_cli.data.steps import IGNORE_INDEX, MicroBatch, Numbers
+from ulysses_cli.data.steps import MicroBatch, Numbers
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.clock import part_of_step
 from ulysses_cli.train.loss import Objective, Places

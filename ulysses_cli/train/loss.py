@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ulysses_cli.data.steps import IGNORE_INDEX, MicroBatch, Numbers, StepPlan
+from ulysses_cli.data.steps import MicroBatch, Numbers, StepPlan
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 
 TokenLoss = Callable[[Tensor], Tensor]
 

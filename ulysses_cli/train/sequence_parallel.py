@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.plan.attention import BACK_ENDS, list_needs
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
 from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, choose_kernel, join_presence, read_presence

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+IGNORE_INDEX = -100  # label of a position without a target, as in torch's cross_entropy
 NUM_TRIES = 24  # rows with the least work that are tried for a large piece before the fullest row that fits
 WORD_BITS = 1024
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ulysses_cli.data.sources import open_source
-from ulysses_cli.data.steps import IGNORE_INDEX, Batching, make_eval_batching, plan_step, read_micro_batch
+from ulysses_cli.data.steps import Batching, make_eval_batching, plan_step, read_micro_batch
 from ulysses_cli.data.store import TARGET, Flags, Ids, RowSlice
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.tokenizer import get_variables, load_tokenizer, read_stop_tokens
@@ -31,6 +31,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.sections import Dataset
 from ulysses_cli.plan.resolved import choose_layout, settle
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.readers.columns import Reading
 from ulysses_cli.readers.problems import DataError

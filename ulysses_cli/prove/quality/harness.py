@@ -15,10 +15,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.data.tokenizing.renderer import Renderer, TemplateProblem
 from ulysses_cli.data.tokenizing.tokenizer import get_variables
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.prove.quality.documents import CutDocument, EvaluatedModel, measure_documents
 from ulysses_cli.train.generation.questions import Answer, Question, answer_questions

@@ -18,8 +18,8 @@ from torch import Tensor, library, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.plan.rows.indexing import RMS_NORM, split_rows
+from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import walk_blocks
 from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_token_loss

@@ -479,7 +479,8 @@ def recognise_norm(norm_class: Any) -> str | None:
 
 
 def _give_others(add_leaf: Callable[[SizedModule], None]) -> dict[str, Namespace]:
-    """What this package's levers import of DeepSpeed, and what compares values of ranks, which nothing here has."""
+    """What this package's levers import of DeepSpeed, what compares values of ranks, which nothing here has, and types
+    of rows, which numpy has made."""
 
     def set_leaf(module: SizedModule, flag: bool = True) -> None:
         add_leaf(module)
@@ -488,6 +489,7 @@ def _give_others(add_leaf: Callable[[SizedModule], None]) -> dict[str, Namespace
     consistency = "ulysses_cli.train.processes.consistency"
     return {
         consistency: Namespace(consistency),
+        "ulysses_cli.data.steps": Namespace("steps"),
         "deepspeed.runtime.zero": Namespace("deepspeed.runtime.zero", linear=linear),
         "deepspeed.utils": Namespace("deepspeed.utils", set_z3_leaf_module=set_leaf),
     }
