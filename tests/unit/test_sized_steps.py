@@ -1,4 +1,5 @@
-"""Runs on sizes: layers that are alike run once, and what is kept of a run serves others."""
+"""Runs on sizes: layers that are alike run once, what is kept of a run serves others, and what formulas propose is
+confirmed."""
 
 import json
 import sys
@@ -7,24 +8,25 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.random_recipes import YARDSTICK, read_recipe
+from support.random_recipes import YARDSTICK, make_drawn_job, read_recipe
 from support.tiers import sample
 from support.training import make_recipe
 
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.sized import moments
-from ulysses_cli.plan.ledger.sized.moments import join, run_step
+from ulysses_cli.plan.ledger.sized.moments import join, measure_ledger, run_step
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.estimate import compute_estimate
-from ulysses_cli.plan.planner.lever_choice import read_levers
+from ulysses_cli.plan.planner.fit import confirm_length, find_max_length, judge
+from ulysses_cli.plan.planner.lever_choice import COSTS, choose_for_job, read_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 
 sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
 
-BESIDE_TENSORS = {"cuda_context", "allocator"}
 ROWS: list[dict[str, Any]] = json.loads(YARDSTICK.read_text())["rows"]
 
 
@@ -105,6 +107,27 @@ def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pyt
         for name in ("STACKS", "RECORDINGS", "WALKS"):
             monkeypatch.setattr(moments, name, moments.Kept(1))
         assert join(each, 0).measure() == found
+
+
+def test_what_a_run_refutes_is_proposed_anew() -> None:
+    """Of one recipe formulas say 2 % less than its own code takes."""
+    drawn = [row["recipe"] for row in ROWS if row["recipe"]["model"]["config"]["model_type"] == "falcon_h1"]
+    jobs = [make_drawn_job(read_recipe(recipe)) for recipe in drawn]
+    job = max(jobs, key=lambda each: measure_ledger(each).gpu_peak_bytes / compute_ledger(each).gpu_peak_bytes)
+    formula = compute_ledger(job)
+    room = formula.gpu_peak_bytes + formula.uncertainty_bytes + (1 << 20)
+    gpu = replace(load_hardware().get_gpu("h100-80gb"), memory_bytes=room, host_bytes_per_gpu=10**12)
+
+    def judge_run(tried: Job) -> str:
+        return judge(tried, measure_ledger(tried), gpu).verdict
+
+    assert (judge(job, formula, gpu).verdict, judge_run(job)) == ("fits", "too_close")
+    choice, ledger = choose_for_job(job, gpu, list(COSTS))
+    settled = replace(job, levers=choice.levers)
+    assert (settled != job, judge_run(settled), ledger) == (True, "fits", measure_ledger(settled))
+    longest = confirm_length(job, gpu, lambda less: (find_max_length(job, less), job.levers))
+    assert 0 < longest < find_max_length(job, gpu)
+    assert judge_run(replace(job, max_length=longest)) == "fits"
 
 
 MEASURED = [
