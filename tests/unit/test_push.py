@@ -1,6 +1,8 @@
 """Tests publishing against a stand-in of the hub's HTTP interface, by the hub's own client."""
 
+import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import huggingface_hub.repocard_data
 import pytest
 import yaml
 from support.commands import run
@@ -20,7 +23,10 @@ from support.run_directory import write_run
 from support.tiers import sample, sample_every
 
 from ulysses_cli.commands.children import training
+from ulysses_cli.commands.children.evaluating import keep_in_run
 from ulysses_cli.commands.children.publishing import OF_A_MODEL, HubModels
+from ulysses_cli.evaluate.summary import summarize
+from ulysses_cli.plan.models.model_files import fingerprint_weights
 from ulysses_cli.plan.problem import DONE
 from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_summary import load_run, summarize_run
@@ -86,6 +92,41 @@ def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Pat
     assert "Reported and published" in page
     assert "hub me/mine" in page
     assert TOKEN not in page
+
+
+def test_the_hub_shows_what_was_found_on_these_weights_alone(run_dir: Path) -> None:
+    """The reference is the hub's own reader of cards."""
+    checkpoint = run_dir / "checkpoints" / "step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (run_dir / "model" / MODEL_FACTS).write_text('{"step": 3}')
+    digest = hashlib.sha256(b"{}").hexdigest()[:12]
+    answer = {"is_greedy": None, "answer": "so", "seconds": 1.0, "depths": []}
+
+    def keep(name: str, task: str, settings: dict[str, Any], **more: Any) -> None:
+        scores = summarize([{**answer, "task": task, "length": 4096, "score": score} for score in (1.0, 0.5)])
+        facts = {"subject": name, "seconds": 1.0, "num_ranks": 1, "settings": settings}
+        keep_in_run(str(run_dir / name), [task], {**scores, **facts, **more})
+
+    keep("model", "vt", {"weights": fingerprint_weights(run_dir / "model")})
+    losses = [{"length": 512, "from": start, "to": 512, "loss": 2.0 + start} for start in (0, 256)]
+    harness = [{"task": "arc", "metric": "acc", "value": 0.25}, {"task": "arc", "metric": "odd", "value": math.nan}]
+    exported = {"model": {"name_or_path": f"runs/evaluations/step-3-{digest}"}, "weights": "elsewhere"}
+    keep("checkpoints/step-3", "cwe: a", exported, losses=losses, lm_eval=harness)
+    keep("checkpoints/step-2", "fwe", {"model": {"name_or_path": "runs/evaluations/step-3-0123456789ab"}})
+    shown = run("push", str(run_dir), "--dry-run", "--repo", "team/x")
+    data = huggingface_hub.ModelCard(shown.stdout[shown.stdout.index("---\n") :]).data
+    assert data.model_name == "x"
+    assert data.eval_results is not None
+    assert {(each.dataset_name, each.metric_type): each.metric_value for each in data.eval_results} == {
+        ("vt, 4,096 tokens", "score"): 0.75, ("cwe: a, 4,096 tokens", "score"): 0.75, ("arc", "acc"): 0.25,
+        ("held-out documents, 512 tokens", "loss"): 2.0,
+    }  # fmt: skip
+    index = huggingface_hub.repocard_data.eval_results_to_model_index("x", data.eval_results)
+    assert index == data.to_dict()["model-index"]
+    os.utime(run_dir / "model" / "model.safetensors", (1, 1))  # written again
+    (checkpoint / "manifest.json").write_text('{"later": 1}')
+    assert "model-index" not in run("push", str(run_dir), "--dry-run").stdout
 
 
 def test_a_dry_run_shows_everything_and_asks_nothing(

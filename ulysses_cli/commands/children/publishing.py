@@ -5,7 +5,9 @@ message."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ulysses_cli.plan.files import describe_special, read_regular
-from ulysses_cli.plan.models.model_files import find_damaged_weights
+from ulysses_cli.plan.models.model_files import find_damaged_weights, fingerprint_weights
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.resolved import changes_positions
 from ulysses_cli.plan.rules.files import HUB_NAME
@@ -29,6 +31,7 @@ from ulysses_cli.plan.rules.public_names import (
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.report.run_summary import RecordedRun, list_values, load_run
+from ulysses_cli.run.checkpoints import MANIFEST, get_folder, read_model_steps
 from ulysses_cli.run.records import note_notification
 
 PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt; each has retries of its own
@@ -281,6 +284,7 @@ def complete_card(card: str, name: str, run: RecordedRun, folder: Path, licence:
     datasets = list_public_datasets(recipe.get("data", {}).get("datasets", ()))
     named = [path for path in datasets if "/" in path]
     keys += ["datasets:", *(f"- {path}" for path in named)] if named else []
+    keys += _write_scores(name, list_own_evaluations(run, folder))
     sections = [
         *_write_data(run, datasets),
         *_write_losses(run),
@@ -290,6 +294,63 @@ def complete_card(card: str, name: str, run: RecordedRun, folder: Path, licence:
     ]
     before, heading, after = body.partition(LAST_HEADING)
     return "\n".join(["---", *keys, "---", before.rstrip(), "", *sections]) + heading + (written or after)
+
+
+def list_own_evaluations(run: RecordedRun, folder: Path) -> list[dict[str, Any]]:
+    """What `ulysses evaluate` found on the weights in the model's folder: on the folder itself, or on the checkpoint
+    that it was written from."""
+    weights, exports = fingerprint_weights(folder), set[str]()
+    if steps := read_model_steps(folder):
+        manifest = get_folder(run.folder) / f"step-{steps[0]}" / MANIFEST
+        if manifest.is_file():
+            export = f"{manifest.parent.name}-{hashlib.sha256(manifest.read_bytes()).hexdigest()[:12]}"
+            exports = {export, f"{export}-adapters"}
+    own = []
+    for findings in run.evaluations:
+        settings = findings.get("settings")
+        settings = settings if isinstance(settings, dict) else {}
+        parts = [part for part in (settings.get("model"), settings.get("lora")) if isinstance(part, dict)]
+        paths = [part.get(key) for part in parts for key in ("name_or_path", "adapter_name_or_path")]
+        is_of_checkpoint = not exports.isdisjoint(Path(str(path)).name for path in paths if path)
+        if settings.get("weights") == weights or is_of_checkpoint:
+            own.append(findings)
+    return own
+
+
+def _write_scores(name: str, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The card's `model-index`, by which the hub shows scores. Tasks are named as `ulysses evaluate` names them."""
+    import yaml
+
+    found: dict[tuple[str, str], dict[str, float]] = {}
+
+    def add(task: object, length: object, metric: object, value: object) -> None:
+        if isinstance(value, int | float) and math.isfinite(value):
+            where = f"{task}, {length:,} tokens" if isinstance(length, int) else str(task)
+            found.setdefault((str(task), where), {})[str(metric)] = float(value)
+
+    for findings in evaluations:
+        for row in _list_rows(findings, "scores"):
+            add(row.get("task"), row.get("length"), "score", row.get("score"))
+        for row in _list_rows(findings, "losses"):
+            if (row.get("from"), row.get("to")) == (0, row.get("length")):
+                add("held-out documents", row.get("length"), "loss", row.get("loss"))
+        for row in _list_rows(findings, "lm_eval"):
+            add(row.get("task"), None, row.get("metric"), row.get("value"))
+    results = [
+        {
+            "task": {"type": "text-generation"},
+            "dataset": {"type": task, "name": where},
+            "metrics": [{"type": metric, "value": value} for metric, value in metrics.items()],
+        }
+        for (task, where), metrics in found.items()
+    ]
+    index = {"model-index": [{"name": name.rpartition("/")[2], "results": results}]}
+    return yaml.safe_dump(index, sort_keys=False, allow_unicode=True).splitlines() if results else []
+
+
+def _list_rows(findings: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    rows = findings.get(name)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def read_recipe(card: str, run: RecordedRun) -> tuple[dict[str, Any], str]:

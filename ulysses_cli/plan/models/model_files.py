@@ -6,6 +6,7 @@ ranks. Neither compiles nor renders a template: Jinja computes its constants whe
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -105,6 +106,14 @@ def list_weight_files(folder: Path) -> list[Path]:
     except ValidationError as error:
         raise ValueError(f"{index} cannot be read: {_explain(error)}") from None
     return [folder / name for name in sorted(set(content.weight_map.values()))]
+
+
+def fingerprint_weights(folder: Path) -> str:
+    """Differs after other weights were written into the folder. '' for a model of the hub."""
+    if not folder.is_dir():
+        return ""
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in list_weight_files(folder)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:

@@ -38,7 +38,7 @@ from ulysses_cli.evaluate.suites import (
 from ulysses_cli.evaluate.summary import TASK as LOSS
 from ulysses_cli.evaluate.summary import compare_all, compare_losses, compare_results, summarize, summarize_losses
 from ulysses_cli.plan.flops import compute_layers_flops
-from ulysses_cli.plan.models.model_files import list_weight_files
+from ulysses_cli.plan.models.model_files import fingerprint_weights, list_weight_files
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.units import format_count
@@ -183,7 +183,7 @@ class ModelEvaluation:
         return {
             "model": recipe.model.model_dump(mode="json"),
             **({"lora": recipe.lora.model_dump(mode="json")} if recipe.lora is not None else {}),
-            "weights": _fingerprint(Path(recipe.model.name_or_path or "").expanduser()),
+            "weights": fingerprint_weights(Path(recipe.model.name_or_path or "").expanduser()),
             "seed": self.amount.seed,
             "tokenizer": vocabulary,
             "template": template,
@@ -211,14 +211,6 @@ class ModelEvaluation:
             "the model's config.json": hashlib.sha256(config.read_bytes()).hexdigest() if config.exists() else "",
             "the tokenizer": hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
         }
-
-
-def _fingerprint(folder: Path) -> str:
-    """Differs after other weights were written into the folder. '' for a model of the hub."""
-    if not folder.is_dir():
-        return ""
-    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in list_weight_files(folder)]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def run_evaluation(
