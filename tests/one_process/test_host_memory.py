@@ -77,14 +77,12 @@ def test_a_job_has_what_is_left_of_its_own_limits(
 
 def test_levers_are_chosen_within_the_limit_of_a_container(large: Path) -> None:
     gpu, _ = device.recognise_gpu(torch.device("cuda", 0), load_hardware())
-    assert gpu is not None
     assert gpu.host_bytes_per_gpu == 200 * GIB
 
 
 def test_all_ranks_choose_levers_for_the_least_memory_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(*LLAMA, "memory.offload_optimizer=cpu")
     shape, gpu = find_model_shape(loaded.recipe).shape, load_hardware().get_gpu("h100-80gb")
-    assert shape is not None
     roomy, small = (replace(gpu, host_bytes_per_gpu=size * GIB) for size in (2048, 200))
     gpus = iter([[roomy, small], None, [small, roomy], None])
     monkeypatch.setattr(connection, "gather_values", lambda value, _: next(gpus) or [value])
@@ -94,7 +92,6 @@ def test_all_ranks_choose_levers_for_the_least_memory_of_any(monkeypatch: pytest
     first, second = (connection.settle_levers(launch, inputs, hosts) for inputs in ranks)
     assert first == second
     fit = first.choice.fit
-    assert fit is not None
     assert (fit.verdict, fit.host_capacity_bytes) == ("fits", 200 * GIB)
     assert device.find_least([None, None]) is None
 

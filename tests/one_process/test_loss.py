@@ -125,7 +125,6 @@ def failing(losses): raise KeyError("no such loss")
 def test_a_function_of_token_losses_is_loaded_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(LOSSES)
     focal = load_token_loss(f"{tmp_path}/losses.py:focal")
-    assert focal is not None
     given = torch.tensor([0.5])
     assert torch.allclose(focal(given), (1 - torch.exp(-given)) ** 2 * given)
     assert load_token_loss("torch:sqrt") is torch.sqrt

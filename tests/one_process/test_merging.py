@@ -207,7 +207,6 @@ def test_adapters_of_a_trained_model_are_merged(tmp_path: Path) -> None:
     probe = make_probe(AutoTokenizer.from_pretrained(READY), config.vocab_size)
     _, output = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16, probe=probe)
     found = re.fullmatch(r"272 tensors equal .* are off by (\S+); .* moves them by (\S+)", output)
-    assert found is not None
     assert float(found[1]) < 0.1
 
 

@@ -1,6 +1,5 @@
 """Tests configs of which transformers makes no model, keys that DeepSpeed has, and messages of libraries."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +68,6 @@ def test_zero_optimization() -> None:
 
 def test_a_missing_kernel_that_no_run_uses_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
-    assert isinstance(ops.logger, logging.Logger)
     ops.logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no module")
     assert not caplog.records
     ops.logger.error("what stops the library")

@@ -93,7 +93,6 @@ def test_odds_of_certain_and_impossible_answers_have_a_gradient() -> None:
     one = torch.ones(2, dtype=torch.float64)
     pairs = AnswerPairs(*sums.chunk(2), one, one, 0 * one, 0 * one)
     compute_pair_losses(pairs, PreferenceSettings(loss="orpo")).sum().backward()
-    assert sums.grad is not None
     assert torch.isfinite(sums.grad).all()
 
 

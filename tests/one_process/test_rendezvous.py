@@ -206,16 +206,12 @@ def test_a_state_is_set_only_by_one_that_read_the_newest() -> None:
     first, second = SealedBackend(store, OURS, "x"), SealedBackend(store, OURS, "x")
     assert first.get_state() is None
     one = first.set_state(b"one")
-    assert one is not None
     assert (one[0], one[2]) == (b"one", True)
     late = second.set_state(b"two")
-    assert late is not None
     assert (late[0], late[2]) == (b"one", False), "there is a state already"
     two = second.set_state(b"two", late[1])
-    assert two is not None
     assert two[2]
     stale = first.set_state(b"three", one[1])
-    assert stale is not None
     assert (stale[0], stale[2]) == (b"two", False)
     assert first.get_state() == two[:2]
 

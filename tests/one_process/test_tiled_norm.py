@@ -37,7 +37,6 @@ def run(norm: nn.Module, hidden: Tensor, slope: Tensor) -> list[Tensor]:
     result.backward(slope)
     grads = [weight.grad for weight in norm.parameters()]
     norm.zero_grad()
-    assert leaf.grad is not None
     return [result.detach(), leaf.grad, *[grad for grad in grads if grad is not None]]
 
 
@@ -127,7 +126,6 @@ def test_a_frozen_norm_has_no_gradient() -> None:
     tile_norms(norm, lambda _: 4)
     hidden = torch.randn(1, 9, WIDTH, dtype=torch.float64, requires_grad=True)
     norm(hidden).sum().backward()
-    assert hidden.grad is not None
     assert norm.weight.grad is None
 
 

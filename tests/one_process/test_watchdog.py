@@ -146,7 +146,6 @@ def test_a_process_that_hangs_ends_itself(tmp_path: Path, phase: str, moves: str
         time.sleep(60)
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"all moved\n"
         began = time.monotonic()
         assert process.wait(60) == 1

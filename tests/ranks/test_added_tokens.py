@@ -155,7 +155,6 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
 def run_card(card: str, folder: Path, base: Path) -> Any:
     """Runs the lines that the card tells people to run."""
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
-    assert code is not None
     text = (
         code[1]
         .replace('folder = "."', f"folder = {str(folder)!r}")

@@ -79,7 +79,6 @@ def run_split(
         model.train()
     serve_rotary(model, axis)
     if order:
-        assert max_shares is not None
         documents = make_documents(lengths, order=order, max_shares=max_shares)
         own = list_tokens(order, 1, heads.size)[axis.rank, 0]
     else:

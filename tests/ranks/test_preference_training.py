@@ -201,7 +201,6 @@ def plant(batch: MicroBatch, fault: str) -> MicroBatch:
     if fault == "rejected reads no prompt":
         return replace(batch, shared=())
     if fault == "positions are late":
-        assert batch.members is not None
         return replace(batch, positions=batch.positions + (batch.members >= 0) * batch.members % 2)
     return batch
 
@@ -323,7 +322,6 @@ def start_with_other_values(recipe: Recipe, folder: str, case: str) -> None:
     run begins, or goes on."""
     harness = start_run(recipe, folder, is_fresh=True)
     state, rows = harness.train_state, harness.train_state.rows
-    assert isinstance(rows, ReferencedRows)
     own = rows.values.copy()
     if case == "late":
         rows.values *= 1 + 1e-7
@@ -335,7 +333,6 @@ def start_with_other_values(recipe: Recipe, folder: str, case: str) -> None:
     dist.barrier()
     references = ComputedReferences(None, state.batching, state, [file])
     references.fill(state, lambda _: None, is_fresh=case == "begins")
-    assert isinstance(state.rows, ReferencedRows)
     assert np.array_equal(state.rows.values, own)
 
 

@@ -118,7 +118,6 @@ def list_names(events: Sequence[Event]) -> list[str]:
 def make_job(problem: Problem, layout: tuple[int, int], checkpointing: Checkpointing = False) -> Job:
     """One layer of that many heads, with numbers of one byte. With values of another width it has latents."""
     (kind,) = LLAMA.layer_kinds
-    assert kind.attention is not None
     sizes = {"num_heads": problem.heads, "num_kv_heads": problem.kv_heads, "head_dim": problem.dim}
     latent = Latent(None, 16, 4) if problem.value_dim else None
     mixer = replace(kind.attention, **sizes, value_head_dim=problem.width, latent=latent, window_tokens=problem.window)

@@ -39,7 +39,6 @@ def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdp
     out.backward(tensors["dout"][:, part])
     results = {"out": gather_rows(out.detach())}
     for name, leaf in leaves.items():
-        assert leaf.grad is not None
         results[f"d{name}"] = gather_rows(leaf.grad.transpose(1, 2))
     if sinks is not None and sinks.grad is not None:
         dist.all_reduce(sinks.grad)
@@ -228,7 +227,6 @@ def change_a_token_at_the_windows_end(problem: Problem) -> tuple[bool, bool]:
     changed["k"][:, 10] += 1
     changed["v"][:, 10] += 1
     before, after = (run_ulysses(problem, given)["out"] for given in (tensors, changed))
-    assert problem.window is not None
     last = 10 + problem.window - 1
     return torch.equal(before[:, last + 1 :], after[:, last + 1 :]), not torch.equal(before[:, last], after[:, last])
 

@@ -47,7 +47,6 @@ def make_case(base: Path, *more: str) -> Recipe:
 
 def make_plain_model(base: Path, recipe: Recipe) -> Any:
     """The model as peft's own examples make it."""
-    assert recipe.lora is not None
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(recipe.run.seed)
     settings = LoraConfig(

@@ -72,7 +72,6 @@ def test_targets_equal_those_of_the_plain_reader(name: str) -> None:
     @given(draw_chats(name))
     def check(row: dict[str, Any]) -> None:
         sample = read_sample("chat", row)
-        assert isinstance(sample, Chat)
         text = make_render(tokenizer, sample.tools)(sample.messages)
         output = template.read(text)
         assert len(output) == sum(message["role"] == "assistant" for message in sample.messages)
@@ -89,7 +88,6 @@ def test_targets_equal_those_of_the_plain_reader(name: str) -> None:
             is_said[len(text[:start].encode()) : len(text[:stop].encode())] = True
         ends = np.cumsum(sizes)
         expected = [bool(is_said[end - size : end].any()) for end, size in zip(ends, sizes, strict=True)]
-        assert flags is not None
         assert ((flags & TARGET) > 0).tolist() == expected
         assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -114,7 +112,6 @@ def test_turns_rendered_together_give_the_spans_of_single_turns(name: str, monke
     )
     def check(row: dict[str, Any], words: list[str]) -> None:
         sample = read_sample("chat", row)
-        assert isinstance(sample, Chat)
         for message, word in zip(sample.messages, words, strict=False):
             message["content"] = word + message["content"]
         text = make_render(tokenizer, sample.tools)(sample.messages)
@@ -149,7 +146,6 @@ def test_a_chat_may_be_cut_after_a_turn_of_the_assistant(name: str) -> None:
     tokenizer = make_tokenizer(name)
     row = {"messages": [{"role": role, "content": "hi there"} for role in ("user", "assistant") * 3]}
     ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True)).encode(read_sample("chat", row))
-    assert flags is not None
     cuts = np.flatnonzero(flags & TURN).tolist()
     assert len(cuts) == 2
     assert all(tokenizer.decode(ids[at:]).startswith("<|im_start|>user") for at in cuts)
@@ -162,7 +158,6 @@ def test_completions(name: str) -> None:
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     sample = read_sample("completion", {"prompt": turns[:3], "completion": turns[3:]})
     ids, flags = Encoder(tokenizer).encode(sample)
-    assert flags is not None
     text = make_render(tokenizer, None)(turns)
     start, stop = template.read(text)[-1]
     assert tokenizer.decode(ids[(flags & TARGET) > 0]) == text[start:stop]
@@ -171,7 +166,6 @@ def test_completions(name: str) -> None:
 def test_a_prompt_and_its_completion() -> None:
     tokenizer = wrap(train("llama3"))
     ids, flags = Encoder(tokenizer).encode(read_sample("completion", {"prompt": "Q: 1 + 1?\nA:", "completion": " 2."}))
-    assert flags is not None
     assert tokenizer.decode(ids[flags > 0]) == " 2.</s>"
     assert tokenizer.decode(ids) == "<s>Q: 1 + 1?\nA: 2.</s>"
 
@@ -211,7 +205,6 @@ def test_a_chat_that_the_assistant_begins() -> None:
     ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True)).encode(
         read_sample("chat", {"messages": turns})
     )
-    assert flags is not None
     assert tokenizer.decode(ids[(flags & TARGET) > 0]) == "a<|im_end|>c<|im_end|>"
 
 

@@ -83,7 +83,6 @@ def show(name: str, messages: list[Any], tools: Any = None, *, only_said: bool =
     tokenizer = make_tokenizer(name)
     sample = read_sample("chat", {"messages": messages, "tools": tools})
     ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=only_said)).encode(sample)
-    assert flags is not None
     is_target = [False, *((flags & TARGET) > 0).tolist(), False]
     parts = [
         ("«" if now and not before else "»" if before and not now else "") + tokenizer.decode([token])

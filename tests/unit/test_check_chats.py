@@ -101,7 +101,6 @@ def test_the_shape_has_room_for_added_tokens(spare: int, grown: int, tmp_path: P
     recipe = parse_recipe(text, "r.yaml", ['data.added_tokens=["<|im_end|>", "<a>", "<b>"]']).recipe
     after = find_model_shape(recipe).shape
     assert after.vocab_size == size + spare + grown
-    assert before.num_parameters is not None
     assert after.num_parameters == before.num_parameters + 2 * grown * before.hidden_size
     assert find_model_config(recipe)[0]["vocab_size"] == after.vocab_size
 
@@ -144,8 +143,6 @@ def test_token_numbers_from_files_equal_the_librarys(kind: str, tmp_path: Path) 
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
         grown = load_tokenizer(Model(tokenizer=str(tmp_path)), make_data(added))
         ids = grown.convert_tokens_to_ids(added)
-        assert facts is not None
-        assert facts.vocabulary is not None
         assert facts.vocabulary.list_ids(added) == ids
         assert predict_vocab_size(config_size, added, facts) == compute_vocab_size(config_size, ids)
         assert max(ids, default=0) < len(grown)
@@ -162,5 +159,4 @@ def make_data(added: list[str]) -> Any:
 
 def test_the_embedded_tokenizer() -> None:
     vocabulary = describe_bytes().vocabulary
-    assert vocabulary is not None
     assert dict(vocabulary.ids) == make_bytes_tokenizer().get_vocab()

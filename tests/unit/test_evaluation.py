@@ -310,7 +310,6 @@ def test_groups_intervals_and_the_difference_of_all_questions_are_shown() -> Non
 
     old, new = make(2), make(5)
     whole = compare_all(old, new)
-    assert whole is not None
     assert (whole["n"], whole["difference"]) == (8, 3 / 8)
     assert compare_all(old, []) is None
     findings = {

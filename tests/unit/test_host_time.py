@@ -87,7 +87,6 @@ def test_what_saves_the_host_time() -> None:
 
 def test_each_change_that_is_named_gives_what_it_says() -> None:
     bound = find_host_bound(SHORT, H100)
-    assert bound is not None
     assert bound.host_seconds > bound.device_seconds
     keys = [remedy.change.partition(":")[0] for remedy in bound.remedies]
     assert len(keys) == len(set(keys)), "the best value of each key"

@@ -103,7 +103,6 @@ def start_child(*, through: bool = False) -> Iterator[subprocess.Popen[bytes]]:
     environ.pop("ULYSSES_STARTED_BY", None)
     child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     with child:
-        assert child.stdout is not None
         listener = int(child.stdout.readline())
         try:
             yield child
@@ -114,7 +113,6 @@ def start_child(*, through: bool = False) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_signals_are_handled_while_the_main_thread_waits() -> None:
     with start_child() as child:
-        assert child.stdout is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             child.send_signal(number)
             assert child.stdout.readline() == f"{int(number)}\n".encode()
@@ -122,7 +120,6 @@ def test_signals_are_handled_while_the_main_thread_waits() -> None:
 
 def test_the_death_of_the_parent_is_noticed() -> None:
     with start_child(through=True) as parent:
-        assert parent.stdout is not None
         parent.kill()
         heard = {parent.stdout.readline() for _ in range(2)}
         assert heard == {b"0\n", b"15\n"}, "it looks at its parent, and the system sends a signal"

@@ -32,7 +32,6 @@ def test_the_agents_command_line(tmp_path: Path) -> None:
     alone_here = Nodes(processes_here=2)
     with rendezvous.open_rendezvous(alone_here, tmp_path, {}, 9.0) as place:
         folder = place.folder
-        assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
         alone = make_agent_args(alone_here, 0, place, ["--log-dir=x"])
         environ = make_environment({}, "cpu", 2, place)

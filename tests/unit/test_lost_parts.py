@@ -118,7 +118,6 @@ def test_text_beside_a_call_may_be_left_out() -> None:
     encoder = make_encoder(HEAD + either + TAIL)
     ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("I look.", calls=[call(a=1)])]}))
     assert [(part.turn, part.kind, part.words) for part in encoder.lost] == [(1, "text", "I look.")]
-    assert flags is not None
     said = encoder.tokenizer.decode(ids[(flags & TARGET) > 0])
     assert said == '{"name": "find", "arguments": {"a": 1}}<|im_end|>'
 
@@ -127,7 +126,6 @@ def test_text_beside_a_call_may_be_left_out() -> None:
 def test_an_end_mark_alone_is_no_target(template: str) -> None:
     encoder = make_encoder(template)
     ids, flags = encoder.encode(read_sample("chat", {"messages": [*CALLING, turn("Done.")]}))
-    assert flags is not None
     assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == "Done.<|im_end|>"
 
 
@@ -153,10 +151,8 @@ def test_an_empty_thought_of_the_prompt_is_no_target(prompt: str, off: str, said
     encoder = make_encoder(template)
     chat = [USER, turn("Because."), USER, turn("So.")]
     ids, flags = encoder.encode(read_sample("chat", {"messages": chat}))
-    assert flags is not None
     assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == said.replace("So.", "Because.") + said
     ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("So.", "Hm.")]}))
-    assert flags is not None
     assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]).endswith("Hm.\n</think>\n\nSo.<|im_end|>")
 
 

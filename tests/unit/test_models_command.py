@@ -106,7 +106,6 @@ def test_a_plan_shows_the_base_of_positions_and_what_such_rows_need(tmp_path: Pa
 
 def test_a_refused_model_says_why(tmp_path: Path) -> None:
     config = QWEN_3_5["text_config"]
-    assert isinstance(config, dict)
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v32"}))
     why = "an indexer chooses the keys of each token, which no kernel here does"
     assert f"served        no: {why}" in run("models", str(tmp_path)).stdout

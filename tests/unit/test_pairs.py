@@ -284,7 +284,6 @@ def test_answers_with_labels_stand_before_the_same_prompt_with_another_answer(tm
         start = 0
         for number, length in enumerate(packed.get_lengths(row)):
             part = packed.read(row, start, start + length)
-            assert part.classes is not None
             is_target = part.labels >= 0
             wanted = set(((part.classes[is_target] & WANTED) > 0).tolist())
             assert len(wanted) == 1

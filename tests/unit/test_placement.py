@@ -116,7 +116,6 @@ WIDE = Job(get_shape("meta-llama/Llama-3.1-8B"), Layout(1, 2, 16, 2), 2**16, Lev
 def test_rows_that_leave_a_machine_without_need_are_shown_the_layout_inside() -> None:
     """Its time is for as many tokens; a step keeps its rows where accumulation can shrink."""
     inside = find_layout_inside(WIDE, H100, WIDE, [])
-    assert inside is not None
     assert (inside.layout, inside.accumulation, inside.rows_per_step) == (Layout(1, 4, 8), 1, (4, 2))
     narrow = replace(WIDE, layout=inside.layout)
     assert inside.own_seconds == compute_speed(WIDE, H100).step_seconds
@@ -127,7 +126,6 @@ def test_rows_that_leave_a_machine_without_need_are_shown_the_layout_inside() ->
     assert text.endswith(f"{took} for the tokens of a step instead of {own} (a step then has 4 rows instead of 2)")
     often = replace(WIDE, accumulation=4)
     kept = find_layout_inside(often, H100, often, [])
-    assert kept is not None
     assert (kept.accumulation, kept.rows_per_step) == (2, (8, 8))
     assert kept.seconds == compute_speed(replace(narrow, accumulation=2), H100).step_seconds
     assert "dp_shard_size 4 and gradient_accumulation_steps 2 fits" in format_inside(kept, 1)

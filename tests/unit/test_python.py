@@ -37,7 +37,6 @@ def test_an_import_takes_under_a_tenth_of_a_second_and_no_torch() -> None:
 
 def test_a_recipe_is_a_file_or_a_mapping() -> None:
     by_file = validate(TINY, {"parallel.sp_size": 1})
-    assert by_file.resolved is not None
     assert by_file.resolved.layout.sp_size == 1
     recipe: dict[str, Any] = {
         "model": {"name_or_path": "Qwen/Qwen3-8B"},

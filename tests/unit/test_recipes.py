@@ -100,13 +100,11 @@ def test_pages_say_how_many_recipes_there_are() -> None:
 def test_figures_of_tiles_and_norms_are_those_of_the_ledger() -> None:
     page = " ".join((ROOT / "docs/memory.md").read_text().split())
     command = re.search(r"`ulysses estimate-memory (recipes/\S+) --gpu (\S+) ([^`]*)` prints the first figure", page)
-    assert command is not None
     paragraph = page[page.index("**MLPs and norms**") : command.start()]
     peaks = []
     for more in ((), ("memory.tiled_mlp=false",), ("memory.tiled_mlp=false", "model.fused_kernels=false")):
         recipe = load_recipe(ROOT / command[1], (*command[3].split(), *more)).recipe
         fit = choose_levers(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu(command[2])).fit
-        assert fit is not None
         peaks.append(f"{fit.gpu_peak_bytes / GIB:.1f}")
     assert re.findall(r"(\d+\.\d) GiB", paragraph) == peaks
 

@@ -206,7 +206,6 @@ one.render(RenderRequest([{"role": "user", "content": "b"}]))
 @pytest.mark.check
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     process = subprocess.Popen([sys.executable, "-c", LIVING, MANY], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     handle = os.pidfd_open(int(process.stdout.readline()))
     process.kill()
     process.communicate()

@@ -100,7 +100,6 @@ def make_prompt(task: str, length: int = 6000) -> TaskPrompt:
 def test_ways_replace_the_context_and_nothing_else(task: str) -> None:
     whole = make_prompt(task)
     sample = whole.sample
-    assert sample.context is not None
     first, last = sample.context
     assert all(first <= begin < end <= last for begin, end in sample.evidence)
     ways = {way.way: way for way in make_ways(whole, PROMPTER, (1024, 4096, 8192))}

@@ -110,8 +110,6 @@ def test_a_better_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = load_hardware().get_gpu("b200")
     job = Job(get_shape("Qwen/Qwen3-32B"), Layout(1, 1, 64), 2**20, Levers(tiled_mlp=True, tiled_loss=True))
     better = find_better_ring(job, gpu)
-    assert better is not None
-    assert better.gain is not None
     inside = replace(job, layout=replace(job.layout, ring_size=better.size))
     assert better.gain == 1 - compute_speed(inside, gpu).step_seconds / compute_speed(job, gpu).step_seconds >= 0.01
     assert find_better_ring(inside, gpu) is None

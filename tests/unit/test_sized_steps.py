@@ -31,7 +31,6 @@ ROWS: list[dict[str, Any]] = json.loads(YARDSTICK.read_text())["rows"]
 
 
 def make_request(recipe: Recipe) -> dict[str, Any]:
-    assert recipe.model.config is not None
     shape = read_model_shape(recipe.model.config, "the model")
     levers = read_levers(recipe, shape)[0]
     return {"recipe": recipe, "shape": shape, "levers": levers}
@@ -70,7 +69,6 @@ def test_layers_that_are_alike_need_run_only_once(number: int) -> None:
 def test_a_deep_model_of_like_layers_is_run_once_and_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = (read_recipe(row["recipe"]) for row in ROWS)
     recipe = next(each.recipe for each in drawn if each.family == "llama" and each.recipe.memory.gradient_checkpointing)
-    assert recipe.model.config is not None
     model = recipe.model.model_copy(update={"config": deepen(recipe.model.config, 60)})
     memory = recipe.memory.model_copy(update={"activation_offloading": False})
     job = make_job(**make_request(recipe.model_copy(update={"model": model, "memory": memory})))
@@ -86,7 +84,6 @@ def test_a_deep_model_of_like_layers_is_run_once_and_not_whole(monkeypatch: pyte
 def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For other numbers of offloaded layers, ranks and rows, in any order."""
     drawn = read_recipe(ROWS[number]["recipe"]).recipe
-    assert drawn.model.config is not None
     if "num_hidden_layers" not in drawn.model.config:
         pytest.skip("its layers are a list of their own")
     model = drawn.model.model_copy(update={"config": deepen(drawn.model.config, 14)})
