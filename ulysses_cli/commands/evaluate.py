@@ -213,7 +213,7 @@ def evaluate(
             shape, plan, every, made=lengths, limit=limit, num_samples=samples or DEFAULT_SAMPLES, gpu=kind,
             sp_size=sp_size, num_ranks=num_ranks, bytes_per_number=4 if dtype is WeightsDtype.float32 else 2,
             quantized=base.recipe["lora"]["quantize_base"] if "lora" in base.recipe else None,
-            is_on_host=offload_weights, num_models=1 + (against is not None), price=price,
+            is_on_host=offload_weights, num_models=1 if against is None else 2, price=price,
             thinking=thinking,
         )  # fmt: skip
         past = note_positions(list_positions(limit), [shape])

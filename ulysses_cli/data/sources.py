@@ -208,7 +208,7 @@ def _walk(tree: FolderTree, folder: str, ignores: Ignores) -> None:
             continue
         if not entry.name.isprintable() or not _is_utf8(entry.name):
             tree.leave_out("name that is no text", repr(path))
-        elif is_ignored(path + "/" * is_folder, ignores):
+        elif is_ignored(f"{path}/" if is_folder else path, ignores):
             tree.leave_out("path ignored by .gitignore", path)
         elif entry.is_symlink():
             tree.leave_out("link", path)

@@ -96,5 +96,5 @@ def count_idle(shape: ModelShape, layer: Layer, num_tokens: int = 1) -> int:
     """Weights of the experts that none of the tokens is sent to, if no two of them share an expert."""
     if not isinstance(layer.mlp, ExpertsMlp):
         return 0
-    matrices = (2 + layer.mlp.is_gated) * shape.hidden_size * layer.mlp.inner_size
+    matrices = (2 + int(layer.mlp.is_gated)) * shape.hidden_size * layer.mlp.inner_size
     return max(0, layer.mlp.num_experts - num_tokens * layer.mlp.num_per_token) * matrices

@@ -186,7 +186,7 @@ def _count_projected_of(job: Job, mixer: Mixer) -> int:
         return hidden * 4 * mixer.conv_channels
     if isinstance(mixer, KimiDeltaMixer):
         return recurrence.count_kimi_weights(hidden, mixer, is_narrow=job.family.has_narrow_gates)
-    small = (1 + isinstance(mixer, DeltaNetMixer)) * mixer.num_heads
+    small = (1 + int(isinstance(mixer, DeltaNetMixer))) * mixer.num_heads
     return hidden * (mixer.conv_channels + 2 * count_values(mixer) + small)
 
 
@@ -199,7 +199,7 @@ def _count_mlp_weights(job: Job, layer: Layer) -> int:
     hidden, mlp = job.shape.hidden_size, layer.mlp
     if mlp is None:
         return 0
-    num_matrices = 2 + mlp.is_gated
+    num_matrices = 2 + int(mlp.is_gated)
     if isinstance(mlp, DenseMlp):
         return num_matrices * hidden * mlp.inner_size
     return hidden * (num_matrices * (mlp.num_per_token * mlp.inner_size + mlp.shared_size) + mlp.num_experts)
@@ -238,7 +238,7 @@ def compute_exchange_bytes(job: Job) -> float:
 
 def _count_exchanged(job: Job, kind: Layer) -> float:
     """Of one layer."""
-    num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing == "full")
+    num_ranks, forwards = job.layout.ulysses_size, 1 + int(job.levers.gradient_checkpointing == "full")
     beside = count_halos(job, kind) + count_recurrence_exchanged(job, kind)
     if kind.attention is None:
         return beside
@@ -255,7 +255,7 @@ def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
     """Bytes that the rank of a ring with most to trade gets or sends in a micro-step: 2 r for each fetched key in the
     forward, also where layers are recomputed in full, and in the backward twice that, since gradients return.
     `in_rounds`: of layers whose keys come in rounds alone, or of the others."""
-    forwards = 1 + (job.levers.gradient_checkpointing == "full")
+    forwards = 1 + int(job.levers.gradient_checkpointing == "full")
     width = 0.0
     for kind, window_tokens, num_layers in job.shape.attention_counts:
         share = measure_ring(job.max_length, job.document_tokens, job.make_ring(), window_tokens)
@@ -341,21 +341,21 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     levers, steps = job.levers, job.accumulation
     recomputes = levers.gradient_checkpointing is not False
     # A frozen weight needs no gradient, which saves half of the backward.
-    passes = 1 + recomputes + (2 if job.adapters is None else 1)
+    passes = 1 + int(recomputes) + (2 if job.adapters is None else 1)
     attention, recurrence = compute_attention_flops(job), compute_recurrence_flops(job)
-    forwards = 1 + (levers.gradient_checkpointing == "full")
+    forwards = 1 + int(levers.gradient_checkpointing == "full")
     peak = gpu.tflops * TERA
 
     parts = dict.fromkeys(PARTS, 0.0)
     parts["projections"] = passes * compute_projection_flops(job) / matmul
-    parts["mlp"] = (passes + (levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
-    parts["head_loss"] = (2 + job.trains("lm_head")) * compute_head_flops(job) / matmul
+    parts["mlp"] = (passes + int(levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
+    parts["head_loss"] = (2 + int(job.trains("lm_head"))) * compute_head_flops(job) / matmul
     parts["head_loss"] += _compute_loss_bytes(job) / memory
     forward_share, backward_share = _get_attention(job, gpu)
     parts["attention"] = attention * forwards / (peak * forward_share)
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * backward_share)
     parts["recurrence"] = sum(compute_recurrence_seconds(job, gpu))
-    parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
+    parts["other"] = (3 + int(recomputes)) * compute_elementwise_bytes(job) / memory
     parts["other"] += compute_sum_bytes(job) / memory
     parts["exchange"], in_rounds = _compute_exchange_seconds(job, gpu, memory)
     window = _compute_backward_seconds(job, gpu, parts)
@@ -419,7 +419,7 @@ def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float,
 def _compute_merge_bytes(job: Job) -> float:
     """Memory traffic of adding up results of rounds: for each but the first, a float32 sum is read and written and a
     part is read, 8 + b for each number of a query; of attention's result, and in the backward of queries' gradients."""
-    forwards, elements = 1 + (job.levers.gradient_checkpointing == "full"), 0.0
+    forwards, elements = 1 + int(job.levers.gradient_checkpointing == "full"), 0.0
     for kind, window_tokens, num_layers in job.shape.attention_counts:
         share = measure_ring(job.max_length, job.document_tokens, job.make_ring(), window_tokens)
         parts = max((each.largest_part for each in share.rounds if not each.is_own), default=0.0)
@@ -433,7 +433,7 @@ def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
     ranks = job.world_size
     if ranks == 1:
         return 0.0
-    gathered = job.dtype_bytes * job.weights.num_elements * (job.zero_stage == 3)
+    gathered = job.dtype_bytes * job.weights.num_elements if job.zero_stage == 3 else 0
     reduced = job.engine.communication_bytes * job.weights.num_trained
     seconds = _spread(gathered, ranks, gpu) + _spread(reduced, ranks, gpu)
     return seconds + compute_second_gather_seconds(job, gpu)
@@ -441,7 +441,7 @@ def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
 
 def compute_second_gather_seconds(job: Job, gpu: Gpu) -> float:
     """Per micro-step, of the backward. A second shard keeps it inside a replica."""
-    gathered = job.dtype_bytes * job.weights.num_elements * (job.zero_stage == 3)
+    gathered = job.dtype_bytes * job.weights.num_elements if job.zero_stage == 3 else 0
     ranks = job.layout.replica_size if job.layout.dp_replicate_size > 1 else job.world_size
     return _spread(gathered, ranks, gpu)
 
@@ -470,7 +470,7 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
         return activations
     if job.levers.offload_param == "cpu":
         return activations + 2 * weights / rate
-    num_runs = 2 + (job.levers.gradient_checkpointing is not False)
+    num_runs = 2 + int(job.levers.gradient_checkpointing is not False)
     return activations + num_runs * weights * (1 / rate + job.ranks_per_node / disk)
 
 
@@ -478,7 +478,7 @@ def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float
     """Seconds of (Adam, its transfers to the host or a disk and back) once per step; the transfers are not hidden."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     # Files of states are read and written once, those of trained weights written; ranks of a machine share its disk.
-    written = 2 * compute_state_file_bytes(job) + job.dtype_bytes * shard * (job.levers.offload_param == "nvme")
+    written = 2 * compute_state_file_bytes(job) + (job.dtype_bytes * shard if job.levers.offload_param == "nvme" else 0)
     moved = job.ranks_per_node * written / (gpu.efficiency.disk_gb_s * GIGA)
     on_host = compute_optimizer_host_seconds(job, gpu.host)
     if job.levers.offload_optimizer == "none":

@@ -279,7 +279,7 @@ class VerifyTask:
     def end(self) -> int:
         """Where a step has several rows, the last step lacks one: the padding row in its place must have no weight."""
         per_step = make_batching(self.proof, self.shape, resolve(self.proof, self.shape)).rows_per_step
-        return NUM_STEPS * per_step - (per_step > 1)
+        return NUM_STEPS * per_step - (1 if per_step > 1 else 0)
 
 
 def make_task(proof: Recipe, shape: ModelShape, folder: Path) -> VerifyTask:

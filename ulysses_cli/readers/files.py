@@ -306,7 +306,7 @@ def _parse_json(text: str, file: str) -> Iterator[NumberedRow]:
     try:
         at = skip(at, " \t\r\n")
         is_list = text[at : at + 1] == "["
-        at = skip(at + is_list, " \t\r\n")
+        at = skip(at + 1 if is_list else at, " \t\r\n")
         is_open = is_list and text[at : at + 1] != "]"
         while is_open or (not is_list and at < len(text)):
             line, counted = line + text.count("\n", counted, at), at
@@ -316,7 +316,7 @@ def _parse_json(text: str, file: str) -> Iterator[NumberedRow]:
             if is_list and text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
             is_open = is_list and text[at] == ","
-            at = skip(at + is_open, " \t\r\n")
+            at = skip(at + 1 if is_open else at, " \t\r\n")
         if is_list and skip(at + 1, " \t\r\n") < len(text):
             raise json.JSONDecodeError("Extra data after the list", text, skip(at + 1, " \t\r\n"))
     except json.JSONDecodeError as error:

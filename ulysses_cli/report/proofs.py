@@ -190,8 +190,8 @@ def format_quality(findings: Findings) -> str:
 def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str, notes: Sequence[str] = ()) -> str:
     header = ["length", "cache per rank", "with activations", "weights per rank", "all weights"]
     header += ["operations of a prefill per rank", "prefill", "later token", "questions", "all of them, at most"]
-    header += ["has room"] * any(each["room"] != "unknown" for each in predictions)
-    header += ["cost, at most"] * any(each["usd"] is not None for each in predictions)
+    header += ["has room"] if any(each["room"] != "unknown" for each in predictions) else []
+    header += ["cost, at most"] if any(each["usd"] is not None for each in predictions) else []
     cells = [
         [
             format_binary(each["length"]),
@@ -220,12 +220,13 @@ def _format_percent(value: float | None) -> str:
 
 def _make_score_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     has_names = any(row.get("names") is not None for row in findings["scores"])
-    header = ["task", "length", "n", "score", "95 % interval", "teacher-forced", "empty", *["right tool"] * has_names]
+    header = ["task", "length", "n", "score", "95 % interval", "teacher-forced", "empty"]
+    header += ["right tool"] if has_names else []
     cells = [
         [
             row["task"], format_binary(row["length"]), str(row["n"]), _format_percent(row["score"]),
             _format_ends(row), _format_percent(row["teacher_forced"]),
-            str(row["empty"] or ""), *[_format_percent(row.get("names"))] * has_names,
+            str(row["empty"] or ""), *([_format_percent(row.get("names"))] if has_names else []),
         ]
         for row in findings["scores"]
     ]  # fmt: skip

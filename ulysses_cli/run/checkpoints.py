@@ -167,7 +167,9 @@ def _load(file: Path, model: type[_M]) -> _M:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{file.name} cannot be read: {shorten(f'{place}: ' * bool(place) + first['msg'])}") from None
+        raise ValueError(
+            f"{file.name} cannot be read: {shorten((f'{place}: ' if place else '') + first['msg'])}"
+        ) from None
 
 
 def shorten(text: str) -> str:

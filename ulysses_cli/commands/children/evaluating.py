@@ -140,11 +140,14 @@ def predict_evaluation(
 
 def list_uncounted(plan: Plan, against: str | None, against_retrieval: bool) -> list[str]:
     """What a prediction leaves out, and what it counts twice."""
-    parts = ["the loss of documents"] * plan.has_loss + ["the calls of chats"] * plan.has_calls
-    parts += ["lm-eval's tasks"] * bool(plan.harness)
-    parts += ["what --against-retrieval asks beside the whole context"] * against_retrieval
+    parts = [
+        name for name, has in (("the loss of documents", plan.has_loss), ("the calls of chats", plan.has_calls)) if has
+    ]
+    parts += ["lm-eval's tasks"] if plan.harness else []
+    parts += ["what --against-retrieval asks beside the whole context"] if against_retrieval else []
     notes = [f"{', '.join(parts)}: not in the time of the questions"] if parts else []
-    return [*notes, *(["both models answer the questions, each in turn: their time is the sum"] * bool(against))]
+    in_turn = "both models answer the questions, each in turn: their time is the sum"
+    return [*notes, in_turn] if against else notes
 
 
 def _list_held_out(path: Path) -> tuple[dict[str, Any], ...]:

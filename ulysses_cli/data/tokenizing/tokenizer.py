@@ -89,7 +89,7 @@ def _count_growth(step: dict[str, Any]) -> int:
         return math.prod(map(_count_growth, step.get("normalizers", ())))
     if step.get("type") == "Replace":
         pattern = step["pattern"].get("String", "")  # a regular expression may match a single character, or none
-        return max(1, -(-len(step["content"]) // max(1, len(pattern)))) + (not pattern)
+        return max(1, -(-len(step["content"]) // max(1, len(pattern)))) + (0 if pattern else 1)
     if step.get("type") == "Precompiled":  # the size of a trie, the trie, and what its entries become
         table = base64.b64decode(step["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")

@@ -78,7 +78,7 @@ def compute_dora_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bo
     making = o * tokens + identity + product
     measuring = o * tokens + identity * keeps + 3 * product
     drops = trains and job.adapters is not None and job.adapters.drops  # the frozen layer runs again on what is left
-    scaling = identity * keeps + product + (DORA_AT_ONCE + drops) * o * tokens
+    scaling = identity * keeps + product + (DORA_AT_ONCE + int(drops)) * o * tokens
     return job.dtype_bytes * max(making, measuring, scaling)
 
 
@@ -112,7 +112,9 @@ def list_dora_forward(job: Job, kind: Layer, *, trains: bool) -> Iterator[tuple[
             tokens, is_last = job.local_tokens, linear.name == "o_proj"
             around = b * (job.query_width if is_last else h + max(done, _count_queries(job, kind, linear))) * tokens
             done += linear.num_out
-        work = compute_dora_work(job, linear, tokens, keeps=keeps, trains=trains) + b * linear.num_in * tokens * drops
+        work = compute_dora_work(job, linear, tokens, keeps=keeps, trains=trains) + (
+            b * linear.num_in * tokens if drops else 0
+        )
         yield "mlp" if linear.in_mlp else "attention", around, work
 
 
@@ -120,7 +122,7 @@ def _count_queries(job: Job, kind: Layer, linear: AdaptedLinear) -> int:
     """Elements per token of queries, adapted or not, while keys are projected to latents and back: as projected, and
     then joined anew (modeling_deepseek_v3.py: DeepseekV3Attention.forward)."""
     is_latent = kind.attention is not None and kind.attention.latent is not None
-    return {"kv_a_proj_with_mqa": 1, "kv_b_proj": 2}.get(linear.name, 0) * job.query_width * is_latent
+    return {"kv_a_proj_with_mqa": 1, "kv_b_proj": 2}.get(linear.name, 0) * job.query_width if is_latent else 0
 
 
 def list_dora_recomputed(
@@ -168,7 +170,8 @@ def _count_later(job: Job, kind: Layer, linear: AdaptedLinear, tokens: int) -> i
     inside = [each for each in list_adapted(job, kind) if each.in_mlp]
     later = inside[inside.index(linear) :]
     return sum(
-        _compute_own_dora_saved(job, each, tokens) + job.dtype_bytes * each.num_out * tokens * (each is not inside[-1])
+        _compute_own_dora_saved(job, each, tokens)
+        + (job.dtype_bytes * each.num_out * tokens if each is not inside[-1] else 0)
         for each in later
     )
 
@@ -228,7 +231,7 @@ def _list_quantized(weights: Weights, names: tuple[str, ...]) -> tuple[int, ...]
 
 def compute_restored_weights(job: Job, kind: Layer) -> int:
     """The MLP's largest weight in the model's dtype while it is multiplied, b n, and in 4 bits its scales, 4 n / 64."""
-    return compute_last_restored_weights(job, kind) * (1 + is_fused_mlp(job.family))
+    return compute_last_restored_weights(job, kind) * (1 + int(is_fused_mlp(job.family)))
 
 
 def compute_last_restored_weights(job: Job, kind: Layer) -> int:

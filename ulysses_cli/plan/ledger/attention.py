@@ -51,7 +51,7 @@ def compute_attention_rows(job: Job) -> int:
     projected and the family projects q, k and v together, v is a view that keeps the whole projection alive."""
     is_own = saves_slices(job) or job.layout.ulysses_size == 1
     kv = job.own_kv_width if is_own else job.row_kv_width
-    return job.dtype_bytes * (job.query_width + 2 * kv + is_own * count_fused(job)) * job.local_tokens
+    return job.dtype_bytes * (job.query_width + 2 * kv + (count_fused(job) if is_own else 0)) * job.local_tokens
 
 
 def count_fused(job: Job) -> int:
@@ -83,7 +83,7 @@ def compute_attention_saved(job: Job) -> int:
     (where rows are exchanged) the result again as the input of the output projection."""
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
     saved += _compute_rotary_saved(job)
-    projected = compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    projected = compute_layer_input(job) if saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj") else 0
     if has_norm_before(job.shape):
         return saved + compute_input_norm_saved(job) + projected
     # projections of a layer without a norm before them save the layer's input, which recomputation starts from
@@ -100,7 +100,7 @@ def compute_input_norm_saved(job: Job) -> int:
     """What the norm before attention saves. With recomputation, an input that it saves unchanged is the layer's input,
     which is counted already."""
     is_shared = saves_input_unchanged(job) and job.levers.gradient_checkpointing is not False
-    return compute_norm_saved(job, job.shape.hidden_size) - is_shared * compute_layer_input(job)
+    return compute_norm_saved(job, job.shape.hidden_size) - (compute_layer_input(job) if is_shared else 0)
 
 
 def count_gate(job: Job) -> int:
@@ -114,7 +114,7 @@ def compute_output_input(job: Job) -> int:
     that result times the activated gates is another tensor, and both factors are saved. Gates of heads are small."""
     if job.family.attention_gate:
         own = job.layout.ulysses_size == 1 or saves_slices(job)
-        num = (count_gate(job) > 0) + (not own) + saves_input(job, "o_proj")
+        num = int(count_gate(job) > 0) + int(not own) + int(saves_input(job, "o_proj"))
         return job.dtype_bytes * num * job.query_width * job.local_tokens
     is_same = job.layout.ulysses_size == 1 or saves_slices(job) or not saves_input(job, "o_proj")
     return 0 if is_same else job.dtype_bytes * job.query_width * job.local_tokens
@@ -129,7 +129,7 @@ def compute_attention_forward(job: Job) -> int:
     k = job.own_kv_width
     r = job.chunk_kv_width
     n = job.levers.head_chunks
-    own = h * has_norm_before(job.shape) + q + 2 * k + 2 * count_gate(job)
+    own = (h if has_norm_before(job.shape) else 0) + q + 2 * k + 2 * count_gate(job)
     if job.layout.ulysses_size == 1:
         widest = (q if n == 1 else q + q // n) + _count_copied_rows(job)
     elif n == 1:
@@ -147,9 +147,9 @@ def list_ring_forward(job: Job, q: int, kv: int) -> list[int]:
     the kernel runs, keys, the whole result and a part's. Where answers share a prompt, on one rank too, keys are copied
     into the order that the kernel takes."""
     n, share = job.levers.head_chunks, job.ring_share
-    rows = (q // n + kv) * (job.layout.ulysses_size > 1) + q * (n > 1)
+    rows = (q // n + kv if job.layout.ulysses_size > 1 else 0) + (q if n > 1 else 0)
     if job.shares_prompts:
-        fetched, copied = (share.fetched > 0) * share.keys, SHARED_COPIES * share.keys
+        fetched, copied = share.keys if share.fetched > 0 else 0, SHARED_COPIES * share.keys
         sending = max(share.sent + share.fetched, share.fetched + share.keys) if fetched else 0.0
         return [rows + round(max(sending, fetched + copied) * kv), rows + round(copied * kv) + q // n]
     if not share.fetched:
@@ -157,14 +157,16 @@ def list_ring_forward(job: Job, q: int, kv: int) -> list[int]:
     if share.rounds:
         return [rows + _count_rounds_forward(job, q // n, kv)]
     fetching = max(share.sent + share.fetched, share.fetched + share.keys)
-    running = share.keys * kv + (1 + share.largest_part * (share.num_parts > 1)) * (q // n)
+    running = share.keys * kv + (1 + (share.largest_part if share.num_parts > 1 else 0)) * (q // n)
     return [rows + round(fetching * kv), rows + round(running)]
 
 
 def _count_rounds_forward(job: Job, q: int, kv: int) -> int:
     """In rounds: the result in float32, a round's keys, the next round's with what is sent for it, and the result of a
     part; in the end the result in b bytes."""
-    moving = (kv * (each.keys * (not each.is_own) + each.arriving + each.sent) for each in job.ring_share.rounds)
+    moving = (
+        kv * ((each.keys if not each.is_own else 0) + each.arriving + each.sent) for each in job.ring_share.rounds
+    )
     parts = (q * each.largest_part for each in job.ring_share.rounds)
     return 4 * q // job.dtype_bytes + round(max(q, *map(sum, zip(moving, parts, strict=True))))
 
@@ -186,7 +188,7 @@ def compute_recomputed_attention(job: Job) -> int:
     if has_norm_before(job.shape):
         saved += compute_input_norm_saved(job)
     if saves_result(job):
-        own = h * has_norm_before(job.shape) + q + 2 * k + 2 * count_gate(job)
+        own = (h if has_norm_before(job.shape) else 0) + q + 2 * k + 2 * count_gate(job)
         return saved + job.dtype_bytes * (own + count_rotating(job)) * job.local_tokens
     return saved + compute_attention_forward(job)
 
@@ -246,7 +248,7 @@ def list_ring_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     the width of keys and values together."""
     b, n = job.dtype_bytes, job.ring_share
     if job.shares_prompts:
-        copied, fetched = SHARED_COPIES * n.keys * b, (n.fetched > 0) * n.keys * b
+        copied, fetched = SHARED_COPIES * n.keys * b, (n.keys if n.fetched > 0 else 0) * b
         adding = copied + n.keys * (4 + (b if b < 4 else 0)) + (n.fetched + n.sent) * b
         running = max(fetched + copied, 2 * copied)
         return [(round(q * b + running * kv), 1.0), (round(q * b + adding * kv), 0.0)]
@@ -257,7 +259,7 @@ def list_ring_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     own = q + kv
     fetching = (max(n.sent + n.fetched, n.fetched + n.keys)) * kv * b
     sums = n.keys * kv * (4 if n.num_parts > 2 else b) if n.num_parts > 1 else 0
-    part = (n.largest_part * q + n.keys * kv) * b + n.largest_part * q * b * (n.num_parts > 1)
+    part = (n.largest_part * q + n.keys * kv) * b + (n.largest_part * q * b if n.num_parts > 1 else 0)
     running = n.keys * kv * b + (q * b if n.num_parts > 1 else 0) + sums + part
     gradients = sums or n.keys * kv * b
     cast = b if b < 4 else 0
@@ -340,8 +342,8 @@ def count_latent_weights(job: Job, mixer: AttentionMixer) -> int:
 def count_latent_exchanged(job: Job, mixer: AttentionMixer) -> int:
     """Elements per token that the exchange of heads carries in a micro-step: rows and the result in each forward; in
     the backward the result's gradient, with slices and the result where these were saved, and gradients of rows."""
-    widths, forwards = LatentWidths(job, mixer), 1 + (job.levers.gradient_checkpointing == "full")
-    backward = widths.values + (widths.rows + widths.values) * saves_slices(job) + widths.rows
+    widths, forwards = LatentWidths(job, mixer), 1 + int(job.levers.gradient_checkpointing == "full")
+    backward = widths.values + (widths.rows + widths.values if saves_slices(job) else 0) + widths.rows
     return (widths.rows + widths.values) * forwards + backward
 
 
@@ -353,9 +355,11 @@ def compute_latent_result(job: Job, mixer: AttentionMixer) -> int:
 
 def _count_latent_projected(job: Job, widths: LatentWidths) -> int:
     """Bytes that the projections save: the layer's normed input, and the latents' norms with their results."""
-    total = compute_layer_input(job) * saves_input(job, "q_proj", "q_a_proj", "kv_a_proj_with_mqa")
+    total = compute_layer_input(job) if saves_input(job, "q_proj", "q_a_proj", "kv_a_proj_with_mqa") else 0
     for rank, name in ((widths.query_rank, "q_b_proj"), (widths.kv_rank, "kv_b_proj")):
-        total += compute_norm_saved(job, rank) + job.dtype_bytes * rank * saves_input(job, name) * job.local_tokens
+        total += (
+            compute_norm_saved(job, rank) + (job.dtype_bytes * rank if saves_input(job, name) else 0) * job.local_tokens
+        )
     return total
 
 
@@ -370,7 +374,7 @@ def _count_latent_output_input(job: Job, widths: LatentWidths) -> int:
     head it is, and both are saved."""
     if job.family.attention_gate:
         own = job.layout.ulysses_size == 1 or saves_slices(job)
-        return job.dtype_bytes * ((not own) + saves_input(job, "o_proj")) * widths.values * job.local_tokens
+        return job.dtype_bytes * (int(not own) + int(saves_input(job, "o_proj"))) * widths.values * job.local_tokens
     is_same = job.layout.ulysses_size == 1 or saves_slices(job) or not saves_input(job, "o_proj")
     return 0 if is_same else job.dtype_bytes * widths.values * job.local_tokens
 
@@ -389,11 +393,11 @@ def _count_latent_exchanging(job: Job, widths: LatentWidths) -> int:
     together, so that narrower values come after queries and keys. Kernels fill up values and results to the width of
     keys."""
     q, v, n = widths.queries, widths.values, job.levers.head_chunks
-    rows, padding = widths.rows // n, (2 * q // n - v // n) * widths.is_padded
+    rows, padding = widths.rows // n, 2 * q // n - v // n if widths.is_padded else 0
     if job.layout.ulysses_size == 1:
         copied = _count_latent_copied(job, widths)
         on_ring = [each + padding for each in list_ring_forward(job, q, (q + v) // n)]
-        return copied + max([v + (v // n) * (n > 1) + padding, *on_ring])
+        return copied + max([v + (v // n if n > 1 else 0) + padding, *on_ring])
     arriving = max(4 * q, 2 * q + 2 * v) if widths.is_padded else 2 * widths.rows
     result = v if n > 1 else 0
     on_ring = [each + padding for each in list_ring_forward(job, q, (q + v) // n)]
@@ -441,19 +445,19 @@ def list_latent_backward(job: Job, mixer: AttentionMixer) -> Iterator[tuple[str,
     tokens = job.local_tokens
     n = job.levers.head_chunks
     q, v = widths.queries, widths.values
-    saved = compute_latent_saved(job, mixer) + compute_latent_result(job, mixer) * (not saves_result(job))
+    saved = compute_latent_saved(job, mixer) + (compute_latent_result(job, mixer) if not saves_result(job) else 0)
     rest = saved - _count_latent_output_input(job, widths)
     own = v  # the output's gradient
-    gone = widths.slices * (n == 1 and saves_slices(job) and job.layout.ulysses_size > 1)
-    room = widths.rows * (n > 1)
+    gone = widths.slices if n == 1 and saves_slices(job) and job.layout.ulysses_size > 1 else 0
+    room = widths.rows if n > 1 else 0
     if job.layout.ulysses_size > 1:
-        of_results = 4 * v // n - v * (gone > 0) if saves_slices(job) else 2 * v
+        of_results = 4 * v // n - (v if gone > 0 else 0) if saves_slices(job) else 2 * v
         arriving = max(4 * q, 2 * q + 2 * v) if widths.is_padded else 2 * widths.rows
         rows = widths.rows // n if saves_slices(job) else 0
         first = arriving // n if saves_slices(job) else 0
         yield "exchange", rest, b * (own + room - gone + max(first, rows + of_results)) * tokens, 0
-        own += rows + (2 * v // n - v * (gone > 0) if saves_slices(job) else v)
-    kernel = FLOAT * (q + widths.heads) // n + b * (4 * q - v) // n * widths.is_padded
+        own += rows + (2 * v // n - (v if gone > 0 else 0) if saves_slices(job) else v)
+    kernel = FLOAT * (q + widths.heads) // n + (b * (4 * q - v) // n if widths.is_padded else 0)
     copied = _count_latent_copied(job, widths) if saves_slices(job) else 0  # else the copies were saved
     own += copied + 2 * count_copy(job, v // n, v)
     own, gradients = b * (own + room - gone), b * widths.rows // n

@@ -34,7 +34,7 @@ def compute_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     b, hidden, trained = job.dtype_bytes, job.shape.hidden_size, job.adapters is None
     inner = (job.family.inner_saved - 1 + trained) * mlp.inner_size
     width = mlp.num_per_token * (b * (inner + (1 + trained) * hidden) + INDEX_BYTES)
-    router = 4 * hidden * (Trait.PRECISE_ROUTERS in job.shape.traits and saves_input(job, "router"))
+    router = 4 * hidden if Trait.PRECISE_ROUTERS in job.shape.traits and saves_input(job, "router") else 0
     return (width + router) * tokens + compute_shared_saved(job, mlp, tokens)
 
 
@@ -43,8 +43,12 @@ def compute_shared_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     its result, the result."""
     if not mlp.shared_size:
         return 0
-    inner = (3 if mlp.is_gated else 1) + saves_input(job, "down_proj")
-    return job.dtype_bytes * (inner * mlp.shared_size + job.shape.hidden_size * job.family.has_shared_gate) * tokens
+    inner = (3 if mlp.is_gated else 1) + int(saves_input(job, "down_proj"))
+    return (
+        job.dtype_bytes
+        * (inner * mlp.shared_size + (job.shape.hidden_size if job.family.has_shared_gate else 0))
+        * tokens
+    )
 
 
 def compute_left(job: Job, mlp: ExpertsMlp, weight: str) -> int | None:
@@ -115,11 +119,11 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
         )
     else:
         widest = max(results, 3 * k * b * inner * tokens, down)
-    scaled = b * hidden * tokens * (Trait.SCALED_BLOCKS in job.shape.traits)
+    scaled = b * hidden * tokens if Trait.SCALED_BLOCKS in job.shape.traits else 0
     if not mlp.shared_size:
         return widest + scaled
     if is_shared_first(job):
-        return widest + b * hidden * tokens * job.family.has_shared_gate
+        return widest + (b * hidden * tokens if job.family.has_shared_gate else 0)
     widest += b * hidden * tokens - compute_shared_saved(job, mlp, tokens) - _compute_input_gone(job, tokens)
     views = 3 * _count_kept_views(job) * b * mlp.num_experts * inner * hidden
     own = b * mlp.shared_size * (tokens + max(tokens, hidden * trained))
@@ -130,7 +134,7 @@ def compute_first_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved, when gate and up of all experts compute their gradient: that gradient, and the
     tokens' copies, while what the last matrices saved has gone."""
     b, hidden, inner = job.dtype_bytes, job.shape.hidden_size, mlp.inner_size
-    matrices = 2 * b * mlp.num_experts * inner * hidden * (job.adapters is None)
+    matrices = 2 * b * mlp.num_experts * inner * hidden if job.adapters is None else 0
     return matrices - mlp.num_per_token * b * (hidden + 2 * inner) * tokens
 
 
@@ -142,7 +146,7 @@ def _compute_recomputed_shared(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     recomputes = job.levers.gradient_checkpointing is not False and not is_tiled(job)
     if job.adapters is None or not (recomputes and job.adapters.adapts(*names)):
         return 0
-    width = (1 + is_fused_mlp(job.family)) * mlp.shared_size + 3 * job.shape.hidden_size
+    width = (1 + int(is_fused_mlp(job.family))) * mlp.shared_size + 3 * job.shape.hidden_size
     return job.dtype_bytes * width * tokens
 
 
@@ -173,10 +177,10 @@ def _compute_recomputed(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
         return 0
     b, hidden, has_bias = job.dtype_bytes, job.shape.hidden_size, job.family.experts_have_bias
     result = _count_result_bytes(job) * hidden
-    copies, ending = b * hidden * (job.adapters is not None), result + b * hidden * has_bias
-    recomputed = mlp.num_per_token * (result + copies + max(ending, 3 * b * mlp.inner_size * has_bias))
+    copies, ending = b * hidden if job.adapters is not None else 0, result + (b * hidden if has_bias else 0)
+    recomputed = mlp.num_per_token * (result + copies + max(ending, 3 * b * mlp.inner_size if has_bias else 0))
     waiting = mlp.shared_size > 0 and is_shared_first(job) and not job.family.has_shared_gate
-    return (recomputed + b * hidden * (1 + waiting) * (not is_tiled(job))) * tokens
+    return (recomputed + (b * hidden * (1 + waiting) if not is_tiled(job) else 0)) * tokens
 
 
 def _count_result_bytes(job: Job) -> int:
@@ -204,9 +208,9 @@ def compute_beside_saved(job: Job, layer: Layer) -> int:
     """The norms behind the MLP and around the experts, the router's, and what experts in tiles save. Norms that save
     their inputs alone share the residual, which the norm before the MLP reads too; and where the forward has saved both
     blocks' outputs, the norms behind them save nothing, and the norm of their sum does."""
-    num_norms = 3 - saves_norm_input(job) * (1 + saves_output(job))
+    num_norms = 3 - (1 + int(saves_output(job)) if saves_norm_input(job) else 0)
     saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_router_saved(job)
-    return saved + compute_entry_saved(job, get_alone(layer)) * is_tiled(job)
+    return saved + (compute_entry_saved(job, get_alone(layer)) if is_tiled(job) else 0)
 
 
 def compute_router_saved(job: Job) -> int:
@@ -214,7 +218,7 @@ def compute_router_saved(job: Job) -> int:
     the model's dtype, (4 + 2 b) h S. A frozen router saves its input under ZeRO-3, as linear layers do (layer.py:
     saves_input)."""
     is_trained = job.adapters is None
-    num_saved = is_trained + (is_trained or job.zero_stage == 3)
+    num_saved = int(is_trained) + int(is_trained or job.zero_stage == 3)
     return (4 + num_saved * job.dtype_bytes) * job.shape.hidden_size * job.local_tokens
 
 
@@ -239,8 +243,8 @@ def compute_tiles_backward(job: Job, layer: Layer, mlp_backward: int) -> int:
     when those are gone, with the result of the MLP, its own `mlp_backward`."""
     alone, tile = get_alone(layer), count_mlp_tile_tokens(job)
     own, gone = compute_layer_input(job), compute_entry_saved(job, alone)
-    num_elements = (2 + alone.is_gated) * alone.num_experts * alone.inner_size * job.shape.hidden_size
+    num_elements = (2 + int(alone.is_gated)) * alone.num_experts * alone.inner_size * job.shape.hidden_size
     inside = compute_saved(job, alone, tile) + compute_backward(job, alone, tile)
     router = (4 + 5 * 4) * job.shape.hidden_size * job.local_tokens - compute_router_saved(job)
     after_router = mlp_backward - compute_router_saved(job) - 2 * own
-    return max(inside + own + 4 * num_elements * (job.adapters is None), router - gone, after_router - gone)
+    return max(inside + own + (4 * num_elements if job.adapters is None else 0), router - gone, after_router - gone)

@@ -62,11 +62,11 @@ def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
     tiles (train/memory/tiled_loss.py) the same for one tile, without gradients: logits, two float32 copies, the
     tanh."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
-    original, capped = b if b < 4 else 0, 4 * bool(job.shape.final_softcap)
+    original, capped = b if b < 4 else 0, 4 if job.shape.final_softcap else 0
     if job.levers.tiled_loss:
         return (b + _count_copies(job) + capped) * vocab * tokens
     in_transform = original + (4 + capped + 4 * _transforms_logits(job)) * _transforms_logits(job)
-    return max(in_transform, 8 + capped + 4 * (job.has_z_loss and trains)) * vocab * tokens
+    return max(in_transform, 8 + capped + (4 if job.has_z_loss and trains else 0)) * vocab * tokens
 
 
 def compute_loss_backward(job: Job) -> int:
@@ -74,16 +74,16 @@ def compute_loss_backward(job: Job) -> int:
     too, 4 V S; for a z-loss also the logits, of which its backward makes three copies in one expression, 8 V S more
     (torch: FunctionsManual.cpp, logsumexp_backward). In tiles: logits and two float32 copies (with a softcap: three),
     or their gradient and the one of the head's weight that the tile makes (train/memory/tiled_loss.py)."""
-    vocab, capped = job.shape.vocab_size, 4 * bool(job.shape.final_softcap)
+    vocab, capped = job.shape.vocab_size, 4 if job.shape.final_softcap else 0
     if job.levers.tiled_loss:
         return compute_loss_tile(job, count_loss_tokens(job))
-    return (12 + capped + 8 * job.has_z_loss) * vocab * job.local_tokens
+    return (12 + capped + (8 if job.has_z_loss else 0)) * vocab * job.local_tokens
 
 
 def compute_loss_tile(job: Job, tokens: int) -> int:
     """Of one tile of that many tokens, forward and backward in one."""
     vocab, b = job.shape.vocab_size, job.dtype_bytes
-    copies = (_count_copies(job) + 4 * bool(job.shape.final_softcap)) * vocab * tokens
+    copies = (_count_copies(job) + (4 if job.shape.final_softcap else 0)) * vocab * tokens
     return b * vocab * tokens + max(copies, compute_tile_gradient(job))
 
 

@@ -56,7 +56,7 @@ def compute_weight_gradient(job: Job, inputs: int, outputs: int) -> int:
     Weights of adapters are narrow. Attention's projections need no line: where they run in pieces, the attention
     kernel's tensors of the same layer are larger than such a sum."""
     is_pieced = runs_in_pieces(job.dtype_bytes * max(inputs, outputs) * job.local_tokens, *LINEAR)
-    return (job.dtype_bytes + 4 * is_pieced) * inputs * outputs * (job.adapters is None)
+    return (job.dtype_bytes + (4 if is_pieced else 0)) * inputs * outputs if job.adapters is None else 0
 
 
 def compute_norm_saved(job: Job, width: int) -> int:
@@ -92,7 +92,7 @@ def compute_norm_forward(job: Job, width: int) -> int:
     b) S width. Where it is scaled in float32 too: (12 + 2 b) S width; where it is centered, (16 + 2 b) S width; without
     weights, (8 + 2 b) S width. Fused: input and output. In tiles: input, output and all of one tile."""
     b = job.dtype_bytes
-    precise = 4 * (Trait.PRECISE_NORMS in job.shape.traits) or b
+    precise = 4 if Trait.PRECISE_NORMS in job.shape.traits else b
     if job.family.norm_parts == 0:
         precise = 0
     elif job.shape.centers_norms:
@@ -117,7 +117,7 @@ def compute_norm_backward(job: Job, width: int) -> int:
         return 12 * width * job.local_tokens
     if Trait.FLOAT32_NORMS in job.shape.traits:
         return 8 * width * job.local_tokens
-    return (16 + scaled * (not job.trains("norm"))) * width * job.local_tokens
+    return (16 + (scaled if not job.trains("norm") else 0)) * width * job.local_tokens
 
 
 def is_one_kernel(job: Job) -> bool:
@@ -139,7 +139,7 @@ def saves_input_unchanged(job: Job) -> bool:
 
 def _count_norm_bytes(job: Job) -> int:
     num_bytes = 8 if job.shape.centers_norms else 4
-    return num_bytes + _count_scaled_bytes(job) * job.trains("norm")
+    return num_bytes + (_count_scaled_bytes(job) if job.trains("norm") else 0)
 
 
 def _count_scaled_bytes(job: Job) -> int:
@@ -232,8 +232,8 @@ def list_vectors_saved(job: Job) -> Lines:
     if job.shape.per_layer_embeddings is None:
         return {"lent_keys": compute_lent_keys(job)} if is_kv_source(job) else {}
     leaves = job.levers.offloaded_layers >= job.shape.num_layers
-    norm = compute_norm_saved(job, count_vectors_width(job)) * have_vectors_gradient(job)
-    saved = {"token_vectors": compute_vectors(job) * (not leaves), "token_vectors_norm": norm}
+    norm = compute_norm_saved(job, count_vectors_width(job)) if have_vectors_gradient(job) else 0
+    saved = {"token_vectors": compute_vectors(job) if not leaves else 0, "token_vectors_norm": norm}
     return saved | ({"lent_keys": compute_lent_keys(job)} if is_kv_source(job) else {})
 
 
@@ -264,14 +264,15 @@ def compute_vector_saved(job: Job) -> int:
     product and what the norm saves."""
     if job.shape.per_layer_embeddings is None:
         return 0
-    num = 1 + have_vectors_gradient(job) + saves_input(job, VECTOR_OUTPUT)
-    gate_input = compute_layer_input(job) * saves_input(job, VECTOR_GATE)
+    num = 1 + int(have_vectors_gradient(job)) + int(saves_input(job, VECTOR_OUTPUT))
+    gate_input = compute_layer_input(job) if saves_input(job, VECTOR_GATE) else 0
     return gate_input + num * compute_own_vector(job) + compute_norm_saved(job, job.shape.hidden_size)
 
 
 def compute_vectors_waiting(job: Job) -> int:
     """Until the end of a layer's backward its vector's gradient waits."""
-    return compute_own_vector(job) * have_vectors_gradient(job) if job.shape.per_layer_embeddings else 0
+    has_gradient = job.shape.per_layer_embeddings and have_vectors_gradient(job)
+    return compute_own_vector(job) if has_gradient else 0
 
 
 def compute_vectors_embedding_forward(job: Job) -> int:

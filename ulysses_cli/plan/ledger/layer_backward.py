@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 from ulysses_cli.plan.ledger import adapters, attention, experts, layer, mixers, mlp, recurrence
-from ulysses_cli.plan.ledger import adapters as adapters_of
+from ulysses_cli.plan.ledger.adapters import (
+    compute_dora_saved,
+    compute_last_dora_saved,
+    list_dora_backward,
+    list_dora_recomputed,
+    name_dora_snapshot,
+)
 from ulysses_cli.plan.ledger.job import (
     BEFORE_ATTENTION,
     BEFORE_GRADIENTS,
@@ -77,7 +83,7 @@ def get_snapshot_place(job: Job, kind: Layer, name: str) -> int:
         return GRADIENT_PLACES["down_proj"]
     if name == "gate and up" and ("gate_up_proj" in job.family.mlp_modules or mlp.find_activation(job)):
         return GRADIENT_PLACES["gate_up_proj"]
-    of_magnitudes = name.removeprefix(adapters_of.name_dora_snapshot(""))
+    of_magnitudes = name.removeprefix(name_dora_snapshot(""))
     return SNAPSHOT_PLACES[name] if of_magnitudes == name else get_gradient_place(of_magnitudes)
 
 
@@ -112,7 +118,7 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
             of_adapters = layer.list_adapter_saved(job, kind)
             later = sum(size for name, size, _ in of_adapters if name in ("up_proj", "down_proj"))
             yield "gate", take(RECOMPUTATION, whole_mixer, left, mlp=product - later)
-        for place, of_mixer, of_mlp, work in adapters_of.list_dora_recomputed(job, kind, whole_mixer, mlp_saved):
+        for place, of_mixer, of_mlp, work in list_dora_recomputed(job, kind, whole_mixer, mlp_saved):
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}
             yield place, MemorySnapshot("backward", RECOMPUTATION, {**base, **lines})
         if (
@@ -141,10 +147,10 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=with_scaled)
         if output := mlp.compute_saved_output(job):
             base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
-    for name, of_mixer, of_mlp, work in adapters_of.list_dora_backward(job, kind, whole_mixer, left):
+    for name, of_mixer, of_mlp, work in list_dora_backward(job, kind, whole_mixer, left):
         yield (
             "mlp" if of_mlp else "attention",
-            take(adapters_of.name_dora_snapshot(name), of_mixer, of_mlp, lengths=work),
+            take(name_dora_snapshot(name), of_mixer, of_mlp, lengths=work),
         )
     if kind.mlp is not None:
         yield from _walk_mlp(job, kind, whole_mixer, take)
@@ -153,7 +159,7 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
     if job.num_norms > 1:
         yield "norm", take("norm", whole_mixer, norm_saved, norm_backward=norm_work + own_input)
     if kind.mixers:
-        scaled = adapters_of.compute_last_dora_saved(job, kind, in_mlp=False)
+        scaled = compute_last_dora_saved(job, kind, in_mlp=False)
         yield from _walk_mixer(job, kind, mixer_saved - scaled, result, take)
     if has_norm_before(job.shape):
         saved = attention.compute_input_norm_saved(job)
@@ -165,11 +171,12 @@ def _walk_mlp(
 ) -> Iterator[tuple[str, MemorySnapshot]]:
     left, restored = count_mlp_left(job, kind), {"restored_weights": adapters.compute_restored_weights(job, kind)}
     last = {"restored_weights": adapters.compute_last_restored_weights(job, kind)}
-    left -= 0 if layer.is_tiled(job) else adapters_of.compute_last_dora_saved(job, kind, in_mlp=True)
+    left -= 0 if layer.is_tiled(job) else compute_last_dora_saved(job, kind, in_mlp=True)
     if not kind.num_experts and not layer.is_tiled(job):
         down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
         yield "down", take("the MLP's last matrix", whole_mixer, left, mlp=down, **last)
-        left -= layer.compute_layer_input(job) * has_norm_behind(job.shape)  # the gradient that came from that norm
+        # the gradient that came from that norm
+        left -= layer.compute_layer_input(job) if has_norm_behind(job.shape) else 0
         yield "gate", take("gate and up", whole_mixer, left, mlp=gate, **restored)
     if not layer.is_tiled(job):
         gone = experts.compute_gone(job, kind)
@@ -182,14 +189,14 @@ def _walk_mixer(
     job: Job, kind: Layer, saved: int, result: int, take: Callable[..., MemorySnapshot]
 ) -> Iterator[tuple[str, MemorySnapshot]]:
     recurrent = mixers.find_recurrence(kind)
-    of_magnitudes = adapters_of.compute_dora_saved(job, kind, job.local_tokens, in_mlp=False)
-    of_magnitudes -= adapters_of.compute_last_dora_saved(job, kind, in_mlp=False)
+    of_magnitudes = compute_dora_saved(job, kind, job.local_tokens, in_mlp=False)
+    of_magnitudes -= compute_last_dora_saved(job, kind, in_mlp=False)
     if kimi_mixer := mixers.find_kimi(kind):
         for name, left, work in recurrence.list_kimi_backward(job, kimi_mixer):
             yield "attention", take(name, left + of_magnitudes, 0, recurrence=work)
     elif latent_mixer := mixers.find_latent(kind):
         for name, left, num_bytes, in_kernels in attention.list_latent_backward(job, latent_mixer):
-            left += of_magnitudes * (name != "latents")  # their own backward is over then
+            left += of_magnitudes if name != "latents" else 0  # their own backward is over then
             yield "attention", take(name, left, 0, attention=num_bytes, attention_kernel=in_kernels)
     elif recurrent is None or kind.attention:
         # the gradient of the norm's output that comes from an MLP beside attention waits
@@ -325,7 +332,7 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
             gradients.FREED_GRADIENTS: gradients.compute_freed_gradients(job, flush.num_sent),
             "retained_gradients": gradients.compute_retained_gradients(job, flush.num_before),
             # in tiles all weights' gradients leave the MLP at once (train/memory/tiled_mlp.py)
-            "coming_gradients": job.dtype_bytes * coming * (not gradients.keeps_whole(job)),
+            "coming_gradients": job.dtype_bytes * coming if not gradients.keeps_whole(job) else 0,
             **states.list_unswapped(job, flush.layer),
         }
         name, place = SENT if flush.num_before else FIRST_SENT, get_gradient_place(flush.weight)

@@ -8,9 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ulysses_cli.plan.ledger import adapters as adapters_of
-from ulysses_cli.plan.ledger import adapters as quantized
 from ulysses_cli.plan.ledger import head, layer, machine, mixers, mlp
+from ulysses_cli.plan.ledger.adapters import (
+    compute_dora_proof,
+    compute_quantized_work,
+    compute_restored_weights,
+    list_dora_forward,
+)
 from ulysses_cli.plan.ledger.job import (
     BETWEEN,
     EMBEDDED,
@@ -139,7 +143,7 @@ def _list_forward_work(job: Job, kind: Layer, *, trains: bool = True) -> Iterato
     """(Place in a layer, tensors in use there) of a forward."""
     job = job.view(kind)
     yield "attention", {"attention": mixers.compute_forward(job, kind)}
-    for place, around, work in adapters_of.list_dora_forward(job, kind, trains=trains):
+    for place, around, work in list_dora_forward(job, kind, trains=trains):
         yield place, {place: around, "lora": work}
     if kind.shared:
         yield "mlp", {"mlp": mixers.compute_block_mlp_forward(job, kind)}
@@ -150,8 +154,8 @@ def _list_forward_work(job: Job, kind: Layer, *, trains: bool = True) -> Iterato
     yield "fetch", {"mlp": mlp.count_around(job) * layer.compute_layer_input(job)}
     adapters = {"lora": mlp.compute_adapter_work(job, kind)}
     restored, beside = (
-        quantized.compute_quantized_work(job, kind),
-        quantized.compute_quantized_work(job, kind, adapters["lora"]),
+        compute_quantized_work(job, kind),
+        compute_quantized_work(job, kind, adapters["lora"]),
     )
     in_tile = beside if layer.is_tiled(job) else {}
     if kind.num_experts and not layer.is_tiled(job):
@@ -344,10 +348,8 @@ def _walk_load(job: Job, gathered: Gathered) -> Iterator[MemorySnapshot]:
         hook = {"parameters_arriving": states.compute_arriving(job, one), "parameters_gathered": job.dtype_bytes * one}
         yield MemorySnapshot("load", "a weight is gathered alone", {**loaded, **hook})
     proof = {"parameters_gathered": job.dtype_bytes * gathered.proof, "logits": head.compute_proof_logits(job)}
-    yield MemorySnapshot("load", "the head is proven", {**loaded, **proof, "lora": adapters_of.compute_dora_proof(job)})
-    restored = max(
-        (quantized.compute_restored_weights(job.view(kind), kind) for kind in job.shape.layer_kinds), default=0
-    )
+    yield MemorySnapshot("load", "the head is proven", {**loaded, **proof, "lora": compute_dora_proof(job)})
+    restored = max((compute_restored_weights(job.view(kind), kind) for kind in job.shape.layer_kinds), default=0)
     if restored and job.quantized == "nf4":  # on a few tokens 8 bits restore nothing
         yield MemorySnapshot("load", "a weight is restored", {**loaded, "restored_weights": restored})
 

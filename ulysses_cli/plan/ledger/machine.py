@@ -37,7 +37,7 @@ def compute_nccl(job: Job) -> int:
     if job.world_size == 1:
         return 0
     layout = job.layout
-    groups = 1 + (layout.ulysses_size > 1) + (layout.ring_size > 1) + (layout.dp_replicate_size > 1)
+    groups = 1 + int(layout.ulysses_size > 1) + int(layout.ring_size > 1) + int(layout.dp_replicate_size > 1)
     return groups * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CHANNEL_BYTES
 
 

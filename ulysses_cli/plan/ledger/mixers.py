@@ -37,7 +37,7 @@ def _count_convolution_bytes(job: Job, num_tensors: float) -> int:
 def compute_convolution_saved(job: Job) -> int:
     """The norm's part, the projection's input and output (4 c b S), the convolution's input with its halo, its result
     and the input of the output projection."""
-    projected = saves_input(job, "in_proj") + saves_input(job, name_last_projection(job.family))
+    projected = int(saves_input(job, "in_proj")) + int(saves_input(job, name_last_projection(job.family)))
     return compute_input_norm_saved(job) + _count_convolution_bytes(job, 3 + 2 + projected)
 
 
@@ -46,7 +46,7 @@ def compute_convolution_first_unsaved(job: Job) -> int:
     projection's input."""
     if job.adapters is None or job.adapters.adapts("in_proj"):
         return 0
-    return _count_convolution_bytes(job, 3 + 2 + saves_input(job, "in_proj"))
+    return _count_convolution_bytes(job, 3 + 2 + int(saves_input(job, "in_proj")))
 
 
 def compute_convolution_output_input(job: Job) -> int:
@@ -66,7 +66,7 @@ def compute_recomputed_convolution(job: Job) -> int:
 
 def compute_convolution_left_for_projection(job: Job) -> int:
     """What is left when the first projection computes its gradients from that of its result, 3 c b S."""
-    return compute_input_norm_saved(job) + _count_convolution_bytes(job, 3 + saves_input(job, "in_proj"))
+    return compute_input_norm_saved(job) + _count_convolution_bytes(job, 3 + int(saves_input(job, "in_proj")))
 
 
 def compute_convolution_gates_backward(job: Job) -> int:
@@ -89,7 +89,7 @@ def _compute_block_unshared(job: Job) -> int:
 def compute_block_attention_saved(job: Job, kind: Layer) -> int:
     """Apart from its result. Adapters share their input with the matrix beside them and save their narrow result."""
     shared, wide = split_layer(kind)[0], widen_to_block(job)
-    adapters = 3 * shared.rank * shared.adapts_attention * layer.saves_input(job, "1")
+    adapters = 3 * shared.rank * shared.adapts_attention if layer.saves_input(job, "1") else 0
     own = attention.compute_attention_saved(wide) + _compute_block_unshared(wide)
     return own + job.dtype_bytes * adapters * job.local_tokens
 
@@ -99,7 +99,7 @@ def compute_block_mlp_saved(job: Job, kind: Layer) -> int:
     norm, own_input = layer.compute_norm_saved(job, job.shape.hidden_size), layer.compute_layer_input(job)
     if layer.is_tiled(job):
         return norm + own_input
-    narrow = job.dtype_bytes * split_layer(kind)[0].rank * layer.saves_input(job, "1") * job.local_tokens
+    narrow = (job.dtype_bytes * split_layer(kind)[0].rank if layer.saves_input(job, "1") else 0) * job.local_tokens
     needs = layer.saves_input(job, "gate_up_proj", "0")
     return norm + own_input * needs + compute_dense_saved(job, job.local_tokens) + narrow
 
@@ -107,7 +107,7 @@ def compute_block_mlp_saved(job: Job, kind: Layer) -> int:
 def compute_inside_block_saved(job: Job, kind: Layer) -> int:
     """Of attention, MLP and the matrix behind them, with attention's result where recomputation makes it again."""
     result = 0 if layer.saves_result(job) else attention.compute_attention_result(job)
-    behind = layer.compute_layer_input(job) * layer.saves_input(job, LAST_MATRIX)
+    behind = layer.compute_layer_input(job) if layer.saves_input(job, LAST_MATRIX) else 0
     return compute_block_attention_saved(job, kind) + result + compute_block_mlp_saved(job, kind) + behind
 
 
@@ -124,7 +124,7 @@ def compute_block_saved(job: Job, kind: Layer) -> int:
 
 def compute_block_saved_output(job: Job) -> int:
     """b h S: what is behind an MLP in tiles needs its output again, so it is saved."""
-    return layer.compute_layer_input(job) * (layer.is_tiled(job) and layer.saves_result(job))
+    return layer.compute_layer_input(job) if layer.is_tiled(job) and layer.saves_result(job) else 0
 
 
 def compute_block_forward(job: Job, kind: Layer) -> int:
@@ -140,7 +140,7 @@ def compute_block_mlp_forward(job: Job, kind: Layer) -> int:
     gate and the product, 4 i b. In tiles also the output."""
     tile = layer.count_mlp_tile_tokens(job)
     inside = job.dtype_bytes * 6 * job.shape.intermediate_size * tile
-    return (1 + layer.is_tiled(job)) * layer.compute_layer_input(job) + inside
+    return (1 + int(layer.is_tiled(job))) * layer.compute_layer_input(job) + inside
 
 
 def compute_block_again(job: Job, kind: Layer) -> int:
@@ -177,7 +177,7 @@ def count_block_left(job: Job, kind: Layer, weight: str) -> int:
     of_mlp = compute_block_mlp_saved(job, kind)
     if name == LAST_MATRIX:
         return whole
-    attended = whole - of_mlp - layer.compute_layer_input(job) * layer.saves_input(job, LAST_MATRIX)
+    attended = whole - of_mlp - (layer.compute_layer_input(job) if layer.saves_input(job, LAST_MATRIX) else 0)
     if name in ("down_proj", "gate_up_proj", GATE_ADAPTER):
         return attended + of_mlp
     if name == MLP_NORM:
@@ -195,7 +195,7 @@ def has_blocks(job: Job) -> bool:
 def compute_kept_embedding(job: Job) -> int:
     """b h S: a copy of the embedding's output (modeling_zamba2.py: Zamba2Model.forward). Checkpointing keeps it for
     every layer, to the end of the backward (train/memory/offload.py: what earlier layers have saved stays)."""
-    return compute_layer_input(job) * has_blocks(job)
+    return compute_layer_input(job) if has_blocks(job) else 0
 
 
 def list_kept_embedding(job: Job) -> Lines:
@@ -210,9 +210,9 @@ def list_block_gradients(job: Job, num_left: int) -> Lines:
         return {}
     waiting = 0
     for first, last, num_trained in _list_blocks(job.model or job.shape, job.weights).values():
-        waiting += num_trained * (first < num_left <= last)
+        waiting += num_trained if first < num_left <= last else 0
     num_done = sum(layer.shared is not None for layer in job.shape.layers[num_left:])
-    embedding = compute_layer_input(job) * {0: 0, 1: 2}.get(num_done, 1) * job.trains("embed_tokens")
+    embedding = compute_layer_input(job) * {0: 0, 1: 2}.get(num_done, 1) if job.trains("embed_tokens") else 0
     lines = {"shared_gradients": job.dtype_bytes * waiting, "embedding_beside_gradient": embedding}
     return lines | ({"block_embedding": 0} if job.levers.gradient_checkpointing is False else {})
 
@@ -313,7 +313,7 @@ def compute_forward(job: Job, kind: Layer) -> int:
 def _find_most(job: Job, kind: Layer, works: Sequence[int]) -> int:
     """Of mixers side by side: the first runs beside the norm's output, of which it has a scaled copy, the second also
     beside the first one's result."""
-    beside = layer.compute_layer_input(job) * (len(works) > 1)
+    beside = layer.compute_layer_input(job) if len(works) > 1 else 0
     return max(work + (1 + number) * beside for number, work in enumerate(works))
 
 

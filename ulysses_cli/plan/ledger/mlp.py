@@ -60,11 +60,11 @@ def is_parallel(job: Job) -> bool:
 
 def compute_saved_output(job: Job) -> int:
     """b h S: of one block."""
-    return compute_layer_input(job) * experts.saves_output(job)
+    return compute_layer_input(job) if experts.saves_output(job) else 0
 
 
 def compute_saved_outputs(job: Job, layer: Layer) -> int:
-    return (1 + experts.is_beside(job, layer)) * compute_saved_output(job)
+    return (1 + int(experts.is_beside(job, layer))) * compute_saved_output(job)
 
 
 def compute_mlp_saved(job: Job, layer: Layer) -> int:
@@ -77,7 +77,7 @@ def compute_mlp_saved(job: Job, layer: Layer) -> int:
 
 def compute_own_saved(job: Job, layer: Layer) -> int:
     is_behind = has_norm_behind(job.shape)
-    num_norms = job.num_norms - has_norm_before(job.shape) - is_behind
+    num_norms = job.num_norms - int(has_norm_before(job.shape)) - int(is_behind)
     needs = is_tiled(job) or saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
     needs = needs and not (is_parallel(job) and saves_input(job, "q_proj", "k_proj", "v_proj"))
     saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job) * needs
@@ -106,7 +106,7 @@ def _compute_saved_of(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp, toke
 
 
 def compute_dense_saved(job: Job, tokens: int) -> int:
-    num_inner = _count_activation_saved(job) + saves_input(job, "down_proj")
+    num_inner = _count_activation_saved(job) + int(saves_input(job, "down_proj"))
     return round(num_inner * job.dtype_bytes * job.shape.intermediate_size * tokens)
 
 
@@ -114,7 +114,7 @@ def _count_activation_saved(job: Job) -> float:
     activation = find_activation(job)
     if activation is None:
         return 3
-    return activation.saved + activation.saved_for_weights * (job.adapters is None)
+    return activation.saved + (activation.saved_for_weights if job.adapters is None else 0)
 
 
 def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
@@ -130,7 +130,7 @@ def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
     num: float = {"up_proj": 2, "gate_up_proj": 1, "gate_proj": 4}.get(weight, 0)
     if weight == "up_proj" and find_activation(job):
         num = _count_activation_saved(job)
-    came = compute_layer_input(job) * (num > 0 and not has_norm_behind(job.shape))
+    came = compute_layer_input(job) if num > 0 and not has_norm_behind(job.shape) else 0
     return round(num) * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens - came
 
 
@@ -141,14 +141,14 @@ def _compute_backward_of(job: Job, block: DenseMlp | ExpertsMlp, tokens: int) ->
     if isinstance(block, ExpertsMlp):
         return experts.compute_backward(job, block, tokens)
     inner = job.shape.intermediate_size
-    matrix = job.dtype_bytes * job.shape.hidden_size * inner * (job.adapters is None)
+    matrix = job.dtype_bytes * job.shape.hidden_size * inner if job.adapters is None else 0
     tensor = job.dtype_bytes * inner * tokens
     return max(round(_count_gradients(job) * tensor), tensor + matrix)
 
 
 def _count_gradients(job: Job) -> float:
     """Of the inner width, in the backward of the activation, in place of the last matrix's input."""
-    return _count_made(job) - saves_input(job, "down_proj")
+    return _count_made(job) - int(saves_input(job, "down_proj"))
 
 
 def _count_made(job: Job) -> float:
@@ -185,14 +185,14 @@ def _count_elements(job: Job, block: DenseMlp | ExpertsMlp) -> int:
     inner = block.inner_size
     if isinstance(block, ExpertsMlp):
         inner = block.num_experts * inner + block.shared_size
-    return (2 + block.is_gated) * inner * job.shape.hidden_size
+    return (2 + int(block.is_gated)) * inner * job.shape.hidden_size
 
 
 def compute_mlp_forward(job: Job, layer: Layer) -> int:
     """Three tensors of the inner width at once (fused: four), the input and the residual: b (3 i + 2 h) S. In tiles:
     the inner tensors of one tile and the output, or the output scaled."""
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
-    around = (count_around(job) + is_tiled(job)) * compute_layer_input(job)
+    around = (count_around(job) + int(is_tiled(job))) * compute_layer_input(job)
     is_beside = experts.is_beside(job, layer) and is_tiled(job)
     if isinstance(layer.mlp, ExpertsMlp) and not is_beside:
         return around + experts.compute_forward(job, layer.mlp, tile)
@@ -227,11 +227,11 @@ def count_around(job: Job) -> int:
     """Tensors of width h that wait while the inside is computed: the input and the residual. Without a norm before it,
     the MLP reads the residual itself (modeling_olmo2.py: Olmo2DecoderLayer). A layer with two mixers keeps the result
     of each to its end."""
-    return 1 + has_norm_before(job.shape) + is_parallel(job) + _count_mixer_results(job)
+    return 1 + int(has_norm_before(job.shape)) + int(is_parallel(job)) + _count_mixer_results(job)
 
 
 def _count_mixer_results(job: Job) -> int:
-    return 2 * (HYBRID in job.family.other_kinds)
+    return 2 if HYBRID in job.family.other_kinds else 0
 
 
 def compute_recomputed_end(job: Job) -> int:
@@ -240,7 +240,7 @@ def compute_recomputed_end(job: Job) -> int:
     computes its gradient: that of a scaled result, and of an adapter's scaled one, waits (torch/utils/checkpoint.py:
     unpack_hook)."""
     adapts = _adapts_last(job)
-    num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + (Trait.SCALED_RESULTS in job.shape.traits)
+    num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + int(Trait.SCALED_RESULTS in job.shape.traits)
     return num_hidden * compute_layer_input(job) + compute_last_input(job)
 
 
@@ -252,8 +252,8 @@ def compute_recomputed_product(job: Job, layer: Layer) -> int:
     product = 0 if is_tiled(job) else compute_int8_product(job, layer)
     if not product:
         return 0
-    num_hidden = 2 - saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
-    num_inner = int(not (_adapts_last(job) or has_norm_behind(job.shape))) - saves_input(job, "down_proj")
+    num_hidden = 2 - int(saves_input(job, "gate_proj", "up_proj", "gate_up_proj"))
+    num_inner = int(not (_adapts_last(job) or has_norm_behind(job.shape))) - int(saves_input(job, "down_proj"))
     inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
     return product + num_hidden * compute_layer_input(job) + num_inner * inner
 
@@ -270,7 +270,7 @@ def compute_recomputed_activation(job: Job) -> int:
     activation = find_activation(job)
     if activation is None:
         return 0
-    num = activation.recomputed - saves_input(job, "down_proj")
+    num = activation.recomputed - int(saves_input(job, "down_proj"))
     inner = round(num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens)
     return inner + (1 + _adapts_last(job)) * compute_layer_input(job)
 
@@ -314,7 +314,7 @@ def _compute_tile_backward(job: Job, layer: Layer, block: DenseMlp | ExpertsMlp)
     """All of one tile's inside, the gradient of the input, and the weights' gradients, which are summed over tiles in
     float32 (train/memory/tiling.py: WeightSums)."""
     tile = count_mlp_tile_tokens(job)
-    sums = 4 * _count_elements(job, block) * (job.adapters is None)
+    sums = 4 * _count_elements(job, block) if job.adapters is None else 0
     saved = _compute_saved_of(job, layer, block, tile)
     inside = saved - adapters.compute_last_dora_saved(job, layer, in_mlp=True) + _compute_backward_of(job, block, tile)
     inside += compute_tile_adapter_saved(job, layer, of_last=False)  # that of the last matrix has gone
@@ -339,7 +339,7 @@ def _compute_dropped(job: Job, layer: Layer) -> int:
 def _compute_waiting(job: Job) -> int:
     """Under ZeRO-3, the last matrix's gradient where it is larger than the bucket: it keeps its own memory until the
     next gradient comes (stage3.py: __add_grad_to_ipg_bucket), and so while the product's gradients are made."""
-    num_elements = job.shape.hidden_size * job.shape.intermediate_size * (job.adapters is None)
+    num_elements = job.shape.hidden_size * job.shape.intermediate_size if job.adapters is None else 0
     return job.dtype_bytes * num_elements if job.zero_stage == 3 and num_elements > job.engine.reduce_bucket else 0
 
 

@@ -112,7 +112,7 @@ def make_linear(
         num_biases: int = 0,
         target: str = "",
     ) -> Iterator[Module]:
-        weights = [(name, num_in * num_out)] + [(f"{name}{BIAS}", num_biases)] * (num_biases > 0)
+        weights = [(name, num_in * num_out)] + ([(f"{name}{BIAS}", num_biases)] if num_biases > 0 else [])
         if adapters is None or (adapters.targets and (target or name) not in adapters.targets):
             yield make_base(depth, name, *weights, in_mlp=in_mlp)
             return
@@ -164,9 +164,9 @@ def walk_convolution(
     """The convolution's weight is read without its module; DeepSpeed then counts it to the module that reads it."""
     hidden, channels, has_bias = shape.hidden_size, mixer.conv_channels, shape.biases.convolution
     last = name_last_projection(FAMILIES[shape.model_type])
-    yield make(3, ATTENTION, ("conv", channels * mixer.conv_tokens), *[(f"conv{BIAS}", channels)] * has_bias)
-    yield from linear("in_proj", hidden, 3 * channels, num_biases=3 * channels * has_bias)
-    yield from linear(last, channels, hidden, num_biases=hidden * has_bias)
+    yield make(3, ATTENTION, ("conv", channels * mixer.conv_tokens), *([(f"conv{BIAS}", channels)] if has_bias else []))
+    yield from linear("in_proj", hidden, 3 * channels, num_biases=3 * channels if has_bias else 0)
+    yield from linear(last, channels, hidden, num_biases=hidden if has_bias else 0)
 
 
 def name_last_projection(family: Family) -> str:
@@ -330,10 +330,12 @@ def walk_shared_layer(
     yield from of_block("o_proj", query, hidden, depth=5)
     yield make_shared(4, MLP_NORM, (MLP_NORM, hidden))
     yield make(4, "mlp", in_mlp=True)
-    yield from of_block("gate_up_proj", hidden, 2 * inner, in_mlp=True, depth=5, num_biases=2 * inner * has_bias)
+    yield from of_block(
+        "gate_up_proj", hidden, 2 * inner, in_mlp=True, depth=5, num_biases=2 * inner if has_bias else 0
+    )
     yield from adapter(GATE_ADAPTER, hidden, 2 * inner, in_mlp=True)
     yield make(5, "act_fn", in_mlp=True)
-    yield from of_block("down_proj", inner, hidden, in_mlp=True, depth=5, num_biases=hidden * has_bias)
+    yield from of_block("down_proj", inner, hidden, in_mlp=True, depth=5, num_biases=hidden if has_bias else 0)
     yield from linear(LAST_MATRIX, hidden, hidden, depth=3)
     in_mixer = partial(_make_inside, make, OF_MIXER)
     yield make(3, "mixer")

@@ -115,12 +115,12 @@ class RecurrentBytes:
         # results of the first projections that live as long as the layer's forward, besides the convolution's input:
         # of Mamba2 one tensor holds all
         self.is_late = projects_gate_last(job.family)
-        self.gates = self.result * (not self.is_late) + (1 if self.is_scan else 2) * b * mixer.num_heads
-        self.late_gate = self.result * self.is_late
+        self.gates = (self.result if not self.is_late else 0) + (1 if self.is_scan else 2) * b * mixer.num_heads
+        self.late_gate = self.result if self.is_late else 0
         # Qwen3-Next projects all at once and takes copies of the parts (modeling_qwen3_next.py:
         # fix_query_key_value_ordering); the whole lives as long as the layer's forward
         is_joined = "in_proj_qkvz" in job.family.linear_extras
-        self.joined = is_joined * (self.conv + self.result + 2 * b * mixer.num_heads)
+        self.joined = self.conv + self.result + 2 * b * mixer.num_heads if is_joined else 0
         self.small = 0 if self.is_scan else (3 * FLOAT + b) * mixer.num_heads
         self.last = "o_proj" if self.is_late else "out_proj"
         self.first = LATE_PROJECTIONS if self.is_late else ("in_proj", *RECURRENT_PROJECTIONS)
@@ -136,8 +136,8 @@ class RecurrentBytes:
             return 2 * self.result
         if self.scales_precisely:
             own_input = self.wide_result if self.gating == "after norm" else self.result
-            return (3 + self.trains_norm) * self.wide_result + own_input
-        scaled = self.result * (self.trains_norm + (not self.is_scan))
+            return (3 + int(self.trains_norm)) * self.wide_result + own_input
+        scaled = self.result * (int(self.trains_norm) + int(not self.is_scan))
         return (4 if self.is_scan else 3) * self.wide_result + scaled
 
 
@@ -149,7 +149,7 @@ def compute_result(job: Job, mixer: RecurrentMixer) -> int:
 def compute_saved(job: Job, mixer: RecurrentMixer) -> int:
     """In addition to that result, which is let go when its layer has been computed again."""
     own = RecurrentBytes(job, mixer)
-    inside = _count_convolved(job, own) + own.norm_saved + own.result * saves_input(job, own.last)
+    inside = _count_convolved(job, own) + own.norm_saved + (own.result if saves_input(job, own.last) else 0)
     if own.is_scan and not (own.has_norm or own.is_split or saves_result(job)):
         inside -= own.result  # on one rank the scan's kernel and the gate save the same result
     return (
@@ -161,7 +161,7 @@ def compute_saved(job: Job, mixer: RecurrentMixer) -> int:
 
 def _count_projected(job: Job, own: RecurrentBytes) -> int:
     """The first projections' input; Mamba2's gate and steps are views that keep the whole projection."""
-    return own.hidden * saves_input(job, *own.first)
+    return own.hidden if saves_input(job, *own.first) else 0
 
 
 def _count_convolved(job: Job, own: RecurrentBytes) -> int:
@@ -169,7 +169,7 @@ def _count_convolved(job: Job, own: RecurrentBytes) -> int:
     computed again where its result was saved, or what the rule's kernel saves. Of a scan, steps that are saved as they
     were projected keep the whole projection; so does a gate without a norm."""
     keeps_projection = own.is_scan and (saves_result(job) or not own.is_split or not own.has_norm)
-    projection = (own.gates + own.conv) * keeps_projection
+    projection = own.gates + own.conv if keeps_projection else 0
     if saves_result(job):
         return 2 * own.conv + own.small + projection
     return own.conv + own.small + count_kernel_saved(own.mixer, job) + projection
@@ -178,10 +178,10 @@ def _count_convolved(job: Job, own: RecurrentBytes) -> int:
 def _list_forward(job: Job, own: RecurrentBytes) -> Iterator[int]:
     """The convolution, with two copies of its result while rows are put together; the gated norm."""
     around = own.hidden + own.gates + own.joined
-    yield around + round((3 + 1 / job.batch + bool(own.joined)) * own.conv)
+    yield around + round((3 + 1 / job.batch + int(bool(own.joined))) * own.conv)
     wide = 3 * own.wide_result if own.is_scan else 2 * own.wide_result + own.result
     wide = wide if own.has_norm else 2 * own.result
-    yield around + own.conv * (1 + own.is_scan) + own.result + own.late_gate + own.small + wide
+    yield around + own.conv * (1 + int(own.is_scan)) + own.result + own.late_gate + own.small + wide
 
 
 def _list_rule(job: Job, own: RecurrentBytes) -> Iterator[int]:
@@ -194,7 +194,7 @@ def _list_rule(job: Job, own: RecurrentBytes) -> Iterator[int]:
 
 def compute_forward(job: Job, mixer: RecurrentMixer) -> int:
     own = RecurrentBytes(job, mixer)
-    around = own.hidden + own.gates + own.joined + own.conv * (1 + own.is_scan) + own.small
+    around = own.hidden + own.gates + own.joined + own.conv * (1 + int(own.is_scan)) + own.small
     most = max(*_list_forward(job, own), *(around + rule for rule in _list_rule(job, own)))
     return most * job.local_tokens
 
@@ -220,8 +220,8 @@ def compute_left_for_projections(job: Job, mixer: RecurrentMixer) -> int:
 def list_backward(job: Job, mixer: RecurrentMixer) -> Iterator[tuple[str, int, int]]:
     """(Name, what is left of what was saved, tensors in use) from the mixer's end to its beginning."""
     own, saved, tokens = RecurrentBytes(job, mixer), compute_saved(job, mixer), job.local_tokens
-    output = own.result * saves_input(job, own.last) * tokens
-    scaled = own.result * own.trains_norm  # what the weight's gradient was made of is gone
+    output = (own.result if saves_input(job, own.last) else 0) * tokens
+    scaled = own.result if own.trains_norm else 0  # what the weight's gradient was made of is gone
     norming = 5 * own.wide_result - scaled if own.is_scan else 3 * own.wide_result + own.result
     norming = norming if own.has_norm else 3 * own.result  # gradients of the product, of the gate and of the result
     yield "gated norm", saved - output, norming * tokens
@@ -229,9 +229,9 @@ def list_backward(job: Job, mixer: RecurrentMixer) -> Iterator[tuple[str, int, i
     # of the gate, which waits, and of the rule's result; a gate that was projected last has passed its gradient on
     gradients = own.result + (own.hidden if own.is_late else own.result)
     left = _count_convolved(job, own) - (0 if saves_result(job) else count_kernel_saved(mixer, job))
-    rule = [count_kernel_backward(mixer, job) + own.result * saves_result(job)]
+    rule = [count_kernel_backward(mixer, job) + (own.result if saves_result(job) else 0)]
     if own.is_split:
-        rule.append(3 * own.rows + own.result * saves_result(job))
+        rule.append(3 * own.rows + (own.result if saves_result(job) else 0))
     if saves_result(job):
         rule += _list_rule(job, own)
     yield "rule", before + left * tokens, (gradients + max(rule)) * tokens
@@ -260,8 +260,8 @@ class KimiBytes:
         is_narrow = job.family.has_narrow_gates
         self.forget = 3 * self.wide + KIMI_MASK * width if is_narrow else 2 * self.wide
         # A frozen A_log needs no logarithm for its gradient.
-        self.forget_saved = self.forget - self.wide * (is_narrow and job.adapters is not None)
-        self.narrow = b * mixer.head_dim * is_narrow
+        self.forget_saved = self.forget - (self.wide if is_narrow and job.adapters is not None else 0)
+        self.narrow = b * mixer.head_dim if is_narrow else 0
         self.decay = self.wide if is_narrow else self.result
         self.rows = self.conv + self.decay + self.strength
         self.states = b * heads * mixer.head_dim**2 // KIMI_CHUNK
@@ -271,7 +271,7 @@ class KimiBytes:
             KIMI_FLOAT * KIMI_BLOCK * heads,
         )
         # of the gated norm: its input, that normalized, that scaled, and the activated gate
-        self.norm_saved = (3 + job.trains("norm")) * self.wide
+        self.norm_saved = (3 + int(job.trains("norm"))) * self.wide
 
     @property
     def kernel_saved(self) -> int:
@@ -307,20 +307,20 @@ def compute_kimi_result(job: Job, mixer: KimiDeltaMixer) -> int:
 
 def _count_kimi_projected(job: Job, own: KimiBytes) -> int:
     """The first projections' input, and the narrow vectors of both gates."""
-    return own.hidden * saves_input(job, "q_proj", "k_proj", "v_proj") + 2 * own.narrow
+    return (own.hidden if saves_input(job, "q_proj", "k_proj", "v_proj") else 0) + 2 * own.narrow
 
 
 def _count_kimi_convolved(job: Job, own: KimiBytes) -> int:
     """From the convolution to the rule."""
     if saves_result(job):
         return 2 * own.conv + own.forget_saved + own.decay + own.strength
-    return own.conv + own.forget_saved + own.strength * own.is_split + own.kernel_saved
+    return own.conv + own.forget_saved + (own.strength if own.is_split else 0) + own.kernel_saved
 
 
 def compute_kimi_saved(job: Job, mixer: KimiDeltaMixer) -> int:
     """In addition to that result, which is let go when its layer has been computed again."""
     own = KimiBytes(job, mixer)
-    inside = _count_kimi_convolved(job, own) + own.norm_saved + own.result * saves_input(job, "o_proj")
+    inside = _count_kimi_convolved(job, own) + own.norm_saved + (own.result if saves_input(job, "o_proj") else 0)
     total = compute_input_norm_saved(job) + (inside + _count_kimi_projected(job, own)) * job.local_tokens
     return total - compute_kimi_result(job, mixer)
 
@@ -367,11 +367,11 @@ def compute_kimi_left_for_projections(job: Job, mixer: KimiDeltaMixer) -> int:
 def list_kimi_backward(job: Job, mixer: KimiDeltaMixer) -> Iterator[tuple[str, int, int]]:
     """(Name, what is left of what was saved, tensors in use) from the mixer's end to its beginning."""
     own, saved, tokens = KimiBytes(job, mixer), compute_kimi_saved(job, mixer), job.local_tokens
-    output = own.result * saves_input(job, "o_proj") * tokens
+    output = (own.result if saves_input(job, "o_proj") else 0) * tokens
     yield "gated norm", saved - output, (3 * own.wide + own.result) * tokens
     before = compute_input_norm_saved(job) + _count_kimi_projected(job, own) * tokens
     left = _count_kimi_convolved(job, own) - (0 if saves_result(job) else own.kernel_saved)
-    recomputed = own.result * saves_result(job)
+    recomputed = own.result if saves_result(job) else 0
     rule = [own.kernel_backward + recomputed]
     if own.is_split:
         rule.append(3 * own.rows + recomputed)
@@ -417,7 +417,9 @@ def compute_recurrence_seconds(job: Job, gpu: Gpu) -> tuple[float, float]:
     recomputes = job.levers.gradient_checkpointing is not False
     flops, moving = compute_recurrence_flops(job), compute_recurrence_bytes(job) / memory
     forward, backward = flops / (peak * gpu.attention_forward), flops / (peak * gpu.attention_backward)
-    return forward + moving, recomputes * forward + BACKWARD_RECURRENCE * backward + (2 + recomputes) * moving
+    return forward + moving, (forward if recomputes else 0) + BACKWARD_RECURRENCE * backward + (
+        2 + int(recomputes)
+    ) * moving
 
 
 def count_norm_passes(mixer: Mixer) -> int:
@@ -433,7 +435,7 @@ def count_halos(job: Job, kind: Layer) -> float:
     """Bytes that the convolutions of a layer send: of t taps, the slice's last t - 1 tokens to every other rank of the
     row (train/recurrence/convolution.py: _gather), b c (t - 1) (u - 1) for each row; in every forward, since no
     convolution's result is saved, and as gradients."""
-    num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing is not False)
+    num_ranks, forwards = job.layout.ulysses_size, 1 + int(job.levers.gradient_checkpointing is not False)
     mixers = [mixer for mixer in kind.mixers if not isinstance(mixer, AttentionMixer)]
     tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in mixers)
     return float((forwards + 1) * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
@@ -443,7 +445,7 @@ def count_recurrence_exchanged(job: Job, kind: Layer) -> float:
     """Bytes of what the rule takes and of its result, in every forward and as gradients. Where a layer saves the
     result, its backward computes the rule once more for what autograd needs, instead of the recomputation
     (train/memory/checkpointing.py: compute_and_save)."""
-    num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing is not False)
+    num_ranks, forwards = job.layout.ulysses_size, 1 + int(job.levers.gradient_checkpointing is not False)
     mixers = [mixer for mixer in kind.mixers if isinstance(mixer, DeltaNetMixer | Mamba2Mixer)]
     widths = [count_rows(mixer, num_ranks, job.dtype_bytes) + job.dtype_bytes * count_values(mixer) for mixer in mixers]
     own = [KimiBytes(job, mixer) for mixer in kind.mixers if isinstance(mixer, KimiDeltaMixer)]

@@ -61,7 +61,7 @@ def _sum_saved(job: Job, start: int, stop: int) -> Lines:
     kinds_before, first = job.shape.kinds_before, job.weights.first_trained
     start, stop = max(start, first), max(stop, first)
     results = outputs = 0
-    own = layer.compute_own_vector(job) * (job.levers.offloaded_layers > 0)  # else it is a view
+    own = layer.compute_own_vector(job) if job.levers.offloaded_layers > 0 else 0  # else it is a view
     for kind, (result, output) in _list_kept(job).items():
         num = kinds_before[kind][stop] - kinds_before[kind][start]
         results += num * result
@@ -99,7 +99,7 @@ def compute_first_unsaved(job: Job) -> int:
     if all(module.name.startswith(LAST_PROJECTIONS) for module in trained):
         return _compute_whole_mixer(job) - sum(_compute_input(job, module) for module in trained)
     has_norm = has_norm_before(job.shape)
-    unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) * has_norm
+    unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) if has_norm else 0
     if job.adapters.drops:
         num_adapted = sum(
             module.layer == job.weights.first_trained
@@ -108,7 +108,7 @@ def compute_first_unsaved(job: Job) -> int:
             for module in job.weights.modules
         )
         unsaved += layer.DROPOUT_MASK_BYTES * num_adapted * job.shape.hidden_size * job.local_tokens
-        unsaved += layer.compute_layer_input(job) * (has_norm and layer.saves_input(job, *FIRST_PROJECTIONS))
+        unsaved += layer.compute_layer_input(job) if has_norm and layer.saves_input(job, *FIRST_PROJECTIONS) else 0
     first = job.shape.layers[job.weights.first_trained]
     if mlp.is_parallel(job) and not job.adapters.adapts(*job.family.mlp_modules):
         unsaved += mlp.compute_mlp_saved(job.view(first.without_window()), first)
@@ -144,7 +144,7 @@ def _skips_first_norm(job: Job) -> bool:
 def compute_offloaded(job: Job) -> int:
     """What the layers that keep it in host memory have there. What all of them read is there once."""
     own = sum(_sum_saved(job, 0, min(job.levers.offloaded_layers, job.shape.num_layers)).values())
-    return own + mixers.compute_kept_embedding(job) * (job.levers.offloaded_layers > 0)
+    return own + (mixers.compute_kept_embedding(job) if job.levers.offloaded_layers > 0 else 0)
 
 
 def count_on_device(job: Job, num_left: int) -> int:

@@ -170,7 +170,7 @@ def list_norm(name: str, shape: ModelShape) -> Iterator[tuple[str, int]]:
 
 def count_norms(shape: ModelShape) -> int:
     """Of a layer, with those behind its blocks."""
-    return FAMILIES[shape.model_type].norms_per_layer + 2 * shape.has_post_norms
+    return FAMILIES[shape.model_type].norms_per_layer + (2 if shape.has_post_norms else 0)
 
 
 def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer: Layer) -> Iterator[Module]:
@@ -253,7 +253,7 @@ def _walk_experts(
 ) -> Iterator[Module]:
     """A router, all experts in two tensors, and before them or after them the expert that every token goes to."""
     family, hidden = FAMILIES[shape.model_type], shape.hidden_size
-    inner, num, num_first = mlp.inner_size, mlp.num_experts, 1 + mlp.is_gated
+    inner, num, num_first = mlp.inner_size, mlp.num_experts, 1 + int(mlp.is_gated)
     router = make(4, "router", ("router", num * hidden), in_mlp=True)
     sizes = [("experts.gate_up", num_first * num * inner * hidden), ("experts.down", num * inner * hidden)]
     if family.experts_have_bias:
@@ -317,11 +317,11 @@ def _walk_attention(
     else:
         is_full = shape.query_key_norm == "full"
         has_weights = family.norm_parts > 0
-        q_norm = make(4, "q_norm", *[("q_norm", query if is_full else head_dim)] * has_weights)
-        k_norm = make(4, "k_norm", *[("k_norm", kv if is_full else head_dim)] * has_weights)
+        q_norm = make(4, "q_norm", *([("q_norm", query if is_full else head_dim)] if has_weights else []))
+        k_norm = make(4, "k_norm", *([("k_norm", kv if is_full else head_dim)] if has_weights else []))
         together = Trait.NORMS_AFTER_ALL in shape.traits
         gate = next((name for name in family.linear_extras if name in ATTENTION_GATES), "")
-        wide = query + attention.gate_width * (not gate)  # gates are a part of its result
+        wide = query + (attention.gate_width if not gate else 0)  # gates are a part of its result
         yield from linear("q_proj", hidden, wide, num_biases=query * biases.qkv)
         if shape.query_key_norm and not together:
             yield q_norm

@@ -54,7 +54,7 @@ def slide_gemma_4(facts: ConfigFacts, index: int) -> str:
 def find_wide_size(facts: ConfigFacts, index: int) -> int:
     """Gemma 4's layers that borrow keys and values may have an MLP twice as wide."""
     borrows = index >= facts.get_count("num_hidden_layers") - (facts.find_count("num_kv_shared_layers") or 0)
-    return facts.get_count("intermediate_size") * (1 + bool(borrows and facts.find("use_double_wide_mlp")))
+    return facts.get_count("intermediate_size") * (1 + int(bool(borrows and facts.find("use_double_wide_mlp"))))
 
 
 def count_per_layer_inputs(facts: ConfigFacts) -> int:

@@ -280,18 +280,23 @@ def _count_mixer(mixer: Mixer, hidden: int, facts: ConfigFacts, family: Family) 
 def _count_attention(mixer: AttentionMixer, hidden: int, facts: ConfigFacts, family: Family) -> int:
     query, values = mixer.num_heads * mixer.head_dim, mixer.num_heads * mixer.value_head_dim
     has_qkv_bias, has_out_bias = facts.decide(family.qkv_bias), facts.decide(family.out_bias)
-    total = values * hidden + has_out_bias * hidden + mixer.has_sinks * mixer.num_heads + hidden * mixer.gate_width
+    total = (
+        values * hidden
+        + (hidden if has_out_bias else 0)
+        + (mixer.num_heads if mixer.has_sinks else 0)
+        + hidden * mixer.gate_width
+    )
     if mixer.latent is not None:
         latent = mixer.latent
         expanded = query - mixer.num_heads * latent.rope_dim + values
         total += hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * (1 + expanded)
-        total += has_qkv_bias * (latent.kv_rank + latent.rope_dim)
+        total += latent.kv_rank + latent.rope_dim if has_qkv_bias else 0
         if latent.query_rank is None:
             return total + hidden * query
-        return total + latent.query_rank * (hidden + has_qkv_bias + 1 + query)
+        return total + latent.query_rank * (hidden + int(has_qkv_bias) + 1 + query)
     kv = mixer.num_kv_heads * mixer.head_dim
     made = 0 if mixer.shares_kv else kv if mixer.keys_are_values else 2 * kv
-    total += (mixer.num_inputs * hidden + has_qkv_bias) * (query + made)
+    total += (mixer.num_inputs * hidden + int(has_qkv_bias)) * (query + made)
     if not facts.decide(family.norms_queries):
         return total
     keys = 0 if mixer.shares_kv else 1
@@ -312,19 +317,19 @@ def _count_mamba(mixer: Mamba2Mixer, hidden: int, facts: ConfigFacts, family: Fa
 
 
 def _count_mlp(mlp: DenseMlp | ExpertsMlp, hidden: int, facts: ConfigFacts, family: Family) -> int:
-    num_inner = 1 + mlp.is_gated
+    num_inner = 1 + int(mlp.is_gated)
     has_bias = facts.decide(family.mlp_bias)
     if isinstance(mlp, DenseMlp):
         return (
             (num_inner + 1) * hidden * mlp.inner_size
-            + has_bias * (num_inner * mlp.inner_size + hidden)
+            + (num_inner * mlp.inner_size + hidden if has_bias else 0)
             + family.mlp_extras
         )
     latent = facts.find_count("moe_latent_size") or 0
     width = latent or hidden
     expert = (num_inner + 1) * width * mlp.inner_size + family.experts_have_bias * (num_inner * mlp.inner_size + hidden)
     router = hidden + family.experts_have_bias + family.router_extras
-    shared = (num_inner + 1) * hidden * mlp.shared_size + family.has_shared_gate * hidden
+    shared = (num_inner + 1) * hidden * mlp.shared_size + (hidden if family.has_shared_gate else 0)
     return mlp.num_experts * (expert + router) + shared + 2 * hidden * latent
 
 
@@ -345,7 +350,7 @@ class LayerReader:
         self.num_kv_heads = facts.find_count("num_key_value_heads") or self.num_heads
         self.latent = _read_latent(facts) if family.latent else None
         nope = facts.find_count("qk_nope_head_dim") or 0
-        num_inputs = 1 + family.shares_blocks
+        num_inputs = 1 + int(family.shares_blocks)
         own_dim = facts.find_count("attention_head_dim", "head_dim") or num_inputs * hidden_size // self.num_heads
         self.head_dim = nope + self.latent.rope_dim if self.latent else own_dim
         takes_experts = not family.defaults or any(name in family.defaults for name in NUM_EXPERTS)
@@ -438,7 +443,7 @@ class LayerReader:
             shares_kv=borrows,
             gate_width=gate if facts.decide(family.is_gated) else 0,
             latent=self.latent,
-            num_inputs=1 + family.shares_blocks,
+            num_inputs=1 + int(family.shares_blocks),
         )
 
     def _read_recurrence(self) -> Mixer:

@@ -429,7 +429,7 @@ def is_last_measure(name: str, value: Any) -> bool:
 def _count_cost(levers: Levers, base: Levers) -> float:
     """The summed costs of the changed levers; more chunks cost a little more than few."""
     changed = sum(cost for name, cost in COSTS.items() if getattr(levers, name) != getattr(base, name))
-    return changed + levers.head_chunks / 4096 + 8 * (levers.gradient_checkpointing == "full")
+    return changed + levers.head_chunks / 4096 + (8 if levers.gradient_checkpointing == "full" else 0)
 
 
 def _count_need(job: Job, gpu: Gpu) -> tuple[bool, bool, int]:

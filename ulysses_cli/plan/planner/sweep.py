@@ -130,7 +130,7 @@ def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: l
         return
     most: dict[str, Any] = {"tiled_mlp": True, "head_chunks": job.shape.common_heads // job.layout.ulysses_size}
     given = {name for name, value in most.items() if name not in open_names and getattr(job.levers, name) != value}
-    for names in [{name} for name in most if name in given] + [given] * (len(given) > 1):
+    for names in [{name} for name in most if name in given] + ([given] if len(given) > 1 else []):
         opened = replace(job.levers, **{name: most[name] for name in names})
         longer = replace(job, max_length=missing, levers=opened)
         if is_indexable(replace(longer, levers=_find_most(longer, open_names))):

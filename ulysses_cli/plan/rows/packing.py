@@ -206,7 +206,7 @@ def cut_documents(
         else:
             lost += length
     counts = {"split": "num_split", "truncate": "num_truncated", "drop": "num_dropped"}
-    return Cut(pieces, num_torn=num_torn, lost_tokens=lost, **({counts[strategy]: num_long} if num_long else {}))
+    return Cut(pieces, num_torn=num_torn, lost_tokens=lost, **{counts[strategy]: num_long} if num_long else {})
 
 
 def _split(document: int, length: int, capacity: int, places: Sequence[int]) -> tuple[list[Piece], int]:
@@ -215,7 +215,7 @@ def _split(document: int, length: int, capacity: int, places: Sequence[int]) -> 
     pieces: list[Piece] = []
     start = num_torn = 0
     while length - start > capacity:
-        stop = start + capacity - (length - start == capacity + 1 and capacity > 2)
+        stop = start + capacity - int(length - start == capacity + 1 and capacity > 2)
         at = bisect_right(places, stop) - 1
         if at >= 0 and places[at] > start + 1:
             stop = places[at]

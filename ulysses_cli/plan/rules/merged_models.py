@@ -118,7 +118,10 @@ def find_differences(first: Path, other: Path) -> Iterator[Problem]:
     for what, key in (("shape", "shape"), ("dtype", "dtype")):
         differing = [name for name in ours if ours[name][key] != theirs[name][key]]
         if differing:
-            name, count = differing[0], f"{format_count(len(differing), 'tensor')} differ{'s' * (len(differing) == 1)}"
+            name, count = (
+                differing[0],
+                f"{format_count(len(differing), 'tensor')} {'differs' if len(differing) == 1 else 'differ'}",
+            )
             pair = f"{theirs[name][key]} in {other} and {ours[name][key]} in {first}"
             fix = hint if key == "shape" else "save both with one dtype: `ulysses export --dtype` does for a checkpoint"
             yield Problem(KEY, f"{count} in {what}: {name} is {pair}", fix)

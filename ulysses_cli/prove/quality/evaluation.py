@@ -445,7 +445,7 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
         load_tasks(**evaluation.harness)
     notes = prompter.list_notes() if plan.samples or plan.tasks else []
     notes += check_retrieval(plan.samples, bool(plan.tasks)) if evaluation.budgets else []
-    reads_tokens = [LOSS] * plan.has_loss + [CALLS] * plan.has_calls
+    reads_tokens = [name for name, has in ((LOSS, plan.has_loss), (CALLS, plan.has_calls)) if has]
     if against and reads_tokens and _load_tokenizer(against).get_vocab() != tokenizer.get_vocab():
         what = "losses per token" if plan.has_loss else "answers to the same tokens"
         message = f"the two models have different tokenizers, so their {what} cannot be compared"

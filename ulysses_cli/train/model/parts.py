@@ -184,7 +184,7 @@ def _choose_recurrence(
 
     def explain_cost() -> str:
         """Of all such layers, on one rank."""
-        num_forwards = 1 + (plan.levers.gradient_checkpointing is not False)
+        num_forwards = 1 if plan.levers.gradient_checkpointing is False else 2
         seconds = len(mixers) * time_torch(probe, plan.layout.ulysses_size, dtype, num_forwards)
         return describe_cost(
             seconds / plan.layout.sp_size if name == CONVOLUTION else seconds, plan.resolved.max_length

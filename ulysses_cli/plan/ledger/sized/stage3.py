@@ -405,7 +405,7 @@ class ShardedEngine:
             share = self.count_share(weight)
             if settings.states_on_host and share * settings.rank < weight.numel:
                 copied = Storage(share * settings.kept.itemsize, FLUSHED)  # the share on the host, copied back
-                Running.meter.add_temporary(is_last * 8 * min(share, NORM_ELEMENTS))
+                Running.meter.add_temporary((8 if is_last else 0) * min(share, NORM_ELEMENTS))
                 if is_last and weight in self.swapped:
                     self.leaving[weight] = copied if settings.kept is FLOAT32 else Storage(4 * share, FLUSHED)
                 del copied

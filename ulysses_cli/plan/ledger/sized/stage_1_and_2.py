@@ -188,7 +188,7 @@ class WholeEngine:
         del joined
         if sent is not FLOAT32:
             for size, is_own in pieces:
-                Running.meter.add_temporary(4 * size * is_own)
+                Running.meter.add_temporary(4 * size if is_own else 0)
         del cast
 
     def _get_flat(self, group: Group) -> None:

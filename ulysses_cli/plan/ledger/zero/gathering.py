@@ -292,7 +292,7 @@ def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int], shape: ModelS
     of other layers in it."""
     copied: dict[int, list[tuple[str, int]]] = {}
     for number, name, size in list_copied_adapters(shape, modules):
-        copied.setdefault(number, []).extend([(name, size)] * (GATE_ADAPTER in name))
+        copied.setdefault(number, []).extend([(name, size)] if GATE_ADAPTER in name else [])
     for (in_mlp, number), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         if in_mlp and number in leaves:
             for inside in _split_mlp(list(group), shape.traits):

@@ -169,7 +169,9 @@ def _list_touched(weights: Weights, num_ranks: int) -> tuple[tuple[int, int], ..
     (params_in_partition). The last rank's share is made first, but for late weights."""
     left = count_shard(weights.num_trained, num_ranks)
     late, whole = find_late(weights), _list_sizes(weights)
-    sizes = {name: whole[name] for name in sorted(whole, key=lambda name: 2 * (name == "head") + (name in late))}
+    sizes = {
+        name: whole[name] for name in sorted(whole, key=lambda name: (2 if name == "head" else 0) + int(name in late))
+    }
     touched: list[tuple[int, int]] = []
     for size in reversed(sizes.values()):
         if left <= 0:
@@ -200,7 +202,7 @@ def count_behind(weights: Weights, num_before: int) -> int:
     num_head = sizes.get("head", 0)
     num_usual = sum(sizes.values()) - num_late - sizes.get("embedding", 0)
     if num_before < num_usual:
-        return num_before + num_late * (num_before >= num_head)
+        return num_before + (num_late if num_before >= num_head else 0)
     return num_before - num_usual + num_head if num_before < num_usual + num_late else num_before
 
 
@@ -358,7 +360,7 @@ def compute_step_transients(job: Job) -> int:
 def compute_host_pinned(job: Job) -> int:
     """Per rank: master and its gradient, 8 N / W, a copy in the model's dtype, a buffer as large as the largest weight;
     where micro-steps are accumulated without a flat buffer, also their sum (async_accumulate_grad_in_cpu_via_gpu)."""
-    copies = 1 + (accumulates(job) and not is_compact(job))
+    copies = 1 + int(accumulates(job) and not is_compact(job))
     shard = count_shard(job.weights.num_trained, job.world_size)
     return (8 + copies * job.dtype_bytes) * shard + job.dtype_bytes * _count_largest(job)
 

@@ -181,7 +181,7 @@ def count_sent_above(weights: Weights, bucket: int, number: int) -> int:
     """Elements of gradients that have been sent when the backward begins a layer."""
     first = find_first_sent(weights, bucket)
     sent = [flush.num_sent for flush in list_flushes(weights, bucket) if flush.layer > number]
-    return max([*sent, first.num_elements * (first.layer > number)])
+    return max([*sent, first.num_elements if first.layer > number else 0])
 
 
 NORM_ELEMENTS = 250_000_000  # stage3.py: _constant_buffered_norm2 takes the norm of this many at a time
@@ -251,7 +251,7 @@ def _count_sent_bytes(job: Job) -> int:
     if job.zero_stage == 3:
         return sent
     is_cut = job.world_size > 1 or gradients.is_compact(job)  # else it is one piece
-    return b * is_cut + (sent if sent != b else 0)
+    return (b if is_cut else 0) + (sent if sent != b else 0)
 
 
 def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) -> int:
@@ -262,7 +262,7 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
     (set_norm_for_param_grad_in_gpu). `largest`: elements of the largest of these gradients; `num_before`: elements that
     were sent before them."""
     b, is_large = job.dtype_bytes, num_elements > job.engine.reduce_bucket
-    own, shard = b * num_elements * is_large, count_shard(job.weights.num_trained, job.world_size)
+    own, shard = b * num_elements if is_large else 0, count_shard(job.weights.num_trained, job.world_size)
     takes_norm = job.levers.offload_optimizer != "none"
     if job.zero_stage == 3:
         is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not concatenated
@@ -275,13 +275,13 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         norm = gradients.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * waiting
         if casts_back:  # this rank's shares are copies, and what was sent is gone when all are made
             shares = job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
-            return own + shares + max(sent + cast, takes_norm * norm)
+            return own + shares + max(sent + cast, norm if takes_norm else 0)
         if is_alone:  # nothing was concatenated: the shares lie in the cast itself
-            return own + sent + cast + takes_norm * norm
-        return own + sent + max(cast, takes_norm * norm)
+            return own + sent + cast + (norm if takes_norm else 0)
+        return own + sent + max(cast, norm if takes_norm else 0)
     num_before = gradients.count_behind(job.weights, num_before)
     own_share = min(largest, max(0, shard - num_before))  # the last rank's share is sent first
-    norm = takes_norm * gradients.NORM_BYTES * own_share
+    norm = (gradients.NORM_BYTES if takes_norm else 0) * own_share
     return own + max(_compute_lower_sent(job, num_elements, largest, num_before), norm)
 
 
@@ -307,7 +307,7 @@ def _compute_lower_sent(job: Job, num_elements: int, largest: int, num_before: i
         piece = min(num_elements, shard - start % shard)
         start, num_elements = start + piece, num_elements - piece
         together, num_pieces = together + piece, num_pieces + 1
-        most = max(most, together * (b * (num_pieces > 1 or are_many) + cast))
+        most = max(most, together * ((b if num_pieces > 1 or are_many else 0) + cast))
         if together > job.engine.reduce_bucket:
             together = num_pieces = 0
     return most
