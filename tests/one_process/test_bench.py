@@ -266,23 +266,6 @@ def test_a_calibration_applies_to_its_gpus_and_the_users_own_file_wins(
         load_hardware()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--sp-size", "3"], "3 does not divide the 4 attention heads"),
-        (["--max-length", "8Kx"], "8Kx is not a whole number"),
-        (["--sp-size", "4", "--max-length", "2"], "shorter than sp_size"),
-        (["--sp-on-off", "--sp-size", "2"], "chooses the sizes itself"),
-        (["--sp-on-off", "--against", "trainer"], "and --against are two comparisons"),
-        (["--sp-on-off", "parallel.sp_size=1"], "the recipe has sp_size 1"),
-    ],
-)
-def test_mistakes_end_the_command_before_ranks_start(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", str(TINY_RECIPE), *words])
-    assert done.exit_code == 2
-    assert message in done.stderr
-
-
 def test_a_local_model_without_weights_is_refused_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 260, "max_position_embeddings": 4096}))
     words = ["bench", str(TINY_RECIPE), "model.config=null", f"model.name_or_path={tmp_path}"]

@@ -143,24 +143,6 @@ def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) ->
     check_resumed_run(runs, run)
 
 
-@pytest.mark.full
-def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
-    """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them."""
-    words = ("run.rehearsal=false",)  # the whole run has it
-    command, _, _ = kill_at(runs, "killed", "save", "one", signal.SIGKILL, *words)
-    _, output = command.communicate(timeout=STOP_SECONDS)
-    assert command.returncode == 1, output
-    assert "rank 1 was killed by SIGKILL" in output
-    plan = {"phase": "micro-step 2", "step": 3, "who": "all", "signal": signal.SIGKILL}
-    command = runs.start("killed", "--resume", "auto", "run.max_restarts=1", *words, plan=plan)
-    _, output = command.communicate(timeout=240)
-    assert command.returncode == 0, output
-    assert command.has_fired
-    assert "restart 1 of 1 (run.max_restarts): a rank was lost" in output
-    assert runs.read_losses("killed") == runs.read_losses("whole")
-    assert runs.read_model("killed") == runs.read_model("whole")
-
-
 def test_a_run_goes_on_after_a_signal_a_killed_launcher_and_a_damaged_checkpoint(runs: Runs) -> None:
     """One fault of each kind that the others of these tests meet in every phase."""
     words = ("run.rehearsal=false",)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, compute_reference, draw_shared, make_tensors
 from support.rank_pool import run_on_ranks
-from support.tiers import count_examples
+from support.tiers import FULL, TIER
 from torch import Tensor
 
 from ulysses_cli.plan.rows import indexing
@@ -243,17 +243,9 @@ def problems(draw: st.DrawFn, num_ranks: int, ring_sizes: Sequence[int]) -> tupl
 
 
 @pytest.mark.check
-@settings(max_examples=count_examples(20))
+@settings(max_examples=500 if TIER == FULL else 5)
 @given(problems(4, [2, 4]))
 def test_random_problems(case: tuple[Problem, int]) -> None:
-    problem, ring_size = case
-    check((ring_size, 4 // ring_size), problem)
-
-
-@pytest.mark.full
-@settings(max_examples=500)
-@given(problems(4, [1, 2, 4]))
-def test_many_more_random_problems(case: tuple[Problem, int]) -> None:
     problem, ring_size = case
     check((ring_size, 4 // ring_size), problem)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, compute_reference, draw_shared, make_tensors
 from support.rank_pool import run_on_ranks
-from support.tiers import NUM_RANKS, count_examples
+from support.tiers import FULL, NUM_RANKS, TIER
 from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents
@@ -174,16 +174,9 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.check
-@settings(max_examples=count_examples(60))
+@settings(max_examples=1500 if TIER == FULL else 15)
 @given(problems())
 def test_random_problems(problem: Problem) -> None:
-    check(4, problem)
-
-
-@pytest.mark.full
-@settings(max_examples=1500)
-@given(problems())
-def test_many_more_random_problems(problem: Problem) -> None:
     check(4, problem)
 
 

@@ -297,7 +297,7 @@ def test_quiet_prints_problems_and_what_does_not_fit() -> None:
     "command",
     [
         *("validate-config", "config-schema", "prepare", "train", "report", "estimate-memory", "plan", "models"),
-        *("recipes list", "recipes show", "recipes copy"),
+        *("recipes list", "recipes show", "recipes copy", "verify", "doctor", "bench"),
     ],
 )
 def test_help_has_two_examples(command: str) -> None:
