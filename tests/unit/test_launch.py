@@ -10,6 +10,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -211,26 +212,52 @@ def test_the_users_environment_wins() -> None:
     assert make_environment({}, "cpu", 1)["DS_ACCELERATOR"] == "cpu"
 
 
-def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
-    for rank, when, uptime in ((0, 3.0, 9.5), (1, 104.0, 9.4), (2, 105.0, 9.6)):  # the clock was set back
-        record = {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3"}
-        record |= {"boot": "b", "uptime": uptime}
-        (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps(record))
-    failure = find_first_failure(MachineLogs(tmp_path), 1)
-    assert failure["rank"] == 1
-    assert format_failure(failure, tmp_path) == (
-        f"rank 1 failed (training, step 3): ValueError: of 1\n\nthe whole trace: {tmp_path}/rank-1.log"
-    )
+STOPPED = {"phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
+LATER = [
+    {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3", "boot": "b",
+     "uptime": uptime}
+    for rank, when, uptime in ((0, 3.0, 9.5), (1, 104.0, 9.4), (2, 105.0, 9.6))  # the clock was set back
+]  # fmt: skip
+TRACE = "\n\nthe whole trace: FOLDER/"
+MEMORY = "was killed by SIGKILL: most often the system ran out of host memory"
+LOST_PEER = {"rank": 0, "message": "connection reset", "time": 11}  # before the agent has noticed the peer's death
+CAUSE = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
+# Records of ranks, what the agent wrote of their ends, and its exit code; what is said.
+FAILURES: dict[str, tuple[list[Any], Any, int, str]] = {
+    "first": (LATER, None, 1, f"rank 1 failed (training, step 3): ValueError: of 1{TRACE}rank-1.log"),
+    "killed": ([], [{"rank": 3, "exit_code": -9, "time": 5}], 1, f"rank 3 {MEMORY}{TRACE}agent.log"),
+    "torn": ([], "{", 1, "the run ended with exit code 1"),
+    "interrupted others": (  # its own record found no room on a disk
+        [{"rank": 0, **STOPPED}], [{"rank": 1, "exit_code": 1, "time": 5}, {"rank": 0, "exit_code": 143, "time": 5}], 1,
+        "rank 1 ended with exit code 1",
+    ),
+    "agent": ([{"rank": 1, **STOPPED}], None, -9, f"the agent of the ranks {MEMORY}"),
+    "agent and a cause": ([{"rank": 1, **STOPPED}, CAUSE], None, -9, "rank 2 failed: bad data"),
+    "ended by the agent": ([{"rank": 0, "time": 1.0, **STOPPED}, LATER[1]], None, 1, "rank 1 failed"),
+    "lost its peer": ([LOST_PEER], [{"rank": 1, "exit_code": -9, "time": 12}], 1, f"rank 1 {MEMORY}"),
+    "a cause": ([LOST_PEER, CAUSE], [{"rank": 1, "exit_code": -9, "time": 12}], 1, "rank 2 failed: bad data"),
+}  # fmt: skip
 
 
-def test_a_killed_rank_has_no_record(tmp_path: Path) -> None:
-    (tmp_path / "failure.json").write_text(json.dumps([{"rank": 3, "exit_code": -9, "time": 5}]))
-    assert format_failure(find_first_failure(MachineLogs(tmp_path), 1), tmp_path) == (
-        "rank 3 was killed by SIGKILL: most often the system ran out of host memory"
-        f"\n\nthe whole trace: {tmp_path}/agent.log"
-    )
-    (tmp_path / "failure.json").write_text("{")
-    assert "the run ended with exit code 1" in format_failure(find_first_failure(MachineLogs(tmp_path), 1), tmp_path)
+def find_failure(folder: Path, records: list[Any], ends: Any, code: int) -> Any:
+    for record in records:
+        (folder / f"rank-{record['rank']}.error.json").write_text(json.dumps(record))
+    if ends is not None:
+        (folder / "failure.json").write_text(ends if isinstance(ends, str) else json.dumps(ends))
+    return find_first_failure(MachineLogs(folder), code)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path, name: str) -> None:
+    *given, words = FAILURES[name]
+    shown = format_failure(find_failure(tmp_path, *given), tmp_path)
+    assert shown.startswith(words.replace("FOLDER", str(tmp_path)))
+
+
+def test_where_all_were_interrupted_that_is_said(tmp_path: Path) -> None:
+    ends = [{"rank": 0, "exit_code": 143}, {"rank": 1, "exit_code": 143}, {"rank": 2, "exit_code": -15}]
+    for given in (ends, None):
+        assert find_failure(tmp_path, [{"rank": 0, **STOPPED}], given, 1) == {"rank": 0, **STOPPED}
 
 
 def test_a_rank_that_ends_without_a_record_is_explained_by_its_log(tmp_path: Path) -> None:
@@ -248,20 +275,6 @@ def test_a_rank_that_ends_without_a_record_is_explained_by_its_log(tmp_path: Pat
     assert format_failure(find_first_failure(logs, 1), tmp_path) == without
 
 
-def test_a_rank_that_could_not_write_its_record_is_named_before_those_that_it_interrupted(tmp_path: Path) -> None:
-    """As one whose disk has no room for its log. Where all were interrupted, that is what is said."""
-    record = {"rank": 0, "phase": "starting", "is_interruption": True, "exit_code_wanted": 143}
-    (tmp_path / "rank-0.error.json").write_text(json.dumps(record))
-    ends = [{"rank": 1, "exit_code": 1, "time": 5}, {"rank": 0, "exit_code": 143, "time": 5}]
-    (tmp_path / "failure.json").write_text(json.dumps(ends))
-    failure = find_first_failure(MachineLogs(tmp_path), 1)
-    assert "rank 1 ended with exit code 1" in format_failure(failure, tmp_path)
-    (tmp_path / "failure.json").write_text(
-        json.dumps([ends[1], {"rank": 1, "exit_code": 143}, {"rank": 2, "exit_code": -15}])
-    )
-    assert find_first_failure(MachineLogs(tmp_path), 1) == record
-
-
 def test_a_disk_that_takes_no_record_hides_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is read-only by then. A file in the place of the folder refuses root, too."""
     spare = tmp_path / "spare"
@@ -276,17 +289,6 @@ def test_a_disk_that_takes_no_record_hides_no_failure(tmp_path: Path, monkeypatc
     monkeypatch.delenv(SPARE)
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         write_failure_record(tmp_path / "logs", 1, {})
-
-
-def test_a_killed_agent_is_named(tmp_path: Path) -> None:
-    """The records of its ranks only say that they were interrupted."""
-    record = {"rank": 1, "phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
-    (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
-    assert format_failure(find_first_failure(MachineLogs(tmp_path), -9), tmp_path).startswith(
-        "the agent of the ranks was killed by SIGKILL: most often the system ran out of host memory"
-    )
-    (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "disk full", "is_cause": True}))
-    assert find_first_failure(MachineLogs(tmp_path), -9)["message"] == "disk full"
 
 
 def test_a_folder_is_locked_as_long_as_a_process_of_its_run_lives(tmp_path: Path) -> None:
@@ -392,16 +394,6 @@ def test_a_first_signal_asks_and_a_second_kills(first: signal.Signals, monkeypat
     assert signals.first == first
 
 
-def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
-    """The agent ends the other ranks with a signal when one has failed."""
-    record = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
-    (tmp_path / "rank-0.error.json").write_text(json.dumps(record))
-    assert find_first_failure(MachineLogs(tmp_path), 1)["is_interruption"]
-    record = {"rank": 1, "time": 2.0, "message": "RuntimeError: x", "exit_code_wanted": 1}
-    (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
-    assert find_first_failure(MachineLogs(tmp_path), 1)["rank"] == 1
-
-
 def test_a_model_without_checkpoints_is_not_continued(tmp_path: Path) -> None:
     """The run would start anew, and the old model would pass for the new run's."""
     folder.check_continued_dir(tmp_path)
@@ -478,16 +470,6 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match="cannot be written: Not a directory"):
         folder.lock_run(tmp_path / "file" / "run", 0)
-
-
-def test_a_killed_rank_is_the_cause_unless_another_rank_recorded_one(tmp_path: Path) -> None:
-    """A rank that lost its peer reports before the agent has noticed the peer's death."""
-    (tmp_path / "failure.json").write_text(json.dumps([{"rank": 1, "exit_code": -9, "time": 12}]))
-    (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "connection reset", "time": 11}))
-    assert find_first_failure(MachineLogs(tmp_path), 1)["rank"] == 1
-    known = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
-    (tmp_path / "rank-2.error.json").write_text(json.dumps(known))
-    assert find_first_failure(MachineLogs(tmp_path), 1) == known
 
 
 def test_machines_on_one_disk_leave_each_others_files_alone(tmp_path: Path) -> None:
