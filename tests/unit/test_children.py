@@ -61,34 +61,33 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
     os.close(handle)
 
 
+def start_instead(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs `code` in place of any module that a command starts. Returns the names of those modules."""
+    (folder / "instead.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+    start, asked = host.start_module, list[str]()
+
+    def start_code(module: str, words: list[str], **options: Any) -> Any:
+        asked.append(module)
+        return start("instead", words, **options)
+
+    monkeypatch.setattr(host, "start_module", start_code)
+    return asked
+
+
+@pytest.mark.usefixtures("alarm")
 def test_an_export_with_much_output_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "noisy.py").write_text(NOISY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    start = host.start_module
-
-    def start_noisy(module: str, words: list[str], **options: Any) -> Any:
-        assert module == "ulysses_cli.train.export"
-        child = start("noisy", words, **options)
-        signal.signal(signal.SIGALRM, lambda *_: child.kill())
-        signal.alarm(SECONDS)
-        return child
-
-    monkeypatch.setattr(host, "start_module", start_noisy)
-    try:
-        words = ["export", str(make_checkpoint(tmp_path, 3)), "--to", str(tmp_path / "to"), "--format", "json"]
-        result = CliRunner().invoke(app, words)
-    finally:
-        signal.alarm(0)
+    asked = start_instead(tmp_path, NOISY, monkeypatch)
+    words = ["export", str(make_checkpoint(tmp_path, 3)), "--to", str(tmp_path / "to"), "--format", "json"]
+    result = CliRunner().invoke(app, words)
+    assert asked == ["ulysses_cli.train.export"]
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout) == {"folder": "there", "checked": "all"}
     assert "at work\nall\n" in result.stderr
 
 
 def test_a_killed_export_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "dying.py").write_text("import os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    start = host.start_module
-    monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("dying", words, **options))
+    start_instead(tmp_path, "import os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)", monkeypatch)
     result = CliRunner().invoke(app, ["export", str(make_checkpoint(tmp_path, 3)), "--to", str(tmp_path / "to")])
     assert result.exit_code == 1
     assert result.stderr.startswith("the export was killed by SIGKILL: most often the system ran out of host memory")
@@ -143,10 +142,7 @@ def test_a_signal_is_explained() -> None:
 def test_a_killed_prepare_worker_names_the_file_that_it_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "dying.py").write_text(DYING_READER)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    start = host.start_module
-    monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("dying", words, **options))
+    start_instead(tmp_path, DYING_READER, monkeypatch)
     done = prepare_recipe(make_plan(load()))
     output = "data.datasets.1: the process that read it was killed by SIGBUS: a file that it had mapped into memory was"
     assert done.exit_code == 128 + signal.SIGBUS
@@ -166,11 +162,8 @@ time.sleep(0 if number == signal.SIGINT else 600)
 def test_an_interrupted_preparation_says_how_to_go_on(
     tmp_path: Path, number: int, code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "stopping.py").write_text(STOPPING)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    start_instead(tmp_path, STOPPING, monkeypatch)
     monkeypatch.setenv("NUMBER", str(int(number)))
-    start = host.start_module
-    monkeypatch.setattr(host, "start_module", lambda _, words, **options: start("stopping", words, **options))
     with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
         prepare_recipe(make_plan(load()))
     assert getattr(end.value, "code", None) == code

@@ -4,7 +4,6 @@ its commands would read. tests/ranks/test_machines.py and tests/ranks/test_slurm
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,6 @@ client, answer = ApiClient(), types.SimpleNamespace(data=json.dumps(given))
 found = client.sanitize_for_serialization(client.deserialize(answer, "KubeflowOrgV1PyTorchJob"))
 print(json.dumps(found == given))
 """
-SKY_CHECK = "import sys, sky, yaml; print(sky.Task.from_yaml_config(yaml.safe_load(sys.stdin)).num_nodes)"
 
 
 def run_page(folder: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -75,38 +73,21 @@ def test_the_layout_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "every row crosses machines: sp_size 8 is more than 4 GPUs" in shown
 
 
-def test_the_batch_script_is_written_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(tmp_path, "ulysses launch slurm", monkeypatch)
-    script = tmp_path / find_file("sbatch ")
-    assert "#SBATCH --nodes=2\n" in script.read_text()
-    assert "#SBATCH --partition=gpu\n" in script.read_text()
-    result = subprocess.run(
-        ["shellcheck", "--severity=warning", str(script)], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.check
-def test_kubeflows_own_models_read_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    run_page(tmp_path, "ulysses launch k8s", monkeypatch)
-    config, runtime, job = yaml.safe_load_all((tmp_path / find_file("kubectl apply -f my.k8s")).read_text())
-    for content, kind in (
-        (config, models.IoK8sApiCoreV1ConfigMap),
-        (runtime, models.TrainerV1alpha1TrainingRuntime),
-        (job, models.TrainerV1alpha1TrainJob),
-    ):
-        assert kind.from_dict(content).to_dict() == content
-    assert job["spec"]["trainer"]["numNodes"] == 2
-
-
-def test_the_task_for_skypilot_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(tmp_path, "ulysses launch sky", monkeypatch)
-    task = yaml.safe_load((tmp_path / find_file("sky ")).read_text())
-    assert (task["num_nodes"], task["resources"]["use_spot"]) == (1, True)
-    task.pop("secrets", None)  # the loader wants their values
-    task["file_mounts"] = {}  # it asks the cloud for the bucket
-    assert load_elsewhere(SKY_CHECK, yaml.safe_dump(task)) == "1"
+@pytest.mark.parametrize(
+    ("start", "use", "words"),
+    [
+        ("slurm", "sbatch ", ("#SBATCH --nodes=2\n", "#SBATCH --partition=gpu\n")),
+        ("k8s", "kubectl apply -f my.k8s", ("numNodes: 2\n",)),
+        ("sky", "sky ", ("num_nodes: 1\n", "use_spot: true\n")),
+    ],
+)
+def test_the_files_of_jobs_are_written(
+    start: str, use: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_job_files.py has them read by the clusters' own loaders."""
+    run_page(tmp_path, f"ulysses launch {start}", monkeypatch)
+    text = (tmp_path / find_file(use)).read_text()
+    assert all(word in text for word in words)
 
 
 def test_dstacks_own_loader_reads_the_configuration() -> None:

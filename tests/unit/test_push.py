@@ -94,6 +94,20 @@ def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Pat
     assert TOKEN not in page
 
 
+def make_adapters(run_dir: Path) -> None:
+    model = run_dir / "model"
+    (model / "base_config").mkdir()
+    (model / "config.json").rename(model / "base_config" / "config.json")
+    (model / "adapter_config.json").write_text("{}")
+
+
+def change_recipe(run_dir: Path, **sections: dict[str, Any]) -> None:
+    facts = json.loads((run_dir / "run.json").read_text())
+    for name, changes in sections.items():
+        facts["recipe"][name] = (facts["recipe"].get(name) or {}) | changes
+    (run_dir / "run.json").write_text(json.dumps(facts))
+
+
 def test_the_hub_shows_what_was_found_on_these_weights_alone(run_dir: Path) -> None:
     """The reference is the hub's own reader of cards."""
     checkpoint = run_dir / "checkpoints" / "step-3"
@@ -163,10 +177,7 @@ def test_a_public_repository_gets_nothing_that_should_be_private(hub: Hub, run_d
 
 
 def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> None:
-    model = run_dir / "model"
-    (model / "base_config").mkdir()
-    (model / "config.json").rename(model / "base_config" / "config.json")
-    (model / "adapter_config.json").write_text("{}")
+    make_adapters(run_dir)
     assert run("push", str(run_dir), "--repo", "team/tuned").returncode == 0
     body = hub.repos["team/tuned"]["README.md"].decode()
     assert "vllm serve owner/base --enable-lora --max-lora-rank" in body
@@ -179,28 +190,21 @@ def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> Non
 
 
 def test_another_base_is_in_the_card_and_in_the_override(hub: Hub, run_dir: Path) -> None:
-    facts = json.loads((run_dir / "run.json").read_text())
-    facts["recipe"]["model"] |= {"rope_scaling": None, "rope_theta": "auto"}
-    (run_dir / "run.json").write_text(json.dumps(facts))
-    model = run_dir / "model"
+    change_recipe(run_dir, model={"rope_scaling": None, "rope_theta": "auto"})
     rope = {"rope_type": "default", "rope_theta": 1.55e7}
     config = {"max_position_embeddings": 131072, "rope_parameters": rope}
-    (model / "config.json").write_text(json.dumps(config))
+    (run_dir / "model" / "config.json").write_text(json.dumps(config))
     assert run("push", str(run_dir)).returncode == 0
     card = hub.repos["me/mine"]["README.md"].decode()
     assert "Positions are computed with base 15,500,000: config.json tells" in card
-    (model / "base_config").mkdir()
-    (model / "config.json").rename(model / "base_config" / "config.json")
-    (model / "adapter_config.json").write_text("{}")
+    make_adapters(run_dir)
     assert run("push", str(run_dir), "--repo", "team/tuned").returncode == 0
     body = hub.repos["team/tuned"]["README.md"].decode()
     assert '--hf-overrides \'{"rope_parameters": {"rope_type": "default", "rope_theta": 15500000.0}}\'' in body
 
 
 def test_a_card_proposes_no_length_that_nothing_was_trained_at(hub: Hub, run_dir: Path) -> None:
-    facts = json.loads((run_dir / "run.json").read_text())
-    facts["recipe"]["data"]["max_length"] = 256
-    (run_dir / "run.json").write_text(json.dumps(facts))
+    change_recipe(run_dir, data={"max_length": 256})
     assert run("push", str(run_dir)).returncode == 0
     body = hub.repos["me/mine"]["README.md"].decode()
     assert "vllm serve me/mine --max-model-len 256\n" in body
@@ -232,13 +236,8 @@ def test_odd_metrics_leave_a_card_without_a_trace(run_dir: Path) -> None:
 
 
 def test_what_vllm_does_not_serve_is_to_be_merged(run_dir: Path) -> None:
-    model = run_dir / "model"
-    (model / "base_config").mkdir()
-    (model / "config.json").rename(model / "base_config/config.json")
-    (model / "adapter_config.json").write_text("{}")
-    facts = json.loads((run_dir / "run.json").read_text())
-    facts["recipe"]["lora"] = {"r": 8, "use_dora": True, "modules_to_save": ["norm"]}
-    (run_dir / "run.json").write_text(json.dumps(facts))
+    make_adapters(run_dir)
+    change_recipe(run_dir, lora={"r": 8, "use_dora": True, "modules_to_save": ["norm"]})
     card = run("push", str(run_dir), "--dry-run").stdout
     assert "vllm serve" not in card
     assert "vLLM does not serve adapters with parts that were trained whole or DoRA beside a base model" in card
