@@ -17,7 +17,7 @@ NAMED = re.compile(r"ulysses ([a-z-]+)")
 OTHERS = re.compile(
     r"^pip |docker|container|torchrun|trackio|benchmarks/gpu|--query|vllm|--max-model-len|--hf-overrides|hf download"
     r"|COMMAND --help"
-    r"|--repo-type|srun|mpirun|flux run|^--(?:help|version|plan|plan-hash|pretend|place|events|weights)\b"
+    r"|--repo-type|srun|mpirun|flux run|^--(?:help|version|config|plan|plan-hash|pretend|place|events|weights)\b"
 )
 OTHER_ROOMS = (
     "report/page/", "train/export/__main__", "run/launcher", "run/jobs", "run/kubernetes", "train/agent/", "__main__",
