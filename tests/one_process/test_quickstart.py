@@ -1,5 +1,6 @@
-"""Tests the quickstart: every command of the page runs, one after another."""
+"""Tests the quickstart: every command of the page runs, and every cell of the notebook, one after another."""
 
+import json
 import os
 import re
 import subprocess
@@ -52,3 +53,27 @@ def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
         assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
     for made in ("runs/my/model/model.safetensors", "runs/my/report.html", "model-10/model.safetensors"):
         assert (tmp_path / made).is_file(), made
+
+
+@pytest.mark.full
+def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
+    """As a program: all cells in one namespace, in the order of the notebook."""
+    notebook = json.loads((DOCS / "quickstart.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 4)  # cells of 4.5 have ids
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) == 6
+    assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    (tmp_path / "notebook.py").write_text("\n\n".join(cells))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [str(write_python()), "notebook.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for shown in ("files", "train.warmup_steps", "held out", "def ", "US dollars"):
+        assert shown in result.stdout, shown
