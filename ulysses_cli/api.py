@@ -55,6 +55,8 @@ class Step:
     early_optimizer_share: float | None = None
     expert_load: float | None = None
     idle_experts: float | None = None
+    router_aux_loss: float | None = None
+    router_z_loss: float | None = None
     step_parts: Mapping[str, float] | None = None
     applied: bool = True
 

@@ -1,5 +1,6 @@
 """Compares the light half's facts about model families with transformers: defaults, windows, parameters, modules."""
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
 from ulysses_cli.train.memory.tiled_mlp import NORMS_AFTER
 from ulysses_cli.train.model.adapters import choose_layers
 from ulysses_cli.train.model.loading import find_unused_weights, stretch_positions
-from ulysses_cli.train.model.routers import list_router_layers
+from ulysses_cli.train.model.routers import find_routers, list_router_layers
 from ulysses_cli.train.recurrence.interface import list_recurrent_layers
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
@@ -194,6 +195,19 @@ def test_the_ledger_counts_what_peft_trains_and_freezes(model_type: str, changes
         for is_trained in (True, False)
     )
     assert (counted.num_trained, counted.num_frozen) == (trained, frozen)
+
+
+def test_routers_that_score_by_sigmoids_are_known() -> None:
+    """By the source of each router's forward; Cohere's choice is in its config."""
+    for model_type, family in FAMILIES.items():
+        config = make_hybrid_config(model_type) if model_type in HYBRIDS else make_config(model_type, **LAYERS)
+        routers = list(find_routers(make_model(config)).values())
+        if routers and model_type != "cohere2_moe":
+            by_sigmoid = "sigmoid" in inspect.getsource(type(routers[0]).forward)
+            assert by_sigmoid == (Trait.SIGMOID_ROUTERS in family.traits), model_type
+    content = json.loads(make_config("cohere2_moe").to_json_string(use_diff=False))
+    assert not read_model_shape(content, "tiny").has_sigmoid_routers
+    assert read_model_shape({**content, "expert_selection_fn": "sigmoid"}, "tiny").has_sigmoid_routers
 
 
 LINEAR_ROUTERS = {"gemma4_text": "router.proj", "hunyuan_v1_moe": "gate.wg", "afmoe": "router.gate"}

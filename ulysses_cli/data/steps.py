@@ -84,6 +84,7 @@ class MicroBatch:
     num_members: int = 0
     reference: NDArray[np.float64] | None = None  # of each of these documents, where rows know one
     shared: Shared = ()
+    targets_per_token: float = 0.0  # of the whole step, padding left out
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
     reference = np.concatenate(references) if find_reference is not None else None
     return MicroBatch(
         ids, labels, positions, tuple(documents), numbers, order, classes, numbers_of, num_documents, reference,
-        tuple(shared),
+        tuple(shared), plan.num_targets / max(1, plan.num_tokens),
     )  # fmt: skip
 
 

@@ -389,6 +389,9 @@ def _shrink_data(sp_size: int) -> dict[str, Any]:
     }
 
 
+ALONE = "since the reference computes one document after another"
+
+
 def _shrink_training(recipe: Recipe, notes: list[str]) -> dict[str, Any]:
     train = recipe.train
     return {
@@ -400,5 +403,7 @@ def _shrink_training(recipe: Recipe, notes: list[str]) -> dict[str, Any]:
         "warmup_steps": 0,
         "warmup_ratio": 0.0,
         "adam_epsilon": LARGE_EPSILON,
+        "router_aux_loss_coef": _change(notes, "train.router_aux_loss_coef", train.router_aux_loss_coef, 0.0, ALONE),
+        "router_z_loss_coef": _change(notes, "train.router_z_loss_coef", train.router_z_loss_coef, 0.0, ALONE),
         "optim": _change(notes, "train.optim", train.optim, "adamw", "whose arithmetic is known"),
     }

@@ -157,6 +157,9 @@ class Objective(Protocol):
         """What else `compute` takes of a micro-batch. `places`: of this slice's targets; `send` brings an array to the
         device."""
 
+    def begin(self, answers: Any) -> None:
+        """Called before the decoder of each micro-step that `compute` ends."""
+
     def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Any) -> Tensor:
         """Takes what a loss takes, and what `load` has returned. Returns this rank's sums [1 + names]. The first is
         minimized: on a rank without a target it is part of the graph too."""
@@ -177,8 +180,11 @@ class NextToken:
     names: tuple[str, ...] = ()
     eval_names: tuple[str, ...] = ()
 
-    def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> None:
+    def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Any:
         return None
+
+    def begin(self, answers: Any) -> None:
+        pass
 
     def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Any) -> Tensor:
         return loss(hidden, labels, places)[None]

@@ -245,6 +245,9 @@ class PreferenceObjective:
         runs = list(zip(members[starts].tolist(), lengths.tolist(), wanted.tolist(), strict=True))
         return Answers(batch.num_members, runs, send(reference))
 
+    def begin(self, answers: Answers) -> None:
+        pass
+
     def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Answers) -> Tensor:
         return self._judge(loss.per_token(hidden, labels, places), answers)
 

@@ -335,6 +335,7 @@ EXPERTS: dict[str, Family] = {
         shared_size=share_by_number("num_shared_experts"),
         router_extras=1,
         traits=(
+            Trait.SIGMOID_ROUTERS,
             Trait.PRECISE_RESULTS,
             Trait.PRECISE_NORMS,
             Trait.POST_NORMS,
@@ -366,7 +367,7 @@ EXPERTS: dict[str, Family] = {
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 3),
         shared_size=share_by_number("n_shared_experts"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "dots1": Family(
         query_key_norm="head",
@@ -374,7 +375,7 @@ EXPERTS: dict[str, Family] = {
         kind_of_layer=slide_from_max_window_layers,
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         shared_size=share_by_number("n_shared_experts"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "ernie4_5_moe": Family(
         qkv_bias="use_bias",
@@ -400,7 +401,7 @@ EXPERTS: dict[str, Family] = {
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("num_shared_experts"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "flex_olmo": Family(
         query_key_norm="full",
@@ -421,7 +422,7 @@ EXPERTS: dict[str, Family] = {
         kind_of_layer=find_flint_kind,
         has_experts=choose_flint_layers,
         shared_size=share_by_size("shared_expert_intermediate_size"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.PRECISE_NORMS),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.PRECISE_NORMS),
     ),
     "glm4_moe": Family(
         query_key_norm="head",
@@ -430,7 +431,7 @@ EXPERTS: dict[str, Family] = {
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "glm4_moe_lite": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -438,7 +439,7 @@ EXPERTS: dict[str, Family] = {
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
     "granitemoe": Family(
         mlp_bias=False,
@@ -471,7 +472,7 @@ EXPERTS: dict[str, Family] = {
         query_key_norm="head",
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("num_shared_experts"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST),
     ),
     "kolibri1": Family(
         query_key_norm="head",
@@ -481,7 +482,7 @@ EXPERTS: dict[str, Family] = {
         norms_per_layer=4,
         kind_of_layer=slide_but_every(5, ""),
         shared_size=share_by_size("shared_expert_intermediate_size"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.POST_NORMS),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.POST_NORMS),
     ),
     "laguna": Family(
         query_key_norm="head",
@@ -492,7 +493,10 @@ EXPERTS: dict[str, Family] = {
         has_experts=follow_dense_layers("", 1),
         shared_size=share_by_size("shared_expert_intermediate_size"),
         router_extras=1,
-        traits=(Trait.SHARED_FIRST,),
+        traits=(
+            Trait.SIGMOID_ROUTERS,
+            Trait.SHARED_FIRST,
+        ),
     ),
     "mellum": Family(query_key_norm="head", mlp_bias=False, traits=(Trait.EXPERTS_ADAPTED,)),
     "minimax_m2": Family(
@@ -500,7 +504,7 @@ EXPERTS: dict[str, Family] = {
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
-        traits=(Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_RESULTS, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
     ),
     "olmoe": Family(query_key_norm="full", mlp_bias=False, traits=(Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED)),
     "qwen2_moe": Family(
@@ -517,6 +521,6 @@ EXPERTS: dict[str, Family] = {
     "solar_open": Family(
         mlp_bias=False,
         shared_size=share_by_number("n_shared_experts"),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.EXPERTS_ADAPTED),
     ),
 }

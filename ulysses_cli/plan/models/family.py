@@ -149,6 +149,7 @@ class Trait(Enum):
     NUMBERED_ATTENTION = auto()  # config.json has the numbers of layers with attention (configuration_bamba.py)
     # experts
     PRECISE_ROUTERS = auto()  # tokens are cast to float32 for the router (modeling_glm4_moe.py: Glm4MoeTopkRouter)
+    SIGMOID_ROUTERS = auto()  # each expert is scored by itself
     # Routing weights are float32, and so are the experts' results times them (modeling_mixtral.py: MixtralTopKRouter).
     PRECISE_RESULTS = auto()
     SCALED_BLOCKS = auto()  # the gradient of a block's result, beside the residual's (modeling_granitemoe.py)

@@ -153,7 +153,7 @@ HYBRIDS: dict[str, Family] = {
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         other_kinds=(LINEAR_ATTENTION,),
-        traits=(Trait.WITHOUT_ROTATION, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.WITHOUT_ROTATION, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
     ),
     "bailing_hybrid": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -167,7 +167,7 @@ HYBRIDS: dict[str, Family] = {
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         has_narrow_gates=False,
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
     ),
     "nemotron_h": Family(
         mlp_modules=PLAIN_MLP,
@@ -186,7 +186,13 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="use_bias",
         recurrence_conv_bias="use_conv_bias",
         other_kinds=(LINEAR_ATTENTION, ONLY_EXPERTS, ONLY_MLP),
-        traits=(Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS, Trait.PRECISE_NORMS, Trait.GIVES_POSITION),
+        traits=(
+            Trait.SIGMOID_ROUTERS,
+            Trait.PRECISE_ROUTERS,
+            Trait.PRECISE_RESULTS,
+            Trait.PRECISE_NORMS,
+            Trait.GIVES_POSITION,
+        ),
         inner_saved=2,
         inner_at_once=3,
         refused_by_peft="out_proj",
@@ -271,6 +277,7 @@ HYBRIDS: dict[str, Family] = {
         kind_of_layer=find_lfm_2_kind,
         has_experts=follow_dense_layers("num_dense_layers", 2),
         other_kinds=(CONVOLUTION,),
+        traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "lfm3": Family(
         mlp_modules=LFM_MLP,

@@ -118,6 +118,11 @@ class ModelShape:
         return Trait.EXPERTS_ADAPTED in self.traits and any(layer.num_experts for layer in self.layers)
 
     @property
+    def has_sigmoid_routers(self) -> bool:
+        """Whether a router scores each expert by a sigmoid, and not all of them by a softmax."""
+        return Trait.SIGMOID_ROUTERS in self.traits or self.config.get("expert_selection_fn") == "sigmoid"
+
+    @property
     def adapts_all(self) -> bool:
         """Whether all-linear can be asked for."""
         return not (self.adapts_experts or self.refused_by_peft)

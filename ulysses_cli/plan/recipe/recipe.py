@@ -205,6 +205,25 @@ class Train(Section):
     adam_beta2: float = setting(0.999, "decay of the second moment", unit="share", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, "added to the root of the second moment", unit="number", gt=0, le=1)
     freeze_router: bool = setting(False, "the weights of routers stay as they are; the experts are trained")
+    router_aux_loss_coef: float = setting(
+        0.0,
+        "weight of the loss that balances experts, the mean over layers, k where k experts of a token are balanced",
+        unit="x",
+        aliases=("moe_aux_loss_coef", "moe_aux_loss_coeff", "router_aux_loss_weight"),
+        ge=0,
+        le=10,
+    )
+    router_aux_loss_scope: Literal["layer", "model"] = setting(
+        "layer", "layer: each layer balances its experts; model: all layers together, as transformers computes it"
+    )
+    router_z_loss_coef: float = setting(
+        0.0,
+        "weight of the routers' squared log-normalizer, the mean over layers",
+        unit="x",
+        aliases=("moe_z_loss_coef", "moe_z_loss_coeff", "router_z_loss_weight"),
+        ge=0,
+        le=10,
+    )
     z_loss_weight: float = setting(0.0, "weight of the squared log-normalizer in the loss", unit="x", ge=0, le=1)
     token_loss: str | None = text(
         None, "Python function that turns the targets' cross-entropies into their losses: FILE.py:NAME or MODULE:NAME"

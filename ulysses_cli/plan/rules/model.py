@@ -10,6 +10,7 @@ from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.models.families import FAMILIES, UNSERVED
+from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -138,9 +139,27 @@ def check_packed_layers(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def check_router_loss(recipe: Recipe, shape: ModelShape) -> Problems:
-    """The loss is the tokens' loss only: a router loss that the config asks for would silently be missing."""
+    """A router loss follows from the recipe alone: one that the config asks for would silently be missing. Only a model
+    with experts has routers."""
     if shape.has_router_loss:
-        yield _refuse_config(recipe, shape, "a router loss (output_router_logits)", "output_router_logits: false")
+        yield Problem(
+            _name_model(recipe),
+            f"the config of {shape.name} asks for a router loss (output_router_logits), and transformers' own sees the "
+            "tokens of one rank alone",
+            "set output_router_logits: false in a local copy of its config.json, and train.router_aux_loss_coef here",
+        )
+    if recipe.train.router_aux_loss_scope == "model" and not recipe.train.router_aux_loss_coef:
+        yield Problem("train.router_aux_loss_scope", "is not used without train.router_aux_loss_coef", "leave it out")
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        key = f"train.{name}"
+        if not getattr(recipe.train, name):
+            continue
+        if not any(layer.num_experts for layer in shape.layers):
+            yield Problem(key, f"{shape.name} has no experts, so no router", "leave it out")
+        elif recipe.train.freeze_router:
+            yield Problem(key, "would train routers, and train.freeze_router keeps them", "leave one of the two out")
+        elif Trait.BESIDE_MLP in shape.traits:
+            yield Problem(key, f"the routers of {shape.name} give no logits but their softmax", "leave it out")
 
 
 def check_frozen_routers(recipe: Recipe, shape: ModelShape) -> Problems:

@@ -315,6 +315,9 @@ def check_preference_training(recipe: Recipe) -> Problems:
         return
     if recipe.train.z_loss_weight:
         yield Problem("train.z_loss_weight", "is not used: a pair's loss is one of whole answers", "leave it out")
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        if getattr(recipe.train, name):
+            yield Problem(f"train.{name}", "is not offered for preferences: it is a mean over tokens", "leave it out")
     if recipe.train.token_loss is not None:
         yield Problem("train.token_loss", "is not used: a pair's loss is one of whole answers", "leave it out")
     has_reference = recipe.preference.loss not in WITHOUT_REFERENCE

@@ -116,6 +116,9 @@ def _show_learning(run: RecordedRun) -> list[Block]:
     norms = [value for value in list_values(run.metrics, "grad_norm") if value > 0]
     blocks += _plot_key("Fullest expert", run, "expert_load", "times the mean load, in the most uneven layer")
     blocks += _plot_key("Experts without a token", run, "idle_experts", "of all experts in a step (share)")
+    blocks += _plot_key(
+        "Balance of experts", run, "router_aux_loss", "loss of routers (k where k experts are balanced)"
+    )
     is_spiky = bool(norms) and max(norms) > SPIKY * statistics.median(norms)
     note = "logarithmic" if is_spiky else ""
     blocks += _plot_key("Gradient norm", run, "grad_norm", "before clipping", note, y_log=is_spiky)

@@ -46,7 +46,7 @@ from ulysses_cli.train.model.loading import (
 )
 from ulysses_cli.train.model.loss_model import LossModel, apply_levers, check_head, load_token_loss, read_head_rule
 from ulysses_cli.train.model.parts import REAL_PARTS, Parts, describe_plain_norms, describe_sums, serve_layers
-from ulysses_cli.train.model.routers import freeze_routers, list_router_weights
+from ulysses_cli.train.model.routers import RouterLosses, freeze_routers, list_router_weights
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, unlock
 from ulysses_cli.train.optimizer.shards import count_parameters, get_shape
@@ -59,6 +59,20 @@ from ulysses_cli.train.reference import ComputedReferences, ReferenceFile, Refer
 from ulysses_cli.train.tensor_file import WORDS, find_file, find_nonfinite
 
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
+
+
+def make_router_losses(plan: RunPlan, model: nn.Module) -> RouterLosses | None:
+    """The objective of a recipe that asks for losses of routers. Preferences have none."""
+    train, by_sigmoid = plan.recipe.train, plan.shape.has_sigmoid_routers
+    if not (train.router_aux_loss_coef or train.router_z_loss_coef):
+        return None
+    is_pooled = train.router_aux_loss_scope == "model"
+    try:
+        return RouterLosses(
+            model, train.router_aux_loss_coef, train.router_z_loss_coef, by_sigmoid=by_sigmoid, is_pooled=is_pooled
+        )
+    except ValueError as error:
+        raise BuildError(f"train.router_aux_loss_scope: {error}") from error
 
 
 def make_optimizer(
@@ -159,6 +173,7 @@ def build(
             report(cost)
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
     loss = apply_levers(model, plan, head_rule, device, swap_folder, choice.implementations["loss"])
+    objective = make_router_losses(plan, model) or objective
     module = LossModel(model, loss, objective)
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -221,6 +221,8 @@ class LossModel(nn.Module):
     ) -> Tensor:
         if wanted is not None:
             return self.compute_logits(input_ids, positions, wanted, generation, documents)
+        if not per_token:
+            self.objective.begin(answers)
         output: Any = self.model.get_decoder()(
             input_ids=input_ids, position_ids=positions, documents=documents, use_cache=False
         )
