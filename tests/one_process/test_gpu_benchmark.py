@@ -90,8 +90,7 @@ def test_a_part_past_its_time_keeps_its_rows_and_leaves_no_process(call: Any, tm
     assert (found["slow"]["rows"], found["next"]["rows"]) == ([{"name": "a"}], [{"name": "b"}])
     assert not runs(int((tmp_path / "pid").read_text()))
     (tmp_path / "pid").unlink()
-    ended = make_part("ended", f"{start}time.sleep(2)")
-    assert call([ended])[1]["ended"]["status"] == "done"
+    assert call([make_part("ended", f"{start}time.sleep(2)")])[1]["ended"]["status"] == "done"
     assert not runs(int((tmp_path / "pid").read_text())), "what an ended part leaves is ended, too"
     assert time.monotonic() - begun < 50
 

@@ -95,8 +95,7 @@ def test_a_package_may_end_its_own_process_only(end: str) -> None:
 
 def test_a_package_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait"
-    result = try_in_child(TRIAL, 1.0, ["sh", "-c", script])
-    assert result.obstacle == "did not end its probe within 1 s"
+    assert try_in_child(TRIAL, 1.0, ["sh", "-c", script]).obstacle == "did not end its probe within 1 s"
     grandchild = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
     until = time.monotonic() + 10
     while grandchild.exists() and grandchild.read_text().split()[2] != "Z" and time.monotonic() < until:
@@ -184,8 +183,7 @@ ORDERS: dict[str, tuple[Capability, set[str], Need, dict[str, Any], list[str], s
 def test_kernels_are_tried_by_speed_until_one_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability, broken, need, work, tried, chosen = ORDERS[case]
     trials = Trials(monkeypatch, broken, {"torch_varlen": 0.5, "cudnn": 0.4})
-    found = choose("auto", capability, need, **work)
-    assert (trials.tried, found.name) == (tried, chosen)
+    assert (trials.tried, choose("auto", capability, need, **work).name) == (tried, chosen)
 
 
 def test_a_reason_says_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,7 @@ def test_halves_of_few_rows_agree(name: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(indexing, "WRAP_BYTES", 1 << 16)
     monkeypatch.setattr(indexing, "PIECE_BYTES", 1 << 16)
     with _joining_alone(name, tmp_path):
-        rows = 400 if name == "dropout" else 40
-        assert compare(CASES[name], CPU, rows) <= (0.02 if name == "dropout" else 0.01)
+        assert compare(CASES[name], CPU, (400 if name == "dropout" else 40)) <= (0.02 if name == "dropout" else 0.01)
 
 
 @contextmanager

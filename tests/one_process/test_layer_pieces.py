@@ -112,8 +112,7 @@ def _safe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_safe")
 def test_the_census_decides_what_runs_in_pieces() -> None:
-    model = make_family("starcoder2")
-    assert run_in_pieces(model, TOKENS, torch.float64) == 0
+    assert run_in_pieces(make_family("starcoder2"), TOKENS, torch.float64) == 0
     assert indexing.split_rows(TOKENS, 2 * LIMIT_BYTES, *indexing.RMS_NORM) == [slice(0, TOKENS)]
 
 

@@ -206,8 +206,7 @@ def test_adapters_of_a_trained_model_are_merged(tmp_path: Path) -> None:
     checkpoint = save_as_ranks(trained, tmp_path / "step-1")
     probe = make_probe(AutoTokenizer.from_pretrained(READY), config.vocab_size)
     _, output = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16, probe=probe)
-    found = re.fullmatch(r"272 tensors equal .* are off by (\S+); .* moves them by (\S+)", output)
-    assert float(found[1]) < 0.1
+    assert float(re.fullmatch(r"272 tensors equal .* are off by (\S+); .* moves them by (\S+)", output)[1]) < 0.1
 
 
 def test_the_text_part_of_a_larger_model_is_merged(tmp_path: Path) -> None:

@@ -62,8 +62,7 @@ def test_parts_that_a_model_lacks_are_not_counted(counts: tuple[int, int, int], 
 def test_zero_optimization() -> None:
     reference = set(DeepSpeedZeroConfig.model_fields)
     assert reference >= ZERO
-    named = {key.split(".")[1] for key in (*OWNERS, *RENAMED) if key.startswith("zero_optimization.")}
-    assert named <= reference
+    assert {key.split(".")[1] for key in (*OWNERS, *RENAMED) if key.startswith("zero_optimization.")} <= reference
 
 
 def test_a_missing_kernel_that_no_run_uses_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

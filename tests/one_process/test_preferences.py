@@ -83,8 +83,7 @@ def test_the_chosen_answers_own_part_is_a_mean_over_its_targets() -> None:
         plain, whole = (PreferenceSettings(loss=loss, sft_weight=each) for each in (0.0, weight))
         added = compute_pair_losses(pairs, whole) - compute_pair_losses(pairs, plain)
         check_close(added.detach(), (expected * own).tolist(), loss)
-        measures = measure_pairs(pairs, whole)
-        assert ("nll_loss" in measures) == bool(expected)
+        assert ("nll_loss" in measure_pairs(pairs, whole)) == bool(expected)
 
 
 def test_odds_of_certain_and_impossible_answers_have_a_gradient() -> None:
@@ -99,6 +98,5 @@ def test_odds_of_certain_and_impossible_answers_have_a_gradient() -> None:
 def test_every_loss_of_a_recipe_is_compared() -> None:
     assert {case["name"] for case in CASES} == {*PAIR_LOSSES} == {*get_args(LossName)} - {*UNPAIRED}
     assert {case["name"] for case in STORED["cases"]} == {*get_args(LossName)}
-    smoothed = {case["name"] for case in CASES if case["settings"].get("label_smoothing")}
-    assert smoothed == {*SMOOTHED}
+    assert {case["name"] for case in CASES if case["settings"].get("label_smoothing")} == {*SMOOTHED}
     assert {name for name, loss in PAIR_LOSSES.items() if not loss.has_reference} == {*WITHOUT_REFERENCE}

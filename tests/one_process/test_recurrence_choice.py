@@ -134,8 +134,7 @@ def test_the_cost_is_that_of_all_layers_for_this_runs_rows(name: str, monkeypatc
 @pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION], checked=[DELTA_RULE]))
 def test_an_installed_kernel_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = "by document" if name == CONVOLUTION else "packed"
-    choice = choose(name, run_packed, monkeypatch)
-    assert choice == Choice(expected, "equals torch's code on packed documents")
+    assert choose(name, run_packed, monkeypatch) == Choice(expected, "equals torch's code on packed documents")
 
 
 @pytest.mark.parametrize("name", sample([DELTA_RULE, KIMI_RULE, SCAN], quick=[SCAN], checked=[]))

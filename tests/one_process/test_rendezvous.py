@@ -184,8 +184,7 @@ def test_a_clock_that_is_set_back_silences_no_machine() -> None:
     holder.state.last_heartbeats[own] = datetime.now(UTC) + timedelta(hours=1)
     holder.mark_dirty()
     holder.sync()
-    context = _RendezvousContext(own, holder.state, settings)
-    assert not _should_keep_alive(context)
+    assert not _should_keep_alive(_RendezvousContext(own, holder.state, settings))
     seconds[0] += 6.0
     holder.sync()
     assert _should_keep_alive(_RendezvousContext(own, holder.state, settings))

@@ -130,8 +130,7 @@ def test_the_head_computes_for_targets_alone(tile: int) -> None:
     places, loss = find_places(labels), make_loss(case["head"], HeadRule(), tile)
     assert 8 < len(places) < 20
     assert count_products(lambda: loss(hidden, labels, places)) == 3 * len(places)
-    again = count_products(lambda: loss.per_token(hidden, labels, places).sum())
-    assert again == (4 if tile else 3) * len(places)
+    assert count_products(lambda: loss.per_token(hidden, labels, places).sum()) == (4 if tile else 3) * len(places)
     assert count_products(lambda: loss(hidden, labels)) == 3 * 60
 
 

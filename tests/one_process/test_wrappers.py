@@ -138,8 +138,7 @@ def load_whole(folder: Path) -> Any:
         folder, output_loading_info=True, attn_implementation="eager"
     )
     unknown = loading_info["unexpected_keys"] - IGNORED_NAMES
-    differences = {*loading_info["missing_keys"], *loading_info["mismatched_keys"], *unknown}
-    assert not differences
+    assert not {*loading_info["missing_keys"], *loading_info["mismatched_keys"], *unknown}
     return model.eval()
 
 

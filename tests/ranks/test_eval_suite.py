@@ -213,8 +213,7 @@ def test_a_killed_run_has_the_scores_of_an_uninterrupted_one(tmp_path: Path, mom
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
     code, output = runs.train("whole")
     assert code == 0, output
-    process = runs.start("killed", plan={**moment, "who": "all", "signal": signal.SIGKILL})
-    assert process.wait(120) == 1
+    assert runs.start("killed", plan={**moment, "who": "all", "signal": signal.SIGKILL}).wait(120) == 1
     code, output = runs.train("killed", "--resume", "auto")
     assert code == 0, output
     whole, killed = (

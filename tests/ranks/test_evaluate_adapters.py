@@ -130,8 +130,7 @@ def test_adapters_beside_a_base_in_four_bits_answer_as_bitsandbytes(tmp_path: Pa
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
     prompter = make_prompter(make_bytes_tokenizer())
     prompts = list(make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print))
-    expected = {each.name: score_plainly(adapted, prompter, each) for each in prompts}
-    assert ours == pytest.approx(expected, rel=1e-4)
+    assert ours == pytest.approx({each.name: score_plainly(adapted, prompter, each) for each in prompts}, rel=1e-4)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     merged = PeftModel.from_pretrained(whole, str(tmp_path / "run" / "model")).eval()
     assert ours != pytest.approx({each.name: score_plainly(merged, prompter, each) for each in prompts}, rel=1e-3)

@@ -371,8 +371,7 @@ def test_retrieval_is_asked_beside_the_whole_context(model: str, tmp_path: Path)
     assert result.returncode == 0, result.stderr
     findings = json.loads(result.stdout)
     rows = findings["retrieval"]["rows"]
-    ways = ["none", "bm25-256-512", "bm25-512-512", "whole", "oracle"]
-    assert [row["way"] for row in rows] == ways
+    assert [row["way"] for row in rows] == ["none", "bm25-256-512", "bm25-512-512", "whole", "oracle"]
     assert {(row["n"], row["score"]) for row in rows} == {(1, 0.0)}
     by_way = {row["way"]: row for row in rows}
     assert by_way["none"]["recall"] == 0

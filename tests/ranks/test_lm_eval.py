@@ -206,8 +206,7 @@ def test_a_killed_evaluation_asks_no_answered_request_again(
     with pytest.raises(Killed):
         getattr(CachingLM(ShardedLM(model), str(tmp_path / "cache.db")), kind)(make_instances(kind))
     model.num_asked, model.limit = 0, 10**6
-    answers = getattr(CachingLM(ShardedLM(model), str(tmp_path / "cache.db")), kind)(make_instances(kind))
-    assert answers == expected
+    assert getattr(CachingLM(ShardedLM(model), str(tmp_path / "cache.db")), kind)(make_instances(kind)) == expected
     kept = 1 if kind == "loglikelihood_rolling" else 2  # of the two windows that were read, one was a whole document
     assert model.num_asked == total - kept
 

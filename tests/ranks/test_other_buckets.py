@@ -123,5 +123,4 @@ def test_a_run_goes_on_from_another_service_alone(address: str, services: Mappin
     expected = {step: loss for step, loss in runs.read_losses("plain").items() if step > stopped}
     assert runs.read_losses("run") == expected
     assert runs.read_model("run") == runs.read_model("plain")
-    facts = json.loads((runs.folder / "run" / "run.json").read_text())
-    assert facts["recipe"]["run"]["checkpoint_uri"] == address
+    assert json.loads((runs.folder / "run" / "run.json").read_text())["recipe"]["run"]["checkpoint_uri"] == address

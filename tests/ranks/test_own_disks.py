@@ -108,6 +108,5 @@ def look_for_disks(folders: list[str]) -> tuple[int, ...]:
 
 
 def test_disks_are_told_apart(tmp_path: Path) -> None:
-    folders = [str(tmp_path / name) for name in "abba"]
-    assert run_on_ranks(4, look_for_disks, folders) == [(0, 1, 1, 0)] * 4
+    assert run_on_ranks(4, look_for_disks, [str(tmp_path / name) for name in "abba"]) == [(0, 1, 1, 0)] * 4
     assert list((tmp_path / "a").iterdir()) == []

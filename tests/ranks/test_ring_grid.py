@@ -156,5 +156,4 @@ def call_wrongly() -> str:
 
 
 def test_documents_must_fill_the_rows() -> None:
-    expected = "documents hold 8 tokens, but 1 rows x 4 tokens x 4 ranks make 16"
-    assert run_on_ranks(4, call_wrongly) == [expected] * 4
+    assert run_on_ranks(4, call_wrongly) == ["documents hold 8 tokens, but 1 rows x 4 tokens x 4 ranks make 16"] * 4

@@ -76,8 +76,7 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
         wait_for("the last step", lambda: count_steps() >= NUM_STEPS or has_ended())
         wait_for("its end", has_ended)
         assert cluster.get_state(job)["JobState"] == "COMPLETED", describe()
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == [*range(1, NUM_STEPS + 1)]
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, NUM_STEPS + 1)]
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     nodes = "".join(log.read_text() for log in (tmp_path / "run" / "logs").glob(f"slurm-{job}-*.log"))
     assert (

@@ -92,10 +92,8 @@ def test_no_ending_leaves_what_layers_saved(tmp_path: Path) -> None:
     disk.mkdir()
     words = ["memory.activation_offloading=1", "memory.activation_offload_device=nvme", f"memory.nvme_path={disk}"]
     plan = {"phase": "micro-step 2", "step": 3, "who": "all", "signal": signal.SIGKILL}
-    process = runs.start("swapped", *words, plan=plan)
-    assert process.wait(120) == 1
-    left = [path for path in disk.rglob("*") if path.is_file()]
-    assert [path.name for path in left] in (["run.txt"], [])
+    assert runs.start("swapped", *words, plan=plan).wait(120) == 1
+    assert [path.name for path in [path for path in disk.rglob("*") if path.is_file()]] in (["run.txt"], [])
     num_steps = runs.count_steps("swapped") + 2
     code, output = runs.train("swapped", *words, f"train.max_steps={num_steps}", "--resume", "auto")
     assert code == 0, output

@@ -279,8 +279,7 @@ def call_wrongly() -> str:
 
 
 def test_documents_must_fill_the_rows() -> None:
-    expected = "documents hold 4 tokens, but 1 rows x 4 tokens x 2 ranks make 8"
-    assert run_on_ranks(2, call_wrongly) == [expected] * 2
+    assert run_on_ranks(2, call_wrongly) == ["documents hold 4 tokens, but 1 rows x 4 tokens x 2 ranks make 8"] * 2
 
 
 def run_twice(problem: Problem) -> bool:

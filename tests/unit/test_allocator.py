@@ -94,5 +94,4 @@ def test_a_gap_fits_no_larger_tensor_and_no_other_stream() -> None:
     again = [(0, 100 * MIB, 0), (0, -100 * MIB, 0), (1, 140 * MIB, 0)]
     assert replay(again, expandable=True) == 140 * MIB
     assert replay(again, expandable=False) == 240 * MIB
-    other = [(0, 100 * MIB, 0), (0, -100 * MIB, 0), (1, 100 * MIB, 1)]
-    assert replay(other, expandable=True) == 200 * MIB
+    assert replay([(0, 100 * MIB, 0), (0, -100 * MIB, 0), (1, 100 * MIB, 1)], expandable=True) == 200 * MIB

@@ -98,8 +98,7 @@ def test_tokens_bytes_and_marks_have_their_own_ticks() -> None:
     line = Series("peak", lengths, [length * 100_000.0 for length in lengths])
     mark = Mark(80 * 2**30, "80 GiB card")
     svg = draw_lines("t", [line], "row (tokens)", "memory (bytes)", x_log=True, marks=[mark])
-    texts = list_texts(svg)
-    assert {"8Ki", "512Ki", "20 GiB", "80 GiB card"} <= set(texts)
+    assert {"8Ki", "512Ki", "20 GiB", "80 GiB card"} <= set(list_texts(svg))
     marked = next(e.attrib["d"] for e in read(svg).iter(f"{SVG}path") if e.attrib["class"] == "mark")
     assert float(marked.split()[1].split("H")[0]) == pytest.approx(find_tick(svg, "80 GiB"), abs=0.1)
 
@@ -158,8 +157,7 @@ def test_parts_of_a_stack_stand_on_each_other(rows: list[list[float]]) -> None:
         tops = [float(box.attrib["y"]) for box in column]
         assert tops == sorted(tops, reverse=True)
         if totals[place] == max(totals) > 1e-200:
-            tall = drawing.BOTTOM - min(tops)
-            assert tall == pytest.approx((drawing.BOTTOM - drawing.TOP) / 1.04, rel=0.02)
+            assert (drawing.BOTTOM - min(tops)) == pytest.approx((drawing.BOTTOM - drawing.TOP) / 1.04, rel=0.02)
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])

@@ -158,5 +158,4 @@ def make_data(added: list[str]) -> Any:
 
 
 def test_the_embedded_tokenizer() -> None:
-    vocabulary = describe_bytes().vocabulary
-    assert dict(vocabulary.ids) == make_bytes_tokenizer().get_vocab()
+    assert dict(describe_bytes().vocabulary.ids) == make_bytes_tokenizer().get_vocab()

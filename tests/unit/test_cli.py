@@ -65,8 +65,7 @@ def test_without_arguments_the_four_commands_of_a_first_hour_are_shown(tmp_path:
     assert run(*commands[1].split(), cwd=tmp_path).returncode == 0
     assert run("validate-config", commands[2].removeprefix("train "), cwd=tmp_path).returncode == 0
     for words in commands:
-        command = words.split()[: 2 if words.startswith("recipes") else 1]
-        assert "Usage:" in run(*command, "--help").stdout
+        assert "Usage:" in run(*words.split()[: 2 if words.startswith("recipes") else 1], "--help").stdout
 
 
 def test_quiet_prints_problems_alone(tmp_path: Path) -> None:
@@ -151,8 +150,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     target.parent.mkdir()
     assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
     assert target.read_text() == f"# yaml-language-server: $schema=ulysses.schema.json\n{Path(TINY).read_text()}"
-    schema = (target.parent / "ulysses.schema.json").read_text()
-    assert schema == run("config-schema", "--format", "json").stdout
+    assert (target.parent / "ulysses.schema.json").read_text() == run("config-schema", "--format", "json").stdout
     assert run("validate-config", str(target)).stdout == run("validate-config", f"--config={target}").stdout != ""
     again = run("recipes", "copy", "tiny-cpu", str(target))
     assert again.returncode == 2
@@ -301,5 +299,4 @@ def test_quiet_prints_problems_and_what_does_not_fit() -> None:
     ],
 )
 def test_help_has_two_examples(command: str) -> None:
-    text = run(*command.split(), "--help").stdout
-    assert text.count(f"ulysses {command}") >= 2
+    assert run(*command.split(), "--help").stdout.count(f"ulysses {command}") >= 2

@@ -153,8 +153,7 @@ SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ids=["OpenHands", "SWE-agent", "xLAM", "swift", "glaive", "thoughts"],
 )
 def test_chats_of_agents(row: dict[str, Any], messages: list[Any]) -> None:
-    sample = read_sample(detect_kind(row), row)
-    assert sample.messages == messages
+    assert read_sample(detect_kind(row), row).messages == messages
 
 
 SAID = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
@@ -356,8 +355,7 @@ def test_rows_of_published_data_sets(name: str) -> None:
     "tools", [[SCHEMA], [json.dumps(SCHEMA)], json.dumps([SCHEMA]), json.dumps([SCHEMA["function"]])]
 )
 def test_tools_in_all_their_forms(tools: Any) -> None:
-    sample = read_sample("chat", {"messages": [ASKED, ANSWER], "tools": tools})
-    assert sample.tools == [SCHEMA]
+    assert read_sample("chat", {"messages": [ASKED, ANSWER], "tools": tools}).tools == [SCHEMA]
 
 
 @pytest.mark.parametrize(

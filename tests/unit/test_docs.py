@@ -279,8 +279,7 @@ def test_a_picture_is_small_and_complete_in_itself(path: Path) -> None:
     text = path.read_text()
     root = ElementTree.fromstring(text)
     for kind in ("title", "desc"):
-        words = root.findtext(f"{SVG}{kind}")
-        assert words, kind
+        assert root.findtext(f"{SVG}{kind}"), kind
     assert root.get("role") == "img"
     assert not re.search(r"<script|<image|@import|@font-face|href=|url\(|prefers-color-scheme", text)
     assert text.replace(f'xmlns="{SVG[1:-1]}"', "").count("//") == 0

@@ -99,8 +99,7 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
         sample = prompt.sample
         assert len(prompt.tokens) + sample.max_new_tokens == prompt.length
         assert prompt.tokens == tuple(prompter.encode(sample, in_one=True))
-        answer = RIGHT.get(sample.task, " ".join)(sample.references)
-        assert score(sample, answer) == 1
+        assert score(sample, RIGHT.get(sample.task, " ".join)(sample.references)) == 1
         assert score(sample, "I do not know.") == 0
         if sample.metric == "all":
             assert all(reference in sample.content for reference in sample.references)
@@ -158,8 +157,7 @@ def test_depths_are_those_of_tokens() -> None:
     plan = plan_suites(["niah_single_1"], Sources())
     for prompt in make_prompts(plan, make_prompter(make_bytes_tokenizer()), Amount((3000,), 5), lambda _: None):
         text = bytes(token for token in prompt.tokens if token < 256).decode()
-        place = text.index("One of the special magic numbers")
-        assert prompt.depths[0] == pytest.approx(place / len(text), abs=0.02)
+        assert prompt.depths[0] == pytest.approx(text.index("One of the special magic numbers") / len(text), abs=0.02)
 
 
 def test_what_is_missing_is_said() -> None:

@@ -123,8 +123,7 @@ def test_a_text_of_any_script_is_a_haystack(text: str) -> None:
     (task,) = list_needle_tasks(book)[1:2]
     plan = replace(plan_suites(["vt"], Sources()), tasks=(task,))
     (shown,) = make_prompts(plan, found, Amount((4000,), 1), lambda _: None)
-    letters = Counter(shown.sample.content)
-    assert letters["."] < 400, "dots fill up a sentence at most"
+    assert Counter(shown.sample.content)["."] < 400, "dots fill up a sentence at most"
 
 
 def test_samples_limit_the_questions_of_files(tmp_path: Path) -> None:

@@ -110,8 +110,7 @@ def test_a_change_that_does_not_fit_is_not_named() -> None:
     job = Job(
         LLAMA, Layout(1, 8, 1), 1024, Levers(), batch=1
     )  # 8B: stage 1 needs 16 GB of weights and as much of gradients
-    small = replace(H100, memory_bytes=24 << 30)
-    assert (bound := find_host_bound(job, small)) is not None
+    assert (bound := find_host_bound(job, replace(H100, memory_bytes=24 << 30))) is not None
     assert not any("zero_stage" in remedy.change for remedy in bound.remedies)
     assert any("zero_stage" in remedy.change for remedy in find_host_bound(job, H100).remedies)
 

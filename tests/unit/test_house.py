@@ -41,14 +41,12 @@ def check_names(file: Path) -> None:
 
 
 def test_new_group_has_one_caller() -> None:
-    callers = [f.name for f in FILES if re.search(r"\bnew_(sub)?group", f.read_text())]
-    assert set(callers) <= {"groups.py"}
+    assert {f.name for f in FILES if re.search(r"\bnew_(sub)?group", f.read_text())} <= {"groups.py"}
 
 
 def test_compile_has_one_caller() -> None:
     """Threads of a rank have settings of their own, which it sets (train/processes/compiling.py)."""
-    callers = [file.name for file in FILES if re.search(r"torch\.compile\(", file.read_text())]
-    assert callers == ["compiling.py"]
+    assert [file.name for file in FILES if re.search(r"torch\.compile\(", file.read_text())] == ["compiling.py"]
 
 
 def test_every_recipe_field_has_a_doc_a_unit_and_a_bound() -> None:

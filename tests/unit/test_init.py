@@ -246,8 +246,7 @@ def test_the_recipe_for_chats_trains_what_the_assistant_says_with_a_real_templat
         for _, start, stop in rows.pieces(row):
             piece = rows.read(row, at, at + stop - start)
             at += stop - start
-            learned = [int(token) for token in piece.labels if token != -100]
-            assert tokenizer.decode(learned) == answers
+            assert tokenizer.decode([int(token) for token in piece.labels if token != -100]) == answers
             targets += 1
     assert targets == 30
 

@@ -83,8 +83,7 @@ def test_a_cluster_waits_as_long_as_the_run_takes_to_stop(run: dict[str, float],
     text["run"] = {**text.get("run", {}), **run}
     job = make(text=yaml.safe_dump(text))
     assert f"#SBATCH --signal=B:USR1@{warning}\n" in write_slurm(job, "f")
-    written = write_kubernetes(job, RECIPE, "f", image="i", claim="c")
-    assert f"terminationGracePeriodSeconds: {grace}\n" in written
+    assert f"terminationGracePeriodSeconds: {grace}\n" in write_kubernetes(job, RECIPE, "f", image="i", claim="c")
 
 
 @pytest.mark.check
@@ -108,8 +107,7 @@ def test_kubeflows_own_models_read_every_key() -> None:
     (container,) = pod["containers"]
     assert container["command"][:3] == ["ulysses", "train", "/recipe/my.yaml"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert [each["valueFrom"]["secretKeyRef"]["key"] for each in container["env"]] == ["HF_TOKEN", "WANDB_API_KEY"]
     assert "amd.com/gpu" in write_kubernetes(make(kind="mi300x"), RECIPE, "f", image="i", claim="c")
 

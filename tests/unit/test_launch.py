@@ -59,8 +59,7 @@ def test_the_key_of_several_machines_is_on_no_command_line(tmp_path: Path) -> No
     for rank, each in enumerate(args):
         assert f"--rdzv-conf=store_type=tcp,node_rank={rank},join_seconds=9,lost_seconds={5 + LOST_SECONDS}" in each
     assert "--max-restarts=3" in args[0]
-    ids = {word for each in args for word in each if word.startswith("--rdzv-id=")}
-    assert len(ids) == 1
+    assert len({word for each in args for word in each if word.startswith("--rdzv-id=")}) == 1
     assert not any(first.key[at : at + 8] in word for word in args[0] for at in range(56))
     assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     given = {KEY: "g" * 40}
@@ -250,8 +249,7 @@ def find_failure(folder: Path, records: list[Any], ends: Any, code: int) -> Any:
 @pytest.mark.parametrize("name", FAILURES)
 def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path, name: str) -> None:
     *given, words = FAILURES[name]
-    shown = format_failure(find_failure(tmp_path, *given), tmp_path)
-    assert shown.startswith(words.replace("FOLDER", str(tmp_path)))
+    assert format_failure(find_failure(tmp_path, *given), tmp_path).startswith(words.replace("FOLDER", str(tmp_path)))
 
 
 def test_where_all_were_interrupted_that_is_said(tmp_path: Path) -> None:

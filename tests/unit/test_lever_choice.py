@@ -150,8 +150,7 @@ def test_layers_to_offload_are_all_or_a_number(value: str, num_layers: int) -> N
     assert levers == Levers(offloaded_layers=num_layers)
     assert "offloaded_layers" not in open_names
     rest = ["data: {datasets: [{path: a}], max_length: 8}", "model: {name_or_path: a/b}"]
-    written = parse_recipe("\n".join([*write_levers(levers), *rest])).recipe
-    assert read_levers(written, LLAMA_8B)[0] == levers
+    assert read_levers(parse_recipe("\n".join([*write_levers(levers), *rest])).recipe, LLAMA_8B)[0] == levers
 
 
 def test_the_recipes_levers_are_not_changed() -> None:
@@ -195,8 +194,7 @@ def test_a_suggestion_fits_when_it_is_followed() -> None:
     never = [f"memory.{name}=false" for name in ("tiled_mlp", "tiled_loss", "activation_offloading")]
     overrides = [*EIGHT, "data.max_length=128Ki", "memory.offload_optimizer=none", "memory.attention_head_chunks=1"]
     small = replace(H100, memory_bytes=40 << 30)
-    text = load().recipe
-    assert text
+    assert load().recipe
     estimate = compute_estimate(load(*overrides, *never).recipe, LLAMA_8B, small)
     assert estimate.fit.verdict == "does_not_fit"
     assert estimate.suggestion.startswith("memory:\n")
@@ -247,8 +245,7 @@ def test_the_choice_is_the_cheapest_that_fits(length: str) -> None:
         tried = replace(levers, **{name: order[name] * (flags >> bit & 1) for bit, name in enumerate(order)})
         attempt = replace(job, levers=tried)
         if is_indexable(attempt) and judge(attempt, compute_ledger(attempt), H100).verdict == "fits":
-            ours = sum(bool(getattr(match, name)) << bit for bit, name in enumerate(order))
-            assert ours <= flags
+            assert sum(bool(getattr(match, name)) << bit for bit, name in enumerate(order)) <= flags
             break
 
 
@@ -331,8 +328,7 @@ def test_tiles_are_large_where_there_is_room() -> None:
     no_room = replace(H200, memory_bytes=ledgers[0].gpu_peak_bytes + ledgers[0].uncertainty_bytes)
     full, _ = choose_for_job(short, no_room, ["large_tiles"])
     assert (full.levers.large_tiles, full.reasons["large_tiles"]) == (False, "the GPU has no room for them")
-    written = choose_levers(load(*words, "memory.large_tiles=false").recipe, LLAMA_8B, H200)
-    assert not written.levers.large_tiles
+    assert not choose_levers(load(*words, "memory.large_tiles=false").recipe, LLAMA_8B, H200).levers.large_tiles
 
 
 def test_sizes_of_tiles() -> None:

@@ -79,8 +79,7 @@ def test_every_alias_is_accepted_and_shown() -> None:
 
 
 def test_an_override_wins_over_any_name_of_its_setting() -> None:
-    text = VALID.replace("sp_size", "ulysses_size")
-    assert load("parallel.sp_size=2", text=text).recipe.parallel.sp_size == 2
+    assert load("parallel.sp_size=2", text=VALID.replace("sp_size", "ulysses_size")).recipe.parallel.sp_size == 2
     assert load("data.datasets.0.path=other/set").recipe.data.datasets[0].path == "other/set"
     assert load("lora.r=8").recipe.lora is not None
     assert load("lora.r=8", "lora=null").recipe.lora is None
@@ -178,8 +177,7 @@ def test_no_value_raises_anything_but_recipe_error(values: dict[str, object]) ->
     try:
         load(*overrides)
     except RecipeError as error:
-        keys = {re.sub(r"\.\d+$", "", problem.key) for problem in error.problems}
-        assert keys <= values.keys() | {"data.datasets"}
+        assert {re.sub(r"\.\d+$", "", problem.key) for problem in error.problems} <= values.keys() | {"data.datasets"}
 
 
 def test_text_on_the_command_line_stays_as_typed() -> None:

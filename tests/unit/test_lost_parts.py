@@ -118,8 +118,7 @@ def test_text_beside_a_call_may_be_left_out() -> None:
     encoder = make_encoder(HEAD + either + TAIL)
     ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("I look.", calls=[call(a=1)])]}))
     assert [(part.turn, part.kind, part.words) for part in encoder.lost] == [(1, "text", "I look.")]
-    said = encoder.tokenizer.decode(ids[(flags & TARGET) > 0])
-    assert said == '{"name": "find", "arguments": {"a": 1}}<|im_end|>'
+    assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == '{"name": "find", "arguments": {"a": 1}}<|im_end|>'
 
 
 @pytest.mark.parametrize("template", [CHATML, TEMPLATES["marked"].text], ids=["found", "marked"])
@@ -254,8 +253,7 @@ def test_what_may_be_lost_is_counted_in_each_report(tmp_path: Path) -> None:
 
 
 def test_a_secret_in_a_thought_is_masked(tmp_path: Path) -> None:
-    words = explain(tmp_path, [[USER, turn("So.", "The key is sk-" + "aB3" * 16)]], "bytes")
-    assert "aB3aB3" not in words
+    assert "aB3aB3" not in explain(tmp_path, [[USER, turn("So.", "The key is sk-" + "aB3" * 16)]], "bytes")
 
 
 @pytest.mark.check

@@ -54,8 +54,7 @@ def test_links_that_lead_in_circles(tmp_path: Path) -> None:
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     names = {Path(name).name for name in expand_pattern(str(tmp_path / "**" / "*.jsonl"))}
     assert names == {"x.jsonl", "y.jsonl", "z.jsonl"}
-    listing = list_files(str(tmp_path), ["**/*.jsonl"])
-    assert {file.name for file in listing.files} == names
+    assert {file.name for file in list_files(str(tmp_path), ["**/*.jsonl"]).files} == names
     recipe = load(f"data.datasets=[{{path: {tmp_path}, data_files: ['**/*.nothing']}}]").recipe
     assert "does not exist" in str(next(iter(check_datasets(recipe))))
 

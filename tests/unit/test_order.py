@@ -247,8 +247,7 @@ def test_a_ring_of_one_document_has_a_round_for_each_rank() -> None:
 )
 def test_little_is_fetched_at_once(lengths: tuple[int, ...], window: int | None) -> None:
     """Rounds cost a kernel call for each rank, and a window's end needs all keys of a query in one call."""
-    order = deal_row(lengths, Ring(4, ((window, 1),)))
-    assert plan_rounds(lengths, order, window, 0) == ()
+    assert plan_rounds(lengths, deal_row(lengths, Ring(4, ((window, 1),))), window, 0) == ()
     assert measure_ring(sum(lengths), lengths[0], Ring(4, ((window, 1),)), window).rounds == ()
 
 

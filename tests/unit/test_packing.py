@@ -59,8 +59,7 @@ def test_every_token_exactly_once(lengths: list[int], capacity: int, seed: int) 
 def test_whole_pieces_stay_whole(lengths: list[int], capacity: int) -> None:
     pieces = cut_documents(lengths, capacity, "split").pieces
     rows = pack_documents(pieces, capacity, WORK)
-    results = [piece for index in range(len(rows)) for piece in rows.get_row(index)]
-    assert sorted(results) == sorted(pieces)
+    assert sorted([piece for index in range(len(rows)) for piece in rows.get_row(index)]) == sorted(pieces)
 
 
 @given(LENGTHS, CAPACITY, st.sampled_from(["split", "truncate", "drop"]))

@@ -240,8 +240,7 @@ def test_a_pair_that_no_row_holds_is_refused_with_what_would_fit(tmp_path: Path)
         "d.jsonl:10:1: a pair of answers, each with its prompt, of 73 tokens is longer than data.max_length" in message
     )
     assert "set data.max_length to 73 or more, or data.excess_length_strategy: drop" in message
-    prepared = prepare(tmp_path, rows, "data.excess_length_strategy=drop")
-    assert len(read_pairs(prepared)) == 9
+    assert len(read_pairs(prepare(tmp_path, rows, "data.excess_length_strategy=drop"))) == 9
     assert len(read_pairs(prepare(tmp_path, rows, "data.max_length=73", "data.packing=off"))) == 10
 
 

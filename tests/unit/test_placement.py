@@ -151,8 +151,7 @@ def test_the_commands_name_the_layout_inside() -> None:
     words = ("parallel.sp_size=16", "parallel.ring_size=1", "parallel.dp_shard_size=2")
     recipe = str(ROOT / "recipes" / "qwen3-32b-128k-4x8gpu.yaml")
     named = "sp_size 8 with dp_shard_size 4 fits and would not cross: predicted to take "
-    estimate = CliRunner().invoke(app, ["estimate-memory", recipe, *words]).output
-    assert f"\nlayout     {named}" in estimate
+    assert f"\nlayout     {named}" in CliRunner().invoke(app, ["estimate-memory", recipe, *words]).output
     placed = CliRunner().invoke(app, ["validate-config", recipe, "--nnodes", "4", "--gpu", "h100", *words]).output
     assert f"; {named}" in placed
     assert "for the tokens of a step instead of " in placed

@@ -261,8 +261,7 @@ def test_a_cut_chat_is_reported(tmp_path: Path) -> None:
     assert (counts["split_documents"], counts["torn_turns"]) == (1, 0)
     rows = open_rows(split.path, "train")
     cuts = [piece.start for row in range(len(rows)) for piece in rows.pieces(row) if piece.start]
-    store = rows.stores[0]
-    assert make_bytes_tokenizer().decode(store.read(0, cuts[0], cuts[0] + 6)[0]) == "<|begin|>user\n"
+    assert make_bytes_tokenizer().decode(rows.stores[0].read(0, cuts[0], cuts[0] + 6)[0]) == "<|begin|>user\n"
     masked = ("data.assistant_only_loss=true", "data.excess_length_strategy=split")
     torn = prepare(tmp_path, "data.max_length=24", *masked)
     counts = torn.report["splits"]["train"]["sources"][0]
@@ -296,12 +295,10 @@ def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path) -> None:
         "ABC",
         "<|begin|>user\nq\n\ni<|end|>\n<|begin|>assistant\no<|end|>\n",
     ]
-    targets = [source["num_targets"] for source in prepared.report["sources"]]
-    assert targets[1:] == [2, 3, 2, 2]
+    assert [source["num_targets"] for source in prepared.report["sources"]][1:] == [2, 3, 2, 2]
     samples = prepared.report["samples"]
     assert [sample["where"].split(":")[0] for sample in samples] == [str(file) for file in files]
-    shown = [{run["is_target"] for run in sample["runs"]} for sample in samples]
-    assert shown == [{True}, *[{True, False}] * 4]
+    assert [{run["is_target"] for run in sample["runs"]} for sample in samples] == [{True}, *[{True, False}] * 4]
 
 
 def test_empty_text_files_are_counted(tmp_path: Path) -> None:
@@ -402,8 +399,7 @@ def test_a_secret_in_a_document_is_masked_in_the_sample_and_reported(tmp_path: P
     turns = [{"role": "user", "content": "use hf_QwErTyUiOpAsDfGh"}, {"role": "assistant", "content": "no"}]
     write_rows(tmp_path, {"messages": turns})
     report = prepare(tmp_path, "data.assistant_only_loss=true").report
-    shown = "".join(run["text"] for run in report["samples"][0]["runs"])
-    assert "use ***<|end|>" in shown
+    assert "use ***<|end|>" in "".join(run["text"] for run in report["samples"][0]["runs"])
     assert "hf_Qw" not in json.dumps(report)
     assert any("looks like a key or a password: it is masked here, and trained on" in note for note in report["notes"])
     assert "hf_QwErTyUiOpAsDfGh" in read_documents(prepare(tmp_path, "data.assistant_only_loss=true"))[0]

@@ -36,8 +36,7 @@ def test_an_import_takes_under_a_tenth_of_a_second_and_no_torch() -> None:
 
 
 def test_a_recipe_is_a_file_or_a_mapping() -> None:
-    by_file = validate(TINY, {"parallel.sp_size": 1})
-    assert by_file.resolved.layout.sp_size == 1
+    assert validate(TINY, {"parallel.sp_size": 1}).resolved.layout.sp_size == 1
     recipe: dict[str, Any] = {
         "model": {"name_or_path": "Qwen/Qwen3-8B"},
         "data": {"datasets": [{"path": "owner/texts"}], "max_length": "32Ki"},
@@ -46,17 +45,14 @@ def test_a_recipe_is_a_file_or_a_mapping() -> None:
     result = estimate(recipe, "h200")
     assert result.gpu.key == "h200"
     assert result.job.layout.world_size == 8
-    problems = validate({**recipe, "trian": {}}).problems
-    assert [problem.key for problem in problems] == ["trian"]
+    assert [problem.key for problem in validate({**recipe, "trian": {}}).problems] == ["trian"]
     with pytest.raises(RecipeError, match="learning_rat"):
         estimate(recipe, overrides=["train.learning_rat=1"])
 
 
 def test_a_plan_is_what_the_command_finds() -> None:
-    found = plan("Qwen/Qwen3-8B", 65536, tokens=10**8, gpus={"h100-80gb": 8})
-    assert found.by_cost[0].job.max_length == 65536
-    walls = plan("Qwen/Qwen3-8B", "1M", gpus="l40s:1").walls
-    assert walls
+    assert plan("Qwen/Qwen3-8B", 65536, tokens=10**8, gpus={"h100-80gb": 8}).by_cost[0].job.max_length == 65536
+    assert plan("Qwen/Qwen3-8B", "1M", gpus="l40s:1").walls
     with pytest.raises(RecipeError, match="no-such-gpu"):
         plan("Qwen/Qwen3-8B", "64Ki", gpus={"no-such-gpu": 8})
 

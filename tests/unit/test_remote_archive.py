@@ -268,8 +268,7 @@ def test_a_model_and_data_are_downloaded_once(home: Path, tmp_path: Path) -> Non
     assert (copies / "model" / "deep" / "config.json").read_text() == "{}"
     assert (copies / "texts.jsonl").read_text() == '{"text": "a"}\n'
     assert sorted(path.name for path in copies.iterdir()) == ["model", "texts.jsonl"]
-    loaded = load_recipe(str(recipe), [])
-    assert loaded.recipe.model.name_or_path == "~/.cache/ulysses/gs/mine/model"
+    assert load_recipe(str(recipe), []).recipe.model.name_or_path == "~/.cache/ulysses/gs/mine/model"
 
 
 def test_what_cannot_be_downloaded_is_named_with_its_place(home: Path, tmp_path: Path) -> None:

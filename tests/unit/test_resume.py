@@ -159,16 +159,14 @@ def test_docs_and_help_list_what_may_change() -> None:
     for key in changes.FREE | set(changes.LENGTHS):
         assert f"`{key}`" in page
         assert key in messages
-    named = set(re.findall(r"`((?:model|data|train|lora)\.\w+)`", page))
-    assert named == changes.FREE | set(changes.LENGTHS)
+    assert set(re.findall(r"`((?:model|data|train|lora)\.\w+)`", page)) == changes.FREE | set(changes.LENGTHS)
 
 
 def test_machines_share_all_settings_but_places_on_their_disks() -> None:
     recipe = {"run": {"output_dir": "a", "save_steps": 5}, "data": {"datasets": [{"path": "x"}]}, "deepspeed": {}}
     shared = changes.list_shared_settings(recipe)
     assert shared == {"run.save_steps": 5, "data.datasets": [{"path": "x"}], "deepspeed": {}}
-    known = {setting.key for setting in walk_settings()}
-    assert known >= changes.PLACES
+    assert {setting.key for setting in walk_settings()} >= changes.PLACES
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,7 @@ def test_chunks_cover_the_text_and_keep_to_their_size() -> None:
         chunks = join_units(units, size)
         assert "".join(text[slice(*chunk.span)] for chunk in chunks) == text
         assert all(chunk.num_tokens == chunk.span[1] - chunk.span[0] <= size for chunk in chunks)
-        pairs = pairwise(chunks)
-        assert all(first.num_tokens + 64 > size or second.num_tokens for first, second in pairs)
+        assert all(first.num_tokens + 64 > size or second.num_tokens for first, second in pairwise(chunks))
 
 
 def test_the_best_chunks_fill_the_budget_and_stand_in_the_order_of_the_text() -> None:

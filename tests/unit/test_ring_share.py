@@ -32,10 +32,8 @@ def test_one_document_needs_all_keys_and_short_ones_almost_none() -> None:
     assert (whole.keys, whole.fetched, whole.num_parts) == (4.0, 3.0, 2)
     short = measure_ring(2**20, 2048, Ring(4), None)
     assert short == NO_RING, "512 documents of 2,048 tokens end at the bounds of chunks"
-    uneven = measure_ring(2**20, 3000, Ring(4), None)
-    assert 0 < uneven.fetched < 0.02
-    window = measure_ring(2**20, None, Ring(4, ((4096, 1),)), 4096)
-    assert math.isclose(window.fetched, 4095 / 2**18)
+    assert 0 < measure_ring(2**20, 3000, Ring(4), None).fetched < 0.02
+    assert math.isclose(measure_ring(2**20, None, Ring(4, ((4096, 1),)), 4096).fetched, 4095 / 2**18)
     assert measure_ring(2**20, None, Ring(1), None) == NO_RING
 
 
@@ -145,8 +143,7 @@ def test_an_estimate_says_what_its_ring_gains() -> None:
     assert gain > 0
     assert explain_own_ring(job, gpu) == f"{gain:.1%} less time than ulysses 64"
     assert explain_own_ring(alone, gpu) == ""
-    small = replace(gpu, memory_bytes=2**34)
-    assert explain_own_ring(job, small) == "ulysses 64 does not fit with these levers"
+    assert explain_own_ring(job, replace(gpu, memory_bytes=2**34)) == "ulysses 64 does not fit with these levers"
     chunks = replace(job, levers=replace(levers, head_chunks=8))
     assert explain_own_ring(chunks, gpu) == "ulysses 64 has too few heads on a rank for 8 chunks"
     heads = Job(get_shape("Qwen/Qwen2.5-7B"), Layout(1, 1, 8, 2), 2**20, levers)

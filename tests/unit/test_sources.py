@@ -85,8 +85,7 @@ def test_files_patterns_and_folders(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c/d.txt", ".hidden.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    texts = [row["text"] for _, row in read_all(open_one(tmp_path, tmp_path))]
-    assert texts == ["a.txt", "b.txt", "c/d.txt"]
+    assert [row["text"] for _, row in read_all(open_one(tmp_path, tmp_path))] == ["a.txt", "b.txt", "c/d.txt"]
     assert [row["text"] for _, row in read_all(open_one(tmp_path, tmp_path / "*.txt"))] == ["a.txt", "b.txt"]
     picked = open_one(tmp_path, tmp_path, data_files=("c/*.txt", "a.txt"))
     assert [row["text"] for _, row in read_all(picked)] == ["c/d.txt", "a.txt"]

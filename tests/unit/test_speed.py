@@ -108,8 +108,7 @@ def test_bytes_that_an_exchange_moves() -> None:
     job = Job(QWEN, Layout(1, 1, 4), 2**16, Levers(gradient_checkpointing=False))
     q, kv = 4096, 1024
     forward = 2 * (q + 2 * kv + q)
-    backward = 2 * (q + q + 2 * kv)
-    assert compute_exchange_bytes(job) == pytest.approx((forward + backward) * 2**14 * 36 * 3 / 4)
+    assert compute_exchange_bytes(job) == pytest.approx((forward + (2 * (q + q + 2 * kv))) * 2**14 * 36 * 3 / 4)
     assert compute_exchange_bytes(replace(job, layout=Layout(1, 4, 1))) == 0
 
 

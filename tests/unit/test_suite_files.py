@@ -99,8 +99,7 @@ def test_nothing_is_read_before_its_archive_is_unpacked(
         return replace(part, target)
 
     monkeypatch.setattr(Path, "replace", look)
-    folder = find_suite_path("some/archive", ignore)
-    assert (seen, len(list_row_files(folder))) == ([[]], 1)
+    assert (seen, len(list_row_files(find_suite_path("some/archive", ignore)))) == ([[]], 1)
     assert list((tmp_path / "home/.cache/ulysses/unpacking").iterdir()) == []
 
 

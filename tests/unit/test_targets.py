@@ -678,8 +678,7 @@ def test_the_lines_that_hints_name_help(tmp_path: Path, name: str) -> None:
         key = line.partition("=")[0]
         kept = [each for each in wrong if not each.startswith(key)]
         more = ["data.assistant_only_loss=false"] if line.endswith("type=text") else []
-        prepared = prepare(tmp_path, rows, template, *kept, *more, line)
-        assert len(open_rows(prepared.path, "train")) > 0
+        assert len(open_rows(prepare(tmp_path, rows, template, *kept, *more, line).path, "train")) > 0
 
 
 def test_the_lines_about_templates_help(tmp_path: Path) -> None:
