@@ -156,17 +156,17 @@ def count_row_pairs(max_length: int, document_tokens: int | None, window_tokens:
 def compute_attention_flops(job: Job) -> float:
     """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row."""
     total = 0.0
-    for layer in job.shape.layers:
-        if layer.attention is not None:
-            pairs = count_row_pairs(job.max_length, job.document_tokens, layer.window_tokens)
-            total += count_pair_flops(layer) * pairs
+    for kind, window_tokens, num_layers in job.shape.attention_counts:
+        pairs = count_row_pairs(job.max_length, job.document_tokens, window_tokens)
+        total += num_layers * count_pair_flops(kind) * pairs
     return total * job.batch / job.layout.sp_size
 
 
 def compute_projection_flops(job: Job) -> float:
     """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer, and gates; of a convolution 2 h 4 c; of a
     delta net or Mamba2 what its convolution takes, the gate, the output, and a number or two for each head."""
-    return 2.0 * sum(_count_projected(job, layer) for layer in job.shape.layers) * job.local_tokens
+    numbers = job.shape.numbers_of_kind
+    return 2.0 * sum(len(numbers[kind]) * _count_projected(job, kind) for kind in numbers) * job.local_tokens
 
 
 def _count_projected(job: Job, layer: Layer) -> int:
@@ -192,7 +192,8 @@ def _count_projected_of(job: Job, mixer: Mixer) -> int:
 
 def compute_mlp_flops(job: Job) -> float:
     """Forward: 6 h i for each token and dense layer; with experts, for each expert of a token, and the router."""
-    return float(sum(_count_mlp_weights(job, layer) * 2 * job.local_tokens for layer in job.shape.layers))
+    numbers = job.shape.numbers_of_kind
+    return float(sum(len(numbers[kind]) * _count_mlp_weights(job, kind) for kind in numbers) * 2 * job.local_tokens)
 
 
 def _count_mlp_weights(job: Job, layer: Layer) -> int:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu
-from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
@@ -334,13 +334,19 @@ def offload_least(levers: Levers, most: Fit, judge_levers: Judge) -> tuple[Lever
     return replace(levers, offloaded_layers=many), with_many
 
 
-def list_ranked_levers(job: Job, open_names: list[str]) -> list[Levers]:
-    """Every combination of the open levers, the cheapest first; those that leave out a tile past 2^31 elements last."""
+def list_ranked_levers(job: Job, open_names: list[str]) -> tuple[Levers, ...]:
+    """Every combination of the open levers, the cheapest first; those that leave out a tile past 2^31 elements last.
+    Rows of more ranks are ranked alike."""
+    alone = Layout(sp_size=job.layout.sp_size, ring_size=job.layout.ring_size)
+    return _rank_levers(replace(job, layout=alone, accumulation=1), tuple(open_names))
 
+
+@lru_cache(maxsize=256)
+def _rank_levers(job: Job, open_names: tuple[str, ...]) -> tuple[Levers, ...]:
     def rank(levers: Levers) -> tuple[bool, float]:
         return not is_tried(replace(job, levers=levers)), _count_cost(levers, job.levers)
 
-    return sorted(_walk_levers(job, open_names), key=rank)
+    return tuple(sorted(_walk_levers(job, open_names), key=rank))
 
 
 def list_strongest(job: Job) -> list[Levers]:
@@ -392,7 +398,7 @@ def _walk_fitting(job: Job, gpu: Gpu) -> Iterator[Levers]:
     return (levers for levers, fit in fits if fit.verdict == "fits")
 
 
-def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
+def _walk_levers(job: Job, open_names: Iterable[str]) -> Iterator[Levers]:
     """All combinations of the open levers, without last measures that are not given. The given value of each lever is
     among its values."""
     given, chunks = job.levers, list_divisors(job.shape.common_heads // job.layout.ulysses_size)

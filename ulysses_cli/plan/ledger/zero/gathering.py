@@ -8,9 +8,9 @@ gather of several weights holds its flat buffer, in addition to the copies out o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
@@ -67,11 +67,19 @@ class Gathered:
     left: int = 0
     at_gradients: Mapping[str, int] = field(default_factory=dict)
 
-    def list_maxima(self, phase: str, place: str, layers: Container[int]) -> ByLayer:
+    @cached_property
+    def _maxima(self) -> dict[tuple[str, str, frozenset[int]], ByLayer]:
+        """What was listed: a search asks the same again and again."""
+        return {}
+
+    def list_maxima(self, phase: str, place: str, layers: frozenset[int]) -> ByLayer:
         """(Layer, elements) of these layers, from the last one down, only where more is gathered than in any of them
         above."""
-        by_layer = (self.forward if phase == "forward" else self.backward).get(place, ())
-        return tuple(_list_maxima(each for each in by_layer if each[0] in layers))
+        key = phase, place, layers
+        if key not in self._maxima:
+            by_layer = (self.forward if phase == "forward" else self.backward).get(place, ())
+            self._maxima[key] = tuple(_list_maxima(each for each in by_layer if each[0] in layers))
+        return self._maxima[key]
 
     def list_backward(self, place: str, layers: Collection[int]) -> ByLayer:
         """(Layer, elements) of all of these layers in a backward, from the last one down."""
