@@ -130,10 +130,22 @@ def test_what_cannot_be_extended(base: Path) -> None:
     ]
     Path("c.yaml").write_text("train: [\n")
     assert complain("a.yaml") == ["c.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'"]
-    for value, words in (("[base.yaml]", "a list is not text or null"), ("''", "is an empty text")):
+    for value, words in (
+        ("[base.yaml]", "a list is not text or null"),
+        ("''", "is an empty text"),
+        ("x" * 5000, "has 5,000 letters"),
+        ("{a: 1}", "begins with {, which YAML reads as a mapping"),
+        (".", ". cannot be read: Is a directory"),
+        ("/dev/zero", "not a recipe"),
+        ("base.yaml\nextends: null", "written twice, first in line 1"),
+    ):
         Path("c.yaml").write_text(f"extends: {value}\n")
-        assert words in complain("a.yaml")[0]
+        (found,) = complain("a.yaml")
+        assert found.startswith(("c.yaml:1:10: extends: ", "c.yaml:2:1: extends: "))
+        assert words in found
     assert "is no setting of a command line" in complain("base.yaml", "extends=a.yaml")[0]
+    Path("c.yaml").write_text("<<: {extends: c.yaml}\n")
+    assert "-> c.yaml -> c.yaml" in complain("a.yaml")[0]
     Path("c.yaml").write_text("extends: null\n" + VALID)
     assert load_recipe("a.yaml").recipe == load_recipe("base.yaml").recipe
 

@@ -70,7 +70,7 @@ def _list_keys() -> Iterator[str]:
     from ulysses_cli.plan.recipe.schema import walk_settings
 
     for setting in walk_settings():
-        if not setting.accepts.section and "[" not in setting.key:
+        if not setting.accepts.section and "[" not in setting.key and setting.key != "extends":  # of a file
             yield setting.key
 
 

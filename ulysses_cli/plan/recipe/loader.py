@@ -263,6 +263,8 @@ def _compose_chain(text: str, file: str) -> tuple[yaml.MappingNode, list[Problem
         reader = _Reader(chain[-1])
         name = reader.read(tree, Accepts(section=Recipe), "").get(EXTENDS)
         mistakes += reader.problems
+        if any(problem.key == EXTENDS for problem in mistakes):  # what the other file holds would be said to be missing
+            raise RecipeError(sorted(mistakes, key=lambda problem: problem.where))
         if name is None:
             break
         try:
@@ -278,7 +280,7 @@ def _compose_chain(text: str, file: str) -> tuple[yaml.MappingNode, list[Problem
 def _open_base(name: Any, reader: _Reader, chain: list[str]) -> yaml.MappingNode:
     """The tree of the file that the last of the chain extends; its name is added to the chain."""
     where, setting = reader.places[EXTENDS], list_settings(Recipe)[EXTENDS]
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not 0 < len(name) <= setting.accepts.bounds["max_length"]:
         message, hint = explain_value(setting, setting.accepts, name, reader.typed.get(EXTENDS, ""))
         raise RecipeError([Problem(EXTENDS, message, hint, where)])
     file = str(Path(chain[-1]).parent / os.path.expanduser(name))
