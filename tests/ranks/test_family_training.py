@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from support.families import make_config
-from support.tiers import mark_by
 from test_exact_training import LEVERS, check_training
 from test_models import GEMMA_4
 
@@ -31,7 +30,6 @@ CASES = [
     *((model, "2x1", 3, False, "all") for model in ("glm4_moe_lite", "gpt_oss")),
     ("gpt_oss", "4x1", 3, True, "default"),
 ]
-CHECKED = (("keys of an earlier layer", "2x1", 3, False, "default"),)
 # Gemma 4 scales no scores: a new model's softmax is so sharp that gradients differ by 3e-5 on one rank too, and wide
 # steps drive such differences apart.
 TOLERANCES = dict.fromkeys(GEMMA_4, 2e-4)
@@ -46,10 +44,8 @@ def describe(model: str) -> dict[str, Any]:
     return {**content, "model_type": model_type, "tie_word_embeddings": False}
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "stage", "lora", "levers"),
-    [pytest.param(*case, marks=mark_by(False, case in CHECKED)) for case in CASES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "layout", "stage", "lora", "levers"), CASES)
 def test_training_equals_plain_torch(model: str, layout: str, stage: int, lora: bool, levers: str) -> None:
     """Checkpointing is ours, which saves attention's result, where no lever says otherwise."""
     tolerance, more = TOLERANCES.get(model, 1e-5), (*LEVERS.get(levers, ()), *SMALL_STEPS.get(model, ()))

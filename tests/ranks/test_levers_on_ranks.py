@@ -239,7 +239,7 @@ SAVED = ("memory.activation_offloading=true", "memory.gradient_checkpointing=tru
     "words",
     [
         (*SAVED, "parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true"),
-        pytest.param((*SAVED, *HOST), marks=[pytest.mark.check, pytest.mark.operator("cpu_adam")]),
+        pytest.param((*SAVED, *HOST), marks=[pytest.mark.full, pytest.mark.operator("cpu_adam")]),
         pytest.param(("parallel.zero_stage=2", "memory.gradient_checkpointing=full"), marks=pytest.mark.check),
         pytest.param(("parallel.zero_stage=1", "lora={r: 4}", *SAVED), marks=pytest.mark.full),
         pytest.param(("parallel.sp_size=2", "parallel.ring_size=2", *SAVED), marks=pytest.mark.full),

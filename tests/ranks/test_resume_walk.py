@@ -103,9 +103,8 @@ def test_a_signal_ends_a_run_in_every_phase(runs: Runs, event: str) -> None:
     check_resumed_run(runs, run)
 
 
-@pytest.mark.parametrize(
-    "who", [pytest.param("all", marks=pytest.mark.full), pytest.param("this", marks=pytest.mark.check)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("who", ["all", "this"])
 def test_a_signal_before_the_first_step_leaves_no_checkpoint(runs: Runs, who: str) -> None:
     """All ranks are about to make it, and one or all of them know that they were asked to stop."""
     run, plan = f"first-{who}", {"phase": "comparing plans", "step": 0, "seconds": 1.0}

@@ -15,10 +15,8 @@ sys.path.append(str(ROOT / "tests" / "gpu"))
 from test_gpu_training import CASES, compare_with_one_rank
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.check if case == "sp 2, levers" else pytest.mark.full) for case in CASES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_one(case: str, tmp_path: Path) -> None:
     compare_with_one_rank(tmp_path, "cpu", case, str(write_python()))
 
