@@ -68,8 +68,8 @@ NEEDS = [
 @pytest.mark.parametrize("need", sample_every(3, NEEDS), ids=str)
 def test_the_probe_of_a_ring_has_rounds(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel whose backward computes the weights of a block from its own keys fails it."""
-    request = trial.TrialRequest("sdpa", need, "cpu", 100)
-    assert not trial.try_kernel(request).obstacle
+    search = trial.KernelSearch(need, torch.device("cpu"))
+    assert not trial.try_kernel("sdpa", search).obstacle
     kernel = operators.KERNELS["sdpa"]
 
     def backward(*tensors: Any) -> Any:
@@ -77,7 +77,7 @@ def test_the_probe_of_a_ring_has_rounds(need: Need, monkeypatch: pytest.MonkeyPa
         return kernel.backward(dout, q, k, v, *kernel.forward(q, k, v, documents, rule), documents, rule)
 
     monkeypatch.setitem(operators.KERNELS, "sdpa", operators.Kernel(kernel.forward, backward))
-    obstacle = trial.try_kernel(request).obstacle
+    obstacle = trial.try_kernel("sdpa", search).obstacle
     assert "differs from the reference" in obstacle
     assert need.has_sinks or "keys in rounds" in obstacle, "with sinks its backward is wrong in one round too"
 

@@ -101,12 +101,13 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_only_three_files_unpickle() -> None:
-    """prove/ranks.py reads what its own processes have just written in a folder of its own; consistency.py and
-    rendezvous.py read what carries the run's seal."""
-    plan_results = {
+def test_only_four_files_unpickle() -> None:
+    """prove/ranks.py reads what its own processes have just written in a folder of its own, and choosing.py what the
+    process that started it writes; consistency.py and rendezvous.py read what carries the run's seal."""
+    found = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
         if re.search(r"\bpickle\.loads?\b|torch\.load\(|joblib|allow_pickle=True", file.read_text())
     }
-    assert plan_results <= {"prove/ranks.py", "train/processes/consistency.py", "train/processes/rendezvous.py"}
+    sealed = {"train/processes/consistency.py", "train/processes/rendezvous.py"}
+    assert found == {"prove/ranks.py", "train/choosing.py", *sealed}
