@@ -69,18 +69,32 @@ SHARES = st.sampled_from([0.0, 0.1, 0.7, 1.0])
 
 
 @settings(max_examples=count_examples(160), deadline=None)
-@given(st.integers(1, 23), st.integers(0, 30), RULES, st.integers(0, 99), SHARES, st.booleans(), st.booleans())
+@given(
+    st.integers(1, 23),
+    st.integers(0, 30),
+    RULES,
+    st.integers(0, 99),
+    SHARES,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_loss_and_gradients(
-    tokens: int, tile: int, rule: HeadRule, seed: int, share: float, is_answer: bool, picks: bool
+    tokens: int, tile: int, rule: HeadRule, seed: int, share: float, is_answer: bool, picks: bool, is_weighted: bool
 ) -> None:
     case = make_case(tokens, seed, share)
     hidden, labels, head = case["hidden"].requires_grad_(), case["labels"], case["head"]
     if is_answer:
         labels = torch.where(torch.arange(tokens) < tokens * (1 - share), IGNORE_INDEX, labels.clamp(min=0))
     expected = compute_reference(hidden, labels, head, rule)
+    loss, places, given = make_loss(head, rule, tile), find_places(labels) if picks else None, ()
+    if is_weighted:
+        weights = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) * 3
+        expected, given = expected * weights, (weights if places is None else weights[list(places.numbers)],)
     grads = torch.autograd.grad(expected.sum() * 0.3, [hidden, head.weight])
-    loss, places = make_loss(head, rule, tile), find_places(labels) if picks else None
-    total = loss(hidden, labels, places)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(hidden, labels, places, *given), expected.sum(), rtol=1e-12, atol=1e-12)
+    total = loss(hidden, labels, places, *given)
     assert total.requires_grad
     (total * 0.3).backward()
     torch.testing.assert_close(total, expected.sum(), rtol=1e-12, atol=1e-12)

@@ -24,7 +24,7 @@ from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
 from support.small_run import CONFIG, make_settings
 from support.tiers import mark_by
-from support.training import MemoryRows, make_recipe, measure_difference
+from support.training import MemoryRows, ScaledRows, make_recipe, measure_difference
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,6 +76,28 @@ class JudgedRows(MemoryRows):
         return replace(part, classes=np.where((documents + 2 * row) % 4 == 0, WANTED, 0))
 
 
+class WeightedRows(MemoryRows):
+    """Documents with a weight each; the last of each row has one of its own for each token, some of them 0: these are
+    no targets."""
+
+    def __init__(self, rows: list[list[tuple[int, int]]], shared: list[list[int]] | None = None) -> None:
+        super().__init__(rows, shared=shared)
+        generator = np.random.default_rng(6)
+        self.weights = [[np.full(len(t), generator.random() / 9, np.float32) for t, _ in row] for row in self.documents]
+        for documents, weights in zip(self.documents, self.weights, strict=True):
+            weights[-1][:] = np.maximum(generator.random(len(weights[-1])) - 0.3, 0)
+            documents[-1][1][weights[-1] == 0] = -100
+
+    def weigh_targets(self, row: int) -> float:
+        documents = zip(self.documents[row], self.weights[row], strict=True)
+        return sum(float(weights[labels >= 0].sum(dtype=np.float64)) for (_, labels), weights in documents)
+
+    def read(self, row: int, start: int, stop: int) -> Any:
+        weights = [each[at:] for each, at in zip(self.weights[row], self.shared[row], strict=True)]
+        padded = np.pad(np.concatenate(weights), (0, max(0, stop - sum(map(len, weights)))))
+        return replace(super().read(row, start, stop), weights=padded[start:stop])
+
+
 def draw_references() -> list[list[float]]:
     generator = np.random.default_rng(4)
     return [(-generator.uniform(5, 60, len(row))).tolist() for row in ROWS]
@@ -112,13 +134,19 @@ def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict
     return means, {key: parameter.grad for key, parameter in model.named_parameters()}
 
 
-def compute_targets_plainly(rows: MemoryRows) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The mean cross-entropy of all targets, each document by a forward of its own."""
-    model, losses = make_model("sdpa"), []
-    for tokens, labels in (document for documents in rows.documents for document in documents):
-        logits, targets = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0], torch.from_numpy(labels)
-        losses.append(cross_entropy(logits[targets >= 0], targets[targets >= 0], reduction="none"))
-    loss = torch.cat(losses).mean()
+def compute_targets_plainly(rows: MemoryRows | WeightedRows) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The mean cross-entropy of all targets, each document by a forward of its own; with weights the mean of which
+    torch's own cross_entropy speaks."""
+    model, losses, weights = make_model("sdpa"), [], []
+    for row, documents in enumerate(rows.documents):
+        for at, (tokens, labels) in enumerate(documents):
+            logits, targets = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0], torch.from_numpy(labels)
+            losses.append(cross_entropy(logits[targets >= 0], targets[targets >= 0], reduction="none"))
+            given = (
+                torch.from_numpy(rows.weights[row][at]) if isinstance(rows, WeightedRows) else torch.ones(len(tokens))
+            )
+            weights.append(given[targets >= 0].double())
+    loss = torch.cat(losses) @ torch.cat(weights) / torch.cat(weights).sum()
     loss.backward()
     return {"loss": loss.item()}, {key: parameter.grad for key, parameter in model.named_parameters()}
 
@@ -154,8 +182,12 @@ def compute_on_rank(
     shape = read_model_shape(recipe.model.config or {}, "test")
     layout = choose_layout(recipe, shape)
     groups = make_groups(layout, timedelta(seconds=60))
-    rows = ReferencedRows(JudgedRows(ROWS, shared=shared))
-    rows.values[:] = np.concatenate(draw_references())
+    rows: Any
+    if name == "weights":
+        rows = WeightedRows(ROWS, shared)
+    else:
+        rows = ReferencedRows(JudgedRows(ROWS, shared=shared))
+        rows.values[:] = np.concatenate(draw_references())
     train = recipe.train
     sizes = (layout.dp_size, train.per_device_train_batch_size, train.gradient_accumulation_steps, layout.sp_size)
     batching = Batching(*sizes, recipe.run.seed, ring=Ring(layout.ring_size, shape.window_counts))
@@ -166,7 +198,7 @@ def compute_on_rank(
         loss: Any = PlainLoss(head, HeadRule()) if tile is None else make_tiled_loss(head, HeadRule(), tile)
         settings = PreferenceSettings(loss=name, beta=BETA, desirable_weight=1.2, undesirable_weight=0.7)
         objective: Objective
-        if name == "next token":
+        if name in ("next token", "weights"):
             objective = NextToken()
         elif name == "kto":
             objective = UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD)
@@ -254,6 +286,38 @@ def test_several_answers_to_one_prompt_have_the_gradients_of_rows_of_their_own(s
     for ours, our_grads, _ in found:
         assert ours["loss"] == pytest.approx(means["loss"], rel=1e-12)
         assert measure_difference(our_grads, grads) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(key, marks=mark_by(key in ("2x1", "1x2 and no row"), key == "ring 2 of 4")) for key in CASES],
+)
+def test_targets_with_weights_have_the_gradients_of_their_weighted_mean(case: str) -> None:
+    layout, micro_steps, words, tile = CASES[case]
+    sp_size, dp_size = map(int, layout.split("x"))
+    layout_words = (f"parallel.sp_size={sp_size}", f"parallel.dp_shard_size={dp_size}")
+    recipe = make_recipe(*words, *layout_words, f"train.gradient_accumulation_steps={micro_steps}")
+    shared = SEVERAL if case != "two documents" else None
+    found = run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, "weights", tile, shared)
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        means, grads = compute_targets_plainly(WeightedRows(ROWS, shared))
+    for ours, our_grads, _ in found:
+        assert ours["loss"] == pytest.approx(means["loss"], rel=1e-12)
+        assert measure_difference(our_grads, grads) < 1e-12
+
+
+def train_on_rows(recipe: Recipe, kind: type[MemoryRows]) -> tuple[list[float], dict[str, Tensor]]:
+    harness = RunHarness(recipe, kind(ROWS), 3)
+    run_loop(harness.train_state)
+    return harness.losses, harness.read_weights()
+
+
+def test_one_weight_for_all_targets_changes_nothing() -> None:
+    recipe = make_recipe("parallel.sp_size=2", "memory.tiled_loss=true")
+    plain, scaled = (run_on_ranks(2, train_on_rows, recipe, kind) for kind in (MemoryRows, ScaledRows))
+    for (losses, weights), (scaled_losses, scaled_weights) in zip(plain, scaled, strict=True):
+        assert losses == scaled_losses
+        assert all(torch.equal(weights[name], scaled_weights[name]) for name in weights)
 
 
 @pytest.mark.check

@@ -8,7 +8,7 @@ import torch
 from support.families import make_config
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
-from support.training import MemoryRows, make_recipe, measure_difference
+from support.training import MemoryRows, ScaledRows, make_recipe, measure_difference
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,11 +24,11 @@ COEFS = ("train.router_aux_loss_coef=2", "train.router_z_loss_coef=0.5")
 Step = tuple[float, dict[str, float], dict[str, Tensor]]
 
 
-def run(recipe: Recipe, num_rows: int) -> tuple[Step, StepPlan]:
+def run(recipe: Recipe, num_rows: int, kind: type[MemoryRows] = MemoryRows) -> tuple[Step, StepPlan]:
     """One step, in which the stream ends after so many rows."""
     from deepspeed.utils import safe_get_full_grad
 
-    harness, grads = RunHarness(recipe, MemoryRows(ROWS), 1), dict[str, Tensor]()
+    harness, grads = RunHarness(recipe, kind(ROWS), 1), dict[str, Tensor]()
     trained = {name: p for name, p in harness.built.module.named_parameters() if p.requires_grad}
     engine = harness.train_state.engine.wrapped
     real_step = engine.step
@@ -132,6 +132,14 @@ def test_losses_and_gradients_are_those_of_one_process(kind: str, layout: str, s
         assert own_measures == pytest.approx(measures, rel=3e-7)
         assert measure_difference(pick_routers(own_grads), pick_routers(grads)) < 3e-7
         assert measure_difference(own_grads, grads, 1e-3) < 1e-6
+
+
+def test_weights_of_targets_leave_the_losses_of_routers_as_they_are() -> None:
+    recipe = make_recipe(*COEFS, "parallel.sp_size=2", config=make_config("qwen3_moe").to_dict())
+    (plain, _), (scaled, _) = (run_on_ranks(2, run, recipe, 3, kind)[0] for kind in (MemoryRows, ScaledRows))
+    assert scaled[0] == pytest.approx(plain[0], rel=1e-6)
+    assert scaled[1] == pytest.approx(plain[1], rel=1e-6)
+    assert measure_difference(scaled[2], plain[2], 1e-3) < 1e-6
 
 
 def pick_routers(grads: dict[str, Tensor]) -> dict[str, Tensor]:

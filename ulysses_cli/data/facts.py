@@ -240,6 +240,12 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
                 f"splits a pair as one; {share:.0%} of the tokens are prompts that the rejected answer repeats"
                 f"{': rows hold them once' if report['shares_prompts'] else ''}"
             )
+        if source["target_weight"] is not None:
+            targets = format_count(source["num_targets"], "target")
+            notes.append(
+                f"{source['name']}: {targets} with a weight of {source['target_weight']:,.6g} together; the loss is "
+                "the mean of all targets of a step by their weights"
+            )
         if source["kind"] == "unpaired":
             answers = format_count(source["num_documents"] // 2, "answer")
             notes.append(

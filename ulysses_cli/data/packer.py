@@ -274,7 +274,9 @@ def make_rows(
         if split == "eval" and (settings.eval_share or num_more) and not len(rows):
             hint = "use a larger data.max_length, or evaluate on other documents"
             raise RecipeError([Problem("data.eval_split", "no row is left to evaluate on", hint)])
-        save_rows(folder, split, rows, targets)
+        has_weights = any(store.weights is not None for store in documents)
+        weights = _weigh_rows(rows, documents, document_bases, settings) if has_weights else None
+        save_rows(folder, split, rows, targets, weights)
         facts[split] = {
             "num_rows": len(rows),
             "num_tokens": rows.count_tokens(),
@@ -430,6 +432,22 @@ def _count_row_targets(
             is_first_target = bool(store.flags[store.offsets[number] + start] & TARGET)
             counts[at] = store.count_targets(number, start, stop) + (is_first_target and bool(is_follower[at]))
     return np.add.reduceat(counts, offsets[:-1]) if len(counts) else np.empty(0, np.int64)
+
+
+def _weigh_rows(
+    rows: RowPieces, stores: Sequence[TokenStore], bases: NDArray[Any], settings: RowSettings
+) -> list[float]:
+    """The sum of the weights of each row's targets. What a piece begins with is predicted only where attention crosses
+    documents and another piece precedes it."""
+    sums = []
+    for row in range(len(rows)):
+        weight = 0.0
+        for at, piece in enumerate(rows.get_row(row)):
+            index = int(np.searchsorted(bases, piece.document, "right")) - 1
+            first = piece.start + (0 if settings.attend_across_documents and at else 1)
+            weight += stores[index].weigh_targets(piece.document - int(bases[index]), first, piece.stop)
+        sums.append(weight)
+    return sums
 
 
 def _leave_out(

@@ -379,6 +379,7 @@ def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[s
         "fingerprint": source.fingerprint,
         "weight": weight,
         **{name: manifest[name] for name in (*names, *more)},
+        "target_weight": manifest.get("target_weight"),
         **source.facts,
     }
 

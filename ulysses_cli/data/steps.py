@@ -26,7 +26,8 @@ Numbers = NDArray[np.int64]
 
 class Rows(Protocol):
     """Rows of tokens with the lengths of their documents, such as PackedRows. `read` returns an object with the fields
-    of RowSlice. Rows may also have get_shared, as PackedRows do, and get_reference, as ReferencedRows do."""
+    of RowSlice. Rows may also have get_shared and weigh_targets, as PackedRows do, and get_reference, as ReferencedRows
+    do."""
 
     def __len__(self) -> int: ...
 
@@ -52,10 +53,16 @@ class StepPlan:
     padded_tokens: tuple[tuple[int, ...], ...]
     ring: Ring = ALONE
     shared: tuple[Shared, ...] = ()  # of each row's documents
+    target_weight: float | None = None  # of all targets; None: as many as there are
 
     @property
     def num_micro_steps(self) -> int:
         return len(self.shares[0])
+
+    @property
+    def divisor(self) -> float:
+        """What sums over targets are divided by."""
+        return self.num_targets if self.target_weight is None else self.target_weight
 
     @property
     def next_position(self) -> int:
@@ -84,7 +91,8 @@ class MicroBatch:
     num_members: int = 0
     reference: NDArray[np.float64] | None = None  # of each of these documents, where rows know one
     shared: Shared = ()
-    targets_per_token: float = 0.0  # of the whole step, padding left out
+    targets_per_token: float = 0.0  # of the whole step, by their weights, padding left out
+    weights: NDArray[np.float32] | None = None  # of each label; None where rows have none
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,14 @@ def _make_plan(rows: Rows, batching: Batching, position: int, ids: tuple[int, ..
         padded_tokens=tuple(padded),
         ring=batching.ring,
         shared=shared,
+        target_weight=_weigh_targets(rows, ids),
     )
+
+
+def _weigh_targets(rows: Rows, ids: Sequence[int]) -> float | None:
+    find = getattr(rows, "weigh_targets", None)
+    weights = [find(row) for row in ids] if find is not None else []
+    return math.fsum(weights) if weights and weights[0] is not None else None
 
 
 def get_shared(rows: Rows, row: int) -> Shared:
@@ -180,6 +195,7 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
     shape = (len(members), local)
     ids, labels, positions = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX), np.zeros(shape, np.int64)
     classes = np.zeros(shape, np.int64)
+    weights = np.ones(shape, np.float32) if plan.target_weight is not None else None
     ring_rank, inner_rank = divmod(sp_rank, sp_size // plan.ring.size)
     documents, shared = list[int](), list[int]()
     numbers_of, num_documents = np.full(shape, -1), 0
@@ -202,6 +218,8 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
             ids[here], labels[here], positions[here] = part.input_ids, part.labels, part.positions
             if part.classes is not None:
                 classes[here] = part.classes
+            if weights is not None:
+                weights[here] = part.weights
             found = np.searchsorted(ends, np.arange(start, stop), "right")
             numbers_of[here] = np.where(found < len(ends), num_documents + found, -1)
         num_documents += len(ends)
@@ -212,7 +230,7 @@ def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp
     reference = np.concatenate(references) if find_reference is not None else None
     return MicroBatch(
         ids, labels, positions, tuple(documents), numbers, order, classes, numbers_of, num_documents, reference,
-        tuple(shared), plan.num_targets / max(1, plan.num_tokens),
+        tuple(shared), plan.divisor / max(1, plan.num_tokens), weights,
     )  # fmt: skip
 
 

@@ -23,13 +23,14 @@ from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.problem import Where
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX, Piece, RowPieces
 
-FORMAT = 7
+FORMAT = 8
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
 SAID, THOUGHT, CALL = 4, 8, 16  # the assistant says it; as a thought; as a call of a tool
 WANTED = 32  # a target of an answer that its label wants
 TURN_BITS = 8  # flags of a token have so many bits
 Ids = NDArray[Any]
 Flags = NDArray[np.uint8]
+Weights = NDArray[np.float32]
 
 
 def choose_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -53,32 +54,34 @@ class Batch:
     files: Sequence[str]
     lines: Sequence[int]
     flags: Flags | None = None
+    weights: Weights | None = None  # of each token as a target; None: 1
 
 
 class StoreWriter:
-    """Appends documents to the files of a store. flags.bin is written only if some document has flags."""
+    """Appends documents to the files of a store. flags.bin is written only if some document has flags, weights.bin only
+    if one has weights."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self.folder = folder
         self.dtype = choose_dtype(vocabulary)
         self.num_tokens = self.num_targets = self.max_id = 0
+        self.target_weight = 0.0
         self._lengths, self._lines = array("q"), array("q")
         self._hashes, self._files = array("Q"), array("L")
         self._names: dict[str, int] = {}
         self._tokens = open(folder / "tokens.bin", "wb")  # noqa: SIM115 - closed by finish
         self._flags: Any = None
+        self._weights: Any = None
 
     def append(self, batch: Batch) -> None:
-        if batch.flags is not None and self._flags is None:
-            self._flags = open(self.folder / "flags.bin", "wb")  # noqa: SIM115 - closed by finish
-            for at in range(0, self.num_tokens, 1 << 24):
-                self._flags.write(bytes([TARGET]) * min(1 << 24, self.num_tokens - at))
+        plain = np.full(len(batch.ids), TARGET, np.uint8), np.ones(len(batch.ids), np.float32)
+        self._flags = self._write_values(self._flags, "flags.bin", batch.flags, plain[0])
+        self._weights = self._write_values(self._weights, "weights.bin", batch.weights, plain[1])
         self._tokens.write(batch.ids.astype(self.dtype, copy=False).tobytes())
-        if self._flags is not None:
-            plain = np.full(len(batch.ids), TARGET, np.uint8)
-            self._flags.write((plain if batch.flags is None else batch.flags).tobytes())
-        targets = len(batch.ids) if batch.flags is None else int(np.count_nonzero(batch.flags & TARGET))
-        self.num_targets += targets
+        is_target = (plain[0] if batch.flags is None else batch.flags & TARGET) > 0
+        self.num_targets += int(np.count_nonzero(is_target))
+        given = plain[1] if batch.weights is None else batch.weights
+        self.target_weight += float(given.sum(dtype=np.float64, where=is_target))
         self.max_id = max(self.max_id, int(batch.ids.max(initial=0)))
         self.num_tokens += len(batch.ids)
         self._lengths.extend(batch.lengths)
@@ -86,11 +89,21 @@ class StoreWriter:
         self._lines.extend(batch.lines)
         self._files.extend(self._names.setdefault(name, len(self._names)) for name in batch.files)
 
+    def _write_values(self, file: Any, name: str, values: NDArray[Any] | None, plain: NDArray[Any]) -> Any:
+        """Appends a value for each token of a batch to a file, which is opened when the first batch has values."""
+        if values is not None and file is None:
+            file = open(self.folder / name, "wb")  # noqa: SIM115 - closed by finish
+            for at in range(0, self.num_tokens, 1 << 24):
+                file.write(values.dtype.type(1).tobytes() * min(1 << 24, self.num_tokens - at))
+        if file is not None:
+            file.write((plain if values is None else values).tobytes())
+        return file
+
     def finish(self) -> dict[str, Any]:
         """Closes the files and returns the store's facts for its manifest."""
-        self._tokens.close()
-        if self._flags is not None:
-            self._flags.close()
+        for file in (self._tokens, self._flags, self._weights):
+            if file is not None:
+                file.close()
         offsets = np.zeros(len(self._lengths) + 1, np.int64)
         np.cumsum(np.asarray(self._lengths, np.int64), out=offsets[1:])
         np.save(self.folder / "offsets.npy", offsets)
@@ -103,6 +116,7 @@ class StoreWriter:
             "num_documents": len(self._lengths),
             "num_tokens": self.num_tokens,
             "num_targets": self.num_targets,
+            "target_weight": None if self._weights is None else self.target_weight,
             "max_id": self.max_id,
             "files": list(self._names),
         }
@@ -121,6 +135,8 @@ class TokenStore:
         self.tokens: Ids = np.empty(0, dtype) if empty else np.memmap(folder / "tokens.bin", dtype, "r")
         has_flags = not empty and (folder / "flags.bin").exists()
         self.flags: Flags | None = np.memmap(folder / "flags.bin", np.uint8, "r") if has_flags else None
+        has_weights = not empty and (folder / "weights.bin").exists()
+        self.weights: Weights | None = np.memmap(folder / "weights.bin", np.float32, "r") if has_weights else None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -146,6 +162,15 @@ class TokenStore:
             return max(0, stop - start - 1)
         first = int(self.offsets[document])
         return int(np.count_nonzero(self.flags[first + start + 1 : first + stop] & TARGET))
+
+    def weigh_targets(self, document: int, start: int, stop: int) -> float:
+        """The sum of the weights of targets in [start, stop)."""
+        first = int(self.offsets[document])
+        at = slice(first + start, first + stop)
+        is_target = np.ones(max(0, stop - start), bool) if self.flags is None else (self.flags[at] & TARGET) > 0
+        if self.weights is None:
+            return float(np.count_nonzero(is_target))
+        return float(self.weights[at].sum(dtype=np.float64, where=is_target))
 
     def find_turns(self, document: int) -> list[int]:
         """The tokens that begin a turn: a cut before one of them splits no turn."""
@@ -228,12 +253,13 @@ PARTS = ("documents", "starts", "stops", "offsets", "targets")
 class RowSlice:
     """Tokens [start, stop) of a row, int64 each. labels[i] is the token that position i must predict, or -100.
     `classes`, of that token in a chat: its flags in the store, and above TURN_BITS which turn of the assistant it is
-    in, from 0; None where there are no flags."""
+    in, from 0; None where there are no flags. `weights`: how often that token counts in the loss; None: once."""
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     positions: NDArray[np.int64]
     classes: NDArray[np.int64] | None = None
+    weights: Weights | None = None
 
 
 class PackedRows:
@@ -255,6 +281,8 @@ class PackedRows:
             self._bases.append(self._bases[-1] + len(store))
         parts = (np.load(folder / f"{split}-{part}.npy", mmap_mode="r") for part in PARTS)
         self._documents, self._starts, self._stops, self._offsets, self._targets = parts
+        self.has_weights = any(store.weights is not None for store in self.stores)
+        self._weights = np.load(folder / f"{split}-weights.npy", mmap_mode="r") if self.has_weights else None
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -279,6 +307,10 @@ class PackedRows:
     def count_targets(self, row: int) -> int:
         """Positions with a label."""
         return int(self._targets[row])
+
+    def weigh_targets(self, row: int) -> float | None:
+        """The sum of their weights; None where rows have none."""
+        return None if self._weights is None else float(self._weights[row])
 
     def pieces(self, row: int) -> list[Piece]:
         """The parts of documents that make up the row, in order."""
@@ -318,6 +350,7 @@ class PackedRows:
         positions = np.arange(start, stop, dtype=np.int64)
         positions[max(0, num_tokens - start) :] -= num_tokens
         classes = np.zeros(size, np.int64) if any(store.flags is not None for store in self.stores) else None
+        weights = np.ones(size, np.float32) if self.has_weights else None
         for at in range(int(np.searchsorted(ends, start, "right")), end_piece - first_piece):
             end = int(ends[at])
             begin = end - int(self._stops[first_piece + at] - self._starts[first_piece + at])
@@ -331,11 +364,16 @@ class PackedRows:
             if classes is not None:
                 found = self._classify(first_piece + at, first - begin, last + 1 - begin)[1:]
                 classes[first - start : first - start + len(found)] = found
+            if weights is not None:
+                given = self._read_weights(first_piece + at, first - begin, last + 1 - begin)[1:]
+                weights[first - start : first - start + len(given)] = given
             if self.is_joined and last == end < num_tokens:
                 labels[here.stop - 1] = self._read_piece(first_piece + at + 1, 0, 1)[1][0]
+                if weights is not None:
+                    weights[here.stop - 1] = self._read_weights(first_piece + at + 1, 0, 1)[0]
             if not self.is_joined:
                 positions[here] -= begin - int(self._starts[first_piece + at]) * self.shares_prompts
-        return RowSlice(ids, labels, positions, classes)
+        return RowSlice(ids, labels, positions, classes, weights)
 
     def _read_piece(self, index: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens [start, stop) of a piece, or fewer at its end, and the same tokens with -100 where one is no target.
@@ -346,6 +384,13 @@ class PackedRows:
         tokens = ids.astype(np.int64)
         targets = tokens if flags is None else np.where(flags & TARGET, tokens, IGNORE_INDEX)
         return tokens, targets
+
+    def _read_weights(self, index: int, start: int, stop: int) -> Weights:
+        store, document = self.find_document(int(self._documents[index]))
+        first = int(store.offsets[document]) + int(self._starts[index])
+        stop = min(stop, int(self._stops[index]) - int(self._starts[index]))
+        found = store.weights
+        return np.ones(stop - start, np.float32) if found is None else np.asarray(found[first + start : first + stop])
 
     def _classify(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
         """Flags and turns of tokens [start, stop) of a piece. A turn begins where the assistant begins to say
@@ -391,8 +436,11 @@ def open_rows(prepared: Path, split: Split) -> PackedRows:
     return PackedRows(Path(prepared), split)
 
 
-def save_rows(folder: Path, split: Split, rows: RowPieces, targets: Any) -> None:
-    """Writes the files that PackedRows maps. `targets` holds the number of positions with a label in each row."""
+def save_rows(folder: Path, split: Split, rows: RowPieces, targets: Any, weights: Any = None) -> None:
+    """Writes the files that PackedRows maps. `targets` holds the number of positions with a label in each row,
+    `weights` the sum of their weights, where some store has weights."""
     arrays = (rows.documents, rows.starts, rows.stops, rows.offsets, targets)
     for part, values in zip(PARTS, arrays, strict=True):
         np.save(folder / f"{split}-{part}.npy", np.asarray(values, np.int64))
+    if weights is not None:
+        np.save(folder / f"{split}-weights.npy", np.asarray(weights, np.float64))

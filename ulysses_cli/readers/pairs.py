@@ -5,6 +5,7 @@ Where the prompt of texts ends is not guessed here: tokens decide (data/tokenizi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.sections import COLUMNS, OPTIONAL, RowType
 from ulysses_cli.plan.rules.files import CHAT_TYPES
+from ulysses_cli.plan.units import format_count
 from ulysses_cli.readers.blocks import Block, walk_rows
 from ulysses_cli.readers.columns import (
     PLAIN,
@@ -22,6 +24,7 @@ from ulysses_cli.readers.columns import (
     Reading,
     Row,
     Sample,
+    Tokens,
     detect_kind,
     list_columns,
     read_messages,
@@ -29,6 +32,10 @@ from ulysses_cli.readers.columns import (
     rename,
 )
 from ulysses_cli.readers.problems import MAX_SHOWN, SOURCE, BadRow, DataError, explain_bad_rows, make_where
+
+MAX_WEIGHT = 1e30  # sums of float32 stay finite
+OMITTED = "write 0 where nothing is to be learned of it"
+RENAMED = "rename the column where it is no weight of the loss"
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,52 @@ class Judged:
     other: Sample | None = None
 
 
-def read_row(kind: RowType, row: Row, *, has_template: bool = True, reading: Reading = PLAIN) -> Sample | Pair | Judged:
+@dataclass(frozen=True)
+class Weighted:
+    """A sample whose targets count in the loss as often as `weight` says, for all of them or for each of its tokens."""
+
+    sample: Sample
+    weight: float | list[float]
+
+
+AnySample = Sample | Pair | Judged | Weighted
+
+
+def read_row(kind: RowType, row: Row, *, has_template: bool = True, reading: Reading = PLAIN) -> AnySample:
     """Raises BadRow with the reason if the row cannot be used."""
     if kind == "preference":
         return read_pair(row, reading)
     if kind == "unpaired":
         return read_judged(row, reading)
-    return read_sample(kind, row, has_template=has_template, reading=reading)
+    sample = read_sample(kind, row, has_template=has_template, reading=reading)
+    weight = _find_weight(sample, rename(row, reading.names))
+    return sample if weight is None else Weighted(sample, weight)
+
+
+def _find_weight(sample: Sample, row: Row) -> float | list[float] | None:
+    """What a row's columns `weight` and, beside token ids, `weights` say."""
+    weight = row.get("weight")
+    whole = None if weight is None else read_weight(weight, "column `weight`")
+    weights = row.get("weights")
+    if weights is None or not isinstance(sample, Tokens):
+        return whole
+    if whole is not None:
+        raise BadRow("a row has `weight` or `weights`, not both")
+    if not isinstance(weights, list) or len(weights) != len(sample.ids):
+        size = format_count(len(weights), "element") if isinstance(weights, list) else "no list"
+        raise BadRow(f"column `weights` has {size} for {len(sample.ids):,} input_ids")
+    return [read_weight(each, f"element {at} of column `weights`") for at, each in enumerate(weights)]
+
+
+def read_weight(value: Any, name: str) -> float:
+    """How often a target counts."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise BadRow(f"{name} is {value!r}, not a number", RENAMED)
+    if not math.isfinite(value) or value > MAX_WEIGHT:
+        raise BadRow(f"{name} is {value!r}, not a finite number", OMITTED)
+    if value < 0:
+        raise BadRow(f"{name} is {value!r}: a weight is 0 or more", OMITTED)
+    return float(value)
 
 
 def read_pair(row: Row, reading: Reading = PLAIN) -> Pair:

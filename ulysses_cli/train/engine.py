@@ -105,14 +105,14 @@ class Engine:
         self.overlapped_optimizer = overlapped_optimizer
         self.learning_rate_at, self.clean_up, self.end = learning_rate_at, clean_up, end
 
-    def train_micro_step(self, batch: MicroBatch, divisor: int) -> Tensor:
+    def train_micro_step(self, batch: MicroBatch, divisor: float) -> Tensor:
         """Forward and backward. Returns this rank's sums of the objective, on the device.
 
         DeepSpeed averages gradients over all ranks; the step's loss is one sum over one count, so the average is undone
         here.
         """
         sums = self.wrapped(**self._load(batch))
-        scale = self.groups.layout.world_size / max(1, divisor)
+        scale = self.groups.layout.world_size / (divisor or 1)
         self.wrapped.backward(sums[0] * scale, scale_wrt_gas=False)
         with part_of_step("optimizer"):
             self.wrapped.step()  # DeepSpeed counts micro-steps by itself and updates at the last one

@@ -84,7 +84,7 @@ def evaluate(
     bounds = torch.tensor(list_bounds(longest))
     first_class, first_turn = len(bounds), len(bounds) + len(CLASSES)
     sums = torch.zeros(first_turn + len(TURN_BOUNDS), 2, dtype=torch.float64, device=engine.device)
-    objective, divisor, position = engine.objective, 0, 0
+    objective, divisor, position = engine.objective, 0.0, 0
     measured = sums.new_zeros(len(objective.eval_names))
     while position < len(rows):
         report(f"evaluation, row {position + 1} of {len(rows)}")
@@ -107,7 +107,7 @@ def evaluate(
         position, divisor = plan.next_position, divisor + objective.count(plan)
     sums = engine.sum_over_ranks(sums).cpu()
     if objective.eval_names:
-        loss, *means = (engine.sum_over_ranks(measured) / max(1, divisor)).tolist()
+        loss, *means = (engine.sum_over_ranks(measured) / (divisor or 1)).tolist()
         return {"loss": loss, **objective.describe(means), "tokens": int(sums[:first_class, 1].sum())}
     by_class, by_turn = sums[first_class:first_turn], sums[first_turn:]
     return {

@@ -166,7 +166,7 @@ def run_step(state: TrainState, plan: StepPlan, learning_rate: float, *, may_lea
         sums.append(engine.train_micro_step(batch, divisor))
     state.phase = "update"
     local_sums = torch.stack(sums)
-    loss, *measured = (engine.sum_over_ranks(local_sums.sum(0)) / max(1, divisor)).tolist()
+    loss, *measured = (engine.sum_over_ranks(local_sums.sum(0)) / (divisor or 1)).tolist()
     measures, own_losses = engine.objective.describe(measured), tuple(local_sums[:, 0].tolist())
     return StepResult(plan, loss, engine.read_update(learning_rate), own_losses, measures)
 

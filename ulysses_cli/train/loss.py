@@ -2,7 +2,7 @@
 target. The objective, what a run minimizes, is a value that is chosen once; loop, engine and hooks know none.
 
 The head runs on targets alone. The caller sums over ranks and micro-steps and divides once, by the number of targets
-of the whole step; means of ranks or of micro-steps have no place."""
+of the whole step, or by the sum of their weights; means of ranks or of micro-steps have no place."""
 
 from __future__ import annotations
 
@@ -66,11 +66,13 @@ def take_all(num_tokens: int) -> Places:
 
 class Loss(Protocol):
     """Takes hidden states [B, S, H] and shifted labels [B, S], returns losses. `rule`: that of the head. `places`: of
-    the N targets; None where each of the B S tokens may be one."""
+    the N targets; None where each of the B S tokens may be one. `weights`: of each of them [N]; None: 1."""
 
     rule: HeadRule
 
-    def __call__(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, labels: Tensor, places: Places | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """Float32 sum over targets, part of the graph even when there is none."""
 
     def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
@@ -110,8 +112,11 @@ class PlainLoss:
     def __init__(self, head: Callable[[Tensor], Tensor], rule: HeadRule) -> None:
         self.head, self.rule = head, rule
 
-    def __call__(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
-        return self._compute(hidden, labels, places, self.rule).sum()
+    def __call__(
+        self, hidden: Tensor, labels: Tensor, places: Places | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        losses = self._compute(hidden, labels, places, self.rule)
+        return losses.sum() if weights is None else (losses * weights).sum()
 
     def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
         return self._compute(hidden, labels, places, self.rule.measure())
@@ -170,24 +175,26 @@ class Objective(Protocol):
     def describe(self, means: Sequence[float]) -> dict[str, Any]:
         """What is written beside the loss, from the means of `names`."""
 
-    def count(self, plan: StepPlan) -> int:
+    def count(self, plan: StepPlan) -> float:
         """What the sums of a step are divided by. It follows from the plan alone, so all ranks share it."""
 
 
 class NextToken:
-    """The cross-entropy of each target, on average over the targets of the step."""
+    """The cross-entropy of each target, on average over the targets of the step: sum(weight x loss) / sum(weight), each
+    over all rows of the step. An evaluation counts each target once."""
 
     names: tuple[str, ...] = ()
     eval_names: tuple[str, ...] = ()
 
     def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Any:
-        return None
+        """The weights of this slice's targets; None: 1."""
+        return None if batch.weights is None else send(batch.weights.flatten()[places])
 
     def begin(self, answers: Any) -> None:
         pass
 
     def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Any) -> Tensor:
-        return loss(hidden, labels, places)[None]
+        return (loss(hidden, labels, places) if answers is None else loss(hidden, labels, places, answers))[None]
 
     def measure(self, losses: Tensor, answers: Any) -> Tensor:
         return losses.new_zeros(0)
@@ -195,5 +202,5 @@ class NextToken:
     def describe(self, means: Sequence[float]) -> dict[str, Any]:
         return dict(zip(self.names, means, strict=True))
 
-    def count(self, plan: StepPlan) -> int:
-        return plan.num_targets
+    def count(self, plan: StepPlan) -> float:
+        return plan.divisor

@@ -255,7 +255,7 @@ class PreferenceObjective:
     def measure(self, losses: Tensor, answers: Answers) -> Tensor:
         return self._judge(losses, answers)
 
-    def count(self, plan: StepPlan) -> int:
+    def count(self, plan: StepPlan) -> float:
         return sum(map(len, plan.lengths)) // 2
 
     def describe(self, means: Sequence[float]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import TARGET, WANTED, Batch, Flags, Ids, count_shared, hash_document
+from ulysses_cli.data.store import TARGET, WANTED, Batch, Flags, Ids, Weights, count_shared, hash_document
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import LostCounts
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
@@ -33,7 +33,7 @@ from ulysses_cli.plan.recipe.sections import Data, RowType
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
 from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, rename
-from ulysses_cli.readers.pairs import Judged, Pair, read_row, swap_answers
+from ulysses_cli.readers.pairs import AnySample, Judged, Pair, Weighted, read_row, swap_answers
 from ulysses_cli.readers.problems import BadRow, DataError, NoTemplate, make_where
 
 
@@ -144,7 +144,8 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     lost, counts = LostCounts(), Counter[str]()
     encoder.num_in_pieces = encoder.num_whole = 0
     seen, columns = set[str](), ""
-    samples: list[tuple[int, Sample | Pair | Judged | BadRow]] = []
+    samples: list[tuple[int, AnySample | BadRow]] = []
+    weights: dict[int, Weights] = {}  # by the document's number
     for line, row in walk_rows(block):
         if not isinstance(row, BadRow):
             if kind in CHAT_TYPES and isinstance(row, dict) and rename(row, reading.names).get("text"):
@@ -168,6 +169,10 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
                 continue
             with _naming(encoder, block, line):
                 made, key = _encode_sample(encoder, sample)
+            if isinstance(sample, Weighted):
+                weighted = [_weigh(*each, sample.weight) for each in made]
+                made = [(ids, flags) for ids, flags, _ in weighted]
+                weights |= {len(encoded) + at: given for at, (*_, given) in enumerate(weighted)}
             lost.add_chat(block.file, line, encoder.lost)
             counts.update(encoder.counts)
             encoded += made
@@ -188,6 +193,10 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     flags = None
     if any(mask is not None for _, mask in encoded):
         flags = np.concatenate([np.full(len(i), TARGET, np.uint8) if f is None else f for i, f in encoded])
+    every_weight = None
+    if weights:
+        every = (weights.get(at, np.ones(len(ids), np.float32)) for at, ids in enumerate(documents))
+        every_weight = np.concatenate(list(every))
     batch = Batch(
         np.concatenate(documents) if documents else np.empty(0, encoder.dtype),
         [len(ids) for ids in documents],
@@ -195,26 +204,37 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
         [block.file] * len(documents),
         lines,
         flags,
+        every_weight,
     )
     numbers = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
     return EncodedBlock(batch, block.num_bytes, bad, list(remedies), *numbers, lost, dict(counts), seen, columns)
 
 
-def _list_branches(sample: Sample | Pair | Judged | BadRow) -> list[Sample]:
+def _weigh(ids: Ids, flags: Flags | None, weight: float | list[float]) -> tuple[Ids, Flags, Weights]:
+    """A document and the weights of its tokens. Of a token without weight nothing is learned."""
+    flags = np.full(len(ids), TARGET, np.uint8) if flags is None else flags
+    weights = np.broadcast_to(np.asarray(weight, np.float32), len(ids))
+    return ids, np.where(weights > 0, flags, flags & ~np.uint8(TARGET)), weights
+
+
+def _list_branches(sample: AnySample | BadRow) -> list[Sample]:
     if isinstance(sample, BadRow):
         return []
+    if isinstance(sample, Weighted):
+        return [sample.sample]
     if isinstance(sample, Judged):
         return [each for each in (sample.other, sample.answer) if each is not None]
     return [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
 
 
-def _encode_sample(encoder: Encoder, sample: Sample | Pair | Judged) -> tuple[list[tuple[Ids, Flags | None]], Ids]:
+def _encode_sample(encoder: Encoder, sample: AnySample) -> tuple[list[tuple[Ids, Flags | None]], Ids]:
     """The documents of a sample, and the tokens by which equal ones are known: of pairs those that both answers
     share, since a prompt that is trained on is not evaluated with other answers."""
     if isinstance(sample, Judged):
         judged = encode_judged(encoder, sample)
         answer = judged[0]
         return [(branch.ids, branch.flags) for branch in judged], answer.ids[: int(np.argmax(answer.is_target))]
+    sample = sample.sample if isinstance(sample, Weighted) else sample
     if not isinstance(sample, Pair):
         made = encoder.encode_documents(sample)
         return made, np.concatenate([ids for ids, _ in made])
@@ -257,9 +277,7 @@ def _is_failure(error: BaseException) -> bool:
     return is_panic or (isinstance(error, Exception) and not isinstance(error, ours))
 
 
-def _read(
-    kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, reading: Reading
-) -> Sample | Pair | Judged | BadRow:
+def _read(kind: RowType, row: dict[str, Any] | BadRow, encoder: Encoder, reading: Reading) -> AnySample | BadRow:
     try:
         if isinstance(row, BadRow):
             return row

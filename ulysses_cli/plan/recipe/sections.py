@@ -86,12 +86,12 @@ COLUMNS: dict[RowType, tuple[str, ...]] = {
     "unpaired": ("prompt", "completion", "label"),
 }
 OPTIONAL: dict[RowType, tuple[str, ...]] = {
-    "chat": ("tools", "system", "chat_template_kwargs"),
-    "conversations": ("tools", "system", "chat_template_kwargs"),
-    "completion": ("tools", "chat_template_kwargs"),
-    "instruction": ("input",),
-    "tokens": ("labels",),
-    "text": (),
+    "chat": ("tools", "system", "chat_template_kwargs", "weight"),
+    "conversations": ("tools", "system", "chat_template_kwargs", "weight"),
+    "completion": ("tools", "chat_template_kwargs", "weight"),
+    "instruction": ("input", "weight"),
+    "tokens": ("labels", "weight", "weights"),
+    "text": ("weight",),
     "preference": ("prompt", "messages", "rejected_response", "tools", "chat_template_kwargs"),
     "unpaired": ("tools", "chat_template_kwargs"),
 }

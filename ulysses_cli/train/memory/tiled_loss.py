@@ -41,8 +41,10 @@ class TiledLoss:
         self.compute_logits: Callable[[Tensor], Tensor] = head.forward
         head.forward = self._run_head
 
-    def __call__(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
-        total: Tensor = self.head(hidden, labels, places=places)
+    def __call__(
+        self, hidden: Tensor, labels: Tensor, places: Places | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        total: Tensor = self.head(hidden, labels, places=places, target_weights=weights)
         return total
 
     def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
@@ -55,7 +57,13 @@ class TiledLoss:
         return [slice(start, min(start + self.tile_tokens, num_targets)) for start in starts]
 
     def _run_head(
-        self, hidden: Tensor, labels: Tensor | None = None, *, places: Places | None = None, per_token: bool = False
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        *,
+        places: Places | None = None,
+        per_token: bool = False,
+        target_weights: Tensor | None = None,
     ) -> Tensor:
         """ZeRO-3's hooks see what has no name."""
         if labels is None:
@@ -64,12 +72,17 @@ class TiledLoss:
         places = take_all(labels.numel()) if places is None else places
         weights = WeightSums(self.head)
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
-            function = _TargetLosses if per_token else _Loss
-            result: Tensor = function.apply(hidden, labels, places, self, weights, *weights.weights)
+            result: Tensor
+            if per_token:
+                result = _TargetLosses.apply(hidden, labels, places, self, weights, *weights.weights)
+            else:
+                result = _Loss.apply(hidden, labels, places, self, target_weights, weights, *weights.weights)
             return result
         rule = self.rule.measure() if per_token else self.rule
         losses = self.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), places, rule)
-        return losses if per_token else losses.sum()
+        if per_token:
+            return losses
+        return losses.sum() if target_weights is None else (losses * target_weights).sum()
 
     def compute(self, logits: Tensor, labels: Tensor, rule: HeadRule, **options: Any) -> tuple[Tensor, Tensor]:
         """Of a tile whose logits nothing else needs."""
@@ -123,6 +136,7 @@ class _Loss(torch.autograd.Function):
         labels: Tensor,
         places: Places,
         loss: TiledLoss,
+        target_weights: Tensor | None,
         weights: WeightSums,
         *_: nn.Parameter,
     ) -> Tensor:
@@ -130,8 +144,9 @@ class _Loss(torch.autograd.Function):
         losses: list[Tensor] = []
 
         def compute_grad(part: slice, found: slice | Tensor, logits: Tensor) -> Tensor:
-            tile_losses, dlogits = loss.compute(logits, labels[found], loss.rule, with_grad=True)
-            losses.append(tile_losses.sum())
+            given = None if target_weights is None else target_weights[part]
+            tile_losses, dlogits = loss.compute(logits, labels[found], loss.rule, with_grad=True, weights=given)
+            losses.append((tile_losses if given is None else tile_losses * given).sum())
             return dlogits
 
         dtokens = _backward_tiles(loss, tokens, places, weights, compute_grad)
@@ -150,7 +165,7 @@ class _Loss(torch.autograd.Function):
         dweights: list[Tensor] = []
         while sums:  # each sum is freed before the next weight's gradient is made
             dweights.append(sums.pop(0).mul_(dtotal).to(ctx.dtypes[len(dweights)]))
-        return dtokens if ctx.needs_input_grad[0] else None, None, None, None, None, *dweights
+        return dtokens if ctx.needs_input_grad[0] else None, None, None, None, None, None, *dweights
 
 
 class _TargetLosses(torch.autograd.Function):

@@ -55,6 +55,7 @@ class Counts(NamedTuple):
 
     is_real: Tensor  # [B S]
     targets_per_token: float
+    weights: Tensor | None = None  # of its targets
 
 
 class RouterLosses(NextToken):
@@ -86,7 +87,8 @@ class RouterLosses(NextToken):
 
     def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Counts:
         assert batch.members is not None, "a rank's rows tell their padding"
-        return Counts(send(batch.members.ravel() >= 0), batch.targets_per_token)
+        weights = super().load(batch, places, send)
+        return Counts(send(batch.members.ravel() >= 0), batch.targets_per_token, weights)
 
     def begin(self, answers: Counts) -> None:
         self.counts, self.is_counting = answers, True
@@ -115,7 +117,7 @@ class RouterLosses(NextToken):
         self.score_slopes = self.aux_coef * targets / num_layers * sizes * loads
         self.square_slope = self.z_coef * targets / num_layers
         share = sums[-1] * targets / world_size
-        total = super().compute(loss, hidden, labels, places, answers)[0]
+        total = super().compute(loss, hidden, labels, places, answers.weights)[0]
         measured = torch.stack([balance, square]).mul(share).to(total.dtype)
         total = _Sum.apply(total, self.aux_coef * measured[0] + self.z_coef * measured[1], self)
         return torch.cat([total[None], measured])
