@@ -110,4 +110,4 @@ def test_only_four_files_unpickle() -> None:
         if re.search(r"\bpickle\.loads?\b|torch\.load\(|joblib|allow_pickle=True", file.read_text())
     }
     sealed = {"train/processes/consistency.py", "train/processes/rendezvous.py"}
-    assert found == {"prove/ranks.py", "train/choosing.py", *sealed}
+    assert found <= {"prove/ranks.py", "train/choosing.py", *sealed}
