@@ -1,6 +1,8 @@
-"""Tests the seconds that a processor takes to launch a step's work, and what is said where the GPU waits for it."""
+"""Tests the seconds that a processor takes to launch a step's work, and what is said where the GPU waits for it, or for
+the weights of experts."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.candidates import HOST_FACTOR, judge_speed
-from ulysses_cli.plan.planner.estimate import LEAST_GAIN, find_host_bound
+from ulysses_cli.plan.planner.estimate import LEAST_GAIN, explain_gathers, find_host_bound
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.speed import HOST, compute_host_seconds, compute_optimizer_host_seconds, compute_speed
 
@@ -157,3 +159,29 @@ def test_the_costs_are_those_that_were_measured() -> None:
     errors = host.list_errors(result, costs)
     assert len(errors) == 8
     assert max(map(abs, errors.values())) < 0.3, errors
+
+
+EXPERTS = get_shape("Qwen/Qwen3-30B-A3B")
+
+
+def test_a_model_with_experts_is_told_what_hides_its_gathers() -> None:
+    """A row of 32Ki on 32 GPUs: each change hides them, and half of it does not."""
+    job = Job(EXPERTS, Layout(1, 1, 32), 2**15, Levers(), fused_norms=True)
+    said, now = explain_gathers(job, H100), compute_speed(job, H100)
+    assert now.gather_over_compute > 3
+    assert f"{now.gather_over_compute:.2g} times as long as computing" in said
+    changes = {key: int(size) for key, size in re.findall(r"(\w+): (\d+)", said)}
+    ranks, rows, tokens = (changes[key] for key in ("sp_size", "per_device_train_batch_size", "max_length"))
+    for factor, hides in ((1, True), (2, False)):
+        fewer = Layout(1, 32 // (ranks * factor), ranks * factor)
+        tried = [replace(job, layout=fewer), replace(job, batch=rows // factor)]
+        for each in [*tried, replace(job, max_length=tokens // factor)]:
+            assert (compute_speed(each, H100).gather_over_compute <= 1) == hides
+    assert "can be hidden" in explain_gathers(replace(job, max_length=2**20), H100)
+
+
+def test_gathers_are_told_of_experts_under_zero_3_alone() -> None:
+    job = Job(EXPERTS, Layout(1, 8, 1), 2**15, Levers())
+    assert explain_gathers(job, H100)
+    for other in (replace(job, shape=LLAMA), replace(job, layout=Layout(1, 1, 1)), replace(job, zero_stage=1)):
+        assert not explain_gathers(other, H100)

@@ -57,6 +57,7 @@ PARTS = (
 )
 HOST = "host"  # what the GPU waits for: predicted alone, since a clock finds it inside the other parts
 COMMUNICATION = ("exchange", "gather_reduce")
+COMPUTATION = ("projections", "attention", "recurrence", "mlp", "head_loss", "other")
 
 
 MILLI = 1e-3
@@ -139,6 +140,13 @@ class Speed:
     @property
     def mfu(self) -> float:
         return self.model_flops / self.step_seconds / self.peak_flops
+
+    @property
+    def gather_over_compute(self) -> float:
+        """Seconds of gathering weights and summing gradients over those of computing, hidden or not. Below 1 they can
+        be hidden."""
+        gathered = self.parts["gather_reduce"] + self.hidden["gather_reduce"]
+        return gathered / sum(self.parts[name] for name in COMPUTATION)
 
     @property
     def limit(self) -> str:

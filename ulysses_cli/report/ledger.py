@@ -83,6 +83,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "tokens_per_second": speed.tokens_per_second,
         "tokens_per_second_range": {"low": rates[0], "high": rates[1]},
         "accuracy": estimate.accuracy.reason,
+        "gather_over_compute": speed.gather_over_compute,
         "is_host_bound": speed.is_host_bound,
         "host_remedies": [asdict(each) for each in estimate.host_bound.remedies] if estimate.host_bound else [],
         "mfu": speed.mfu,
@@ -202,6 +203,8 @@ def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
     if estimate.host_bound is not None:
         what, helps = estimate.host_bound.explain()
         rows += [("", f"limited {what}"), ("", helps)]
+    if estimate.gathers:
+        rows.append(("", estimate.gathers))
     if cost is None:
         rows.append(("price", f"not known for {gpu.key}: add usd_per_hour to ~/.config/ulysses/hardware.yaml"))
     else:

@@ -13,7 +13,7 @@ from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall
-from ulysses_cli.plan.planner.estimate import Estimate, find_host_bound
+from ulysses_cli.plan.planner.estimate import Estimate, explain_gathers, find_host_bound
 from ulysses_cli.plan.planner.rings import LayoutInside
 from ulysses_cli.plan.planner.search import Longest
 from ulysses_cli.plan.speed import compute_second_gather_seconds, compute_speed
@@ -257,6 +257,7 @@ def format_search(result: SearchResult, title: str, assumptions: Sequence[str]) 
     text += "\n\nby time\n" + format_table(HEADER, map(_format_row, result.by_time))
     notes = [f"left out: {key}: {reason}" for key, reason in result.left_out.items()] + list(result.rings)
     notes += list_disks([*result.by_cost, *result.by_time])
+    notes += list_gathers([*result.by_cost, *result.by_time])
     notes.append(_explain_startup([*result.by_cost, *result.by_time]))
     notes += list_accuracy([*result.by_cost, *result.by_time])
     text += "\n\n" + "\n".join(notes)
@@ -282,6 +283,13 @@ def list_accuracy(candidates: Sequence[Candidate]) -> list[str]:
         what, helps = found.explain()
         lines += [f"limited by the host: {', '.join(names)}", f"  {next(iter(names))} {what}", f"  {helps}"]
     return lines
+
+
+def list_gathers(candidates: Sequence[Candidate]) -> list[str]:
+    """Of models with experts, for each number of GPUs of a kind the candidate that comes first."""
+    first = {(each.job.world_size, each.gpu.key): each for each in reversed(candidates)}
+    lines = ((f"{num} x {key}", explain_gathers(each.job, each.gpu)) for (num, key), each in first.items())
+    return [f"{name}: {text}" for name, text in lines if text][::-1]
 
 
 def list_disks(candidates: Sequence[Candidate]) -> list[str]:

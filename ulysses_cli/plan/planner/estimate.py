@@ -104,8 +104,7 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
     )
     for size in dict.fromkeys((*job.shape.sp_sizes, 1)):
         if size < layout.sp_size and layout.sp_size % size == 0:
-            fewer = Layout(layout.dp_replicate_size, layout.dp_shard_size * layout.sp_size // size, size)
-            yield f"parallel.sp_size: {size}", replace(job, layout=fewer)
+            yield f"parallel.sp_size: {size}", replace(job, layout=_share_rows(layout, size))
     if (
         job.zero_stage == 3
         and not uses_disk(levers)
@@ -127,6 +126,44 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
 
 DISK = "/mnt/nvme"
 LESS = 0.95  # of the ledger's peak, since memory ran out below the peak
+
+
+MOST_DOUBLED = 8  # times that a row's length, or the rows of a micro-step, are doubled
+
+
+def explain_gathers(job: Job, gpu: Gpu) -> str:
+    """How ZeRO-3's gathers compare with the computation in a model with experts, which computes with few of the weights
+    that it gathers, and what makes them short beside it; '' of any other job. Does not say whether that fits."""
+    if job.zero_stage != 3 or job.world_size == 1 or not any(layer.num_experts for layer in job.shape.layers):
+        return ""
+
+    def measure(tried: Job) -> float:
+        return compute_speed(tried, gpu).gather_over_compute
+
+    said = f"gathering weights and summing gradients takes {measure(job):.2g} times as long as computing"
+    if measure(job) <= 1:
+        return f"{said}: it can be hidden"
+    factors = [2**power for power in range(1, MOST_DOUBLED + 1)]
+    changes = [
+        *(
+            (f"parallel.sp_size: {size}", replace(job, layout=_share_rows(job.layout, size)))
+            for size in sorted(job.shape.sp_sizes, reverse=True)
+            if size < job.layout.sp_size and job.layout.sp_size % size == 0
+        ),
+        *((f"train.per_device_train_batch_size: {n * job.batch}", replace(job, batch=n * job.batch)) for n in factors),
+        *((f"data.max_length: {n * job.max_length}", replace(job, max_length=n * job.max_length)) for n in factors),
+    ]
+    helps: dict[str, str] = {}
+    for change, tried in changes:
+        kind = change.rpartition(" ")[0]
+        if kind not in helps and measure(tried) <= 1:
+            helps[kind] = change
+    return f"{said}; it can be hidden with {', or '.join(helps.values())}" if helps else said
+
+
+def _share_rows(layout: Layout, sp_size: int) -> Layout:
+    """As many ranks, fewer for a row."""
+    return Layout(layout.dp_replicate_size, layout.dp_shard_size * layout.sp_size // sp_size, sp_size)
 
 
 @dataclass(frozen=True)
@@ -151,6 +188,10 @@ class Estimate:
     def slow_attention(self) -> str:
         """What a kernel costs that `auto` may have to take."""
         return explain_packed(self.job, self.gpu) if self.job.kernel == "auto" else ""
+
+    @cached_property
+    def gathers(self) -> str:
+        return explain_gathers(self.job, self.gpu)
 
     @property
     def ends_at_index(self) -> bool:
