@@ -209,11 +209,9 @@ def test_calibration_moves_the_prediction_to_the_measurement() -> None:
     gpu = load_hardware().get_gpu("h100-80gb")
     recipe = make_recipe("data.max_length=32Ki", "parallel.sp_size=2", "model.dtype=bfloat16", config=BIG)
     job = make_job(recipe, read_model_shape(BIG, "test"), Levers(), gpus_per_node=8)
-    predicted = compute_speed(job, gpu).parts
-    measured = {name: 1.6 * seconds for name, seconds in predicted.items()}
+    measured = {name: 1.6 * seconds for name, seconds in compute_speed(job, gpu).parts.items()}
     shipped = yaml.safe_load(hardware_table.SHIPPED.read_text())
-    result = calibrate([(job, make_timed(measured))], gpu)
-    table = read_hardware(("shipped", shipped), ("measured", result))
+    table = read_hardware(("shipped", shipped), ("measured", calibrate([(job, make_timed(measured))], gpu)))
     again = compute_speed(job, table.get_gpu("h100-80gb")).parts
     for name in ("projections", "mlp", "head_loss", "attention", "other", "exchange"):
         assert again[name] == pytest.approx(measured[name], rel=0.02), name

@@ -216,8 +216,7 @@ def test_a_fused_norm_runs_in_no_tiles_and_frozen_weights_get_no_gradient() -> N
     serve_elementwise(norm, ALL_BLOCKS)
     assert tile_norms(norm, lambda _: 4) == 0
     norm.weight.requires_grad_(False)
-    hidden = draw(7, 48).requires_grad_()
-    norm(hidden).sum().backward()
+    norm(draw(7, 48).requires_grad_()).sum().backward()
     assert norm.weight.grad is None
 
 

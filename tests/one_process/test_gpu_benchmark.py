@@ -44,8 +44,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(gpu, "SUITES", suites)
         timed = [] if "--minutes" in words else ["--minutes", "20"]
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path / "results"), *timed, *words])
-        code = gpu.main()
-        return code, json.loads((tmp_path / "results" / "gpu-nvidia-h200.json").read_text())["parts"]
+        return gpu.main(), json.loads((tmp_path / "results" / "gpu-nvidia-h200.json").read_text())["parts"]
 
     return run
 

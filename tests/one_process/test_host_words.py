@@ -20,8 +20,7 @@ H100 = load_hardware().get_gpu("h100-80gb")
 
 def make_plan() -> Any:
     recipe = make_recipe()
-    shape = read_model_shape(recipe.model.config, "test")
-    return settle(recipe, shape, Levers())
+    return settle(recipe, read_model_shape(recipe.model.config, "test"), Levers())
 
 
 def test_ranks_count_with_their_own_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -509,8 +509,7 @@ def test_threads_begin_on_their_ranks_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     for device in (torch.device("cuda", 3), torch.device("cpu")):
         with make_thread(device) as executor:
             executor.submit(int).result()
-        disk = open_disk(device, tmp_path)
-        disk.start(lambda: None).result()
+        open_disk(device, tmp_path).start(lambda: None).result()
     assert entered == [("early-steps", torch.device("cuda", 3)), ("offload", torch.device("cuda", 3))]
 
 

@@ -310,8 +310,7 @@ def test_a_warm_up_of_one_step_changes_weights() -> None:
 def test_the_card_holds_the_recipe_without_what_names_the_machine() -> None:
     recipe = make_recipe("lora.r=4").model_dump(mode="json")
     shape = read_model_shape(CONFIG, "test")
-    card = make_card(recipe, "mine", shape, shape.vocab_size)
-    _, front, text = card.split("---\n", 2)
+    _, front, text = make_card(recipe, "mine", shape, shape.vocab_size).split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "peft"}
     assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == make_public(recipe)
     assert make_public(recipe).keys() == recipe.keys()

@@ -53,8 +53,7 @@ TEMPLATE = "{{- 'a' * (8 if long else 1) }}{%- for m in messages %}{{- m.content
 
 def test_a_model_is_asked_with_the_templates_variables_of_its_training(tmp_path: Path) -> None:
     """They are in its folder. A training of that model without variables writes none."""
-    tokenizer = make_bytes_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "base")
+    make_bytes_tokenizer().save_pretrained(tmp_path / "base")
     settings = {"data.chat_template": TEMPLATE, "model.tokenizer": str(tmp_path / "base")}
     recipes = {}
     for name, variables in (("with", "{long: true}"), ("without", "{}")):

@@ -71,8 +71,7 @@ def test_documents_are_cut_to_exact_lengths_and_the_rest_is_said(folder: Path) -
         "the loss at 600 tokens is that of 2 of 5 documents",
         "no loss is measured on 1 document shorter than 301 tokens",
     )
-    rows = DocumentRows(found.documents)
-    tail = rows.read(0, 290, 310)
+    tail = DocumentRows(found.documents).read(0, 290, 310)
     assert tail.labels.tolist() == [*found.documents[0].tokens[291:].tolist(), *[-100] * 10]
     assert tail.positions.tolist() == [*range(290, 301), *range(9)]
     with pytest.raises(RecipeError, match="no document has 5,000 tokens: the longest of 5 has 80"):

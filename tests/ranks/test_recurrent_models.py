@@ -309,8 +309,7 @@ def test_a_layer_that_documents_cannot_reach_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_layer_that_calls_other_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    axis = SequenceAxis(None, 1, 0)
-    model = make_split_model("lfm2", axis)
+    model = make_split_model("lfm2", SequenceAxis(None, 1, 0))
     monkeypatch.setattr(type(model.model.layers[0].conv), "forward", lambda self, hidden_states, **_: hidden_states)
     ids, positions = make_row()
     with pytest.raises(UnknownLayersError, match="called only none of the functions"):

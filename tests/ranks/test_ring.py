@@ -473,8 +473,7 @@ def run_within(problem: Problem, ring_size: int, limit: int) -> tuple[int, int, 
 def test_no_kernel_reaches_past_its_indices(layout: tuple[int, int], lengths: tuple[int, ...], limit: int) -> None:
     """Chunks of heads are views of wider buffers: those that would reach too far are copied. Documents, each of which
     takes room besides its tokens, are given to kernels in several calls."""
-    chunks = 4 if layout == (1, 1) else 2
-    problem = Problem(8, 2, 32, lengths, chunks=chunks, dtype=torch.bfloat16)
+    problem = Problem(8, 2, 32, lengths, chunks=(4 if layout == (1, 1) else 2), dtype=torch.bfloat16)
     for before, after, is_same in run_on_ranks(math.prod(layout), run_within, problem, layout[0], limit):
         assert after < limit <= before
         assert is_same

@@ -102,8 +102,7 @@ def evaluate_chats(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What an evaluation on the ranks finds, and what the plain model says of each token."""
     generator = np.random.default_rng(2)
     documents = [generator.integers(0, 64, len(flags)).tolist() for flags in CHAT_FLAGS]
-    recipe = make_recipe("parallel.sp_size=2")
-    harness = RunHarness(recipe, MemoryRows(ROWS), 1)
+    harness = RunHarness(make_recipe("parallel.sp_size=2"), MemoryRows(ROWS), 1)
     state = harness.train_state
     if state.groups.is_first:
         make_prepared(folder, [documents], flags=[CHAT_FLAGS], max_length=64)

@@ -44,8 +44,7 @@ def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
     proof = make_proof(*overrides)
     shape = read_model_shape(proof.model.config or {}, "test")
     task = make_task(proof, shape, folder)
-    results = run_on_ranks(2, trace_with, fault, task)
-    return judge("sp 2", results[0], make_reference(task), shape)
+    return judge("sp 2", run_on_ranks(2, trace_with, fault, task)[0], make_reference(task), shape)
 
 
 def trace_with(fault: str, task: Any) -> Any:

@@ -29,8 +29,7 @@ def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:
     proof = proof.model_copy(update={"model": proof.model.model_copy(update={"config": config})})
     shape = read_model_shape(config, "test")
     task = make_task(proof, shape, folder)
-    results = run_on_ranks(2, trace_with, fault, task)
-    return judge("sp 2", results[0], make_reference(task), shape)
+    return judge("sp 2", run_on_ranks(2, trace_with, fault, task)[0], make_reference(task), shape)
 
 
 def trace_with(fault: str, task: Any) -> Any:

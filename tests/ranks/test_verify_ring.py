@@ -40,8 +40,7 @@ def prove_ring(
     proof = make_proof_recipe(recipe, config, whole, Layout(sp_size=size, ring_size=ring_size), "cpu")[0]
     shape = read_model_shape(proof.model.config or {}, "test")
     task = make_task(proof, shape, folder)
-    results = run_on_ranks(size, trace_with, fault, task)
-    return judge(f"sp {size}", results[0], make_reference(task), shape)
+    return judge(f"sp {size}", run_on_ranks(size, trace_with, fault, task)[0], make_reference(task), shape)
 
 
 def trace_with(fault: str, task: Any) -> Any:

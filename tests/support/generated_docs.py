@@ -156,8 +156,7 @@ def fill(page: Path, text: str) -> str:
 
 def _read_pictures() -> dict[str, str]:
     """Returns each picture of the index by its name: the lines that show it in light and dark, with a text for both."""
-    index = (DOCS / "pictures" / "README.md").read_text()
-    return {match[1]: match[0] for match in PICTURE.finditer(index)}
+    return {match[1]: match[0] for match in PICTURE.finditer((DOCS / "pictures" / "README.md").read_text())}
 
 
 def _find_first_sentences(file: Path) -> str:

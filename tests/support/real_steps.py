@@ -72,8 +72,7 @@ def measure_steps(recipe: Any, *order: str) -> list[int]:
 
 
 def make_request(recipe: Any) -> dict[str, Any]:
-    shape = read_model_shape(recipe.model.config, "test")
-    levers = choose_levers(recipe, shape, None).levers
+    levers = choose_levers(recipe, read_model_shape(recipe.model.config, "test"), None).levers
     return {
         "recipe": recipe.model_dump(mode="json"),
         "config": recipe.model.config,

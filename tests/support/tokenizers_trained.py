@@ -38,8 +38,7 @@ KINDS = (
 def train(kind: str) -> Tokenizer:
     """Trains a tokenizer of one kind with about 600 tokens."""
     size: dict[str, Any] = {"vocab_size": 600, "special_tokens": SPECIALS, "show_progress": False}
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe = trainers.BpeTrainer(**size, initial_alphabet=alphabet)
+    bpe = trainers.BpeTrainer(**size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     sentences = CORPUS
     if kind.startswith("gpt2"):
         made = Tokenizer(models.BPE())

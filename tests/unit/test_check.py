@@ -59,8 +59,7 @@ def test_the_chosen_base_covers_what_the_rest_does_not() -> None:
 
 def test_check_output_dir(tmp_path: Path) -> None:
     here = f"run.output_dir={tmp_path}"
-    ours = compute_recipe_hash(load(here).recipe)
-    (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": ours}))
+    (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": compute_recipe_hash(load(here).recipe)}))
     assert check(here) == []
     other = json.dumps(
         {"recipe_hash": "another", "recipe": load(here, "train.max_steps=7").recipe.model_dump(mode="json")}

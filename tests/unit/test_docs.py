@@ -41,8 +41,7 @@ def list_anchors(page: Path) -> set[str]:
 
 def list_links(page: Path) -> list[str]:
     text = drop_blocks(page.read_text())
-    result = re.findall(r"\]\(([^)\s]+)\)", text)
-    return result + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

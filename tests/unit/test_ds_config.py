@@ -58,8 +58,7 @@ def test_a_users_keys_are_merged_and_the_recipes_win() -> None:
     given = ("deepspeed.zero_optimization.reduce_bucket_size=7", "deepspeed.wall_clock_breakdown=true")
     recipe = load(*given).recipe
     assert list(find_contradictions(recipe, made)) == []
-    user = recipe.deepspeed
-    merged = merge_user_config(made, user)
+    merged = merge_user_config(made, recipe.deepspeed)
     assert merged["zero_optimization"] == {**made["zero_optimization"], "reduce_bucket_size": 7}
     assert merged["wall_clock_breakdown"] is True
     assert "wall_clock_breakdown" not in made

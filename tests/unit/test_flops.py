@@ -177,8 +177,7 @@ def test_advice_after_out_of_memory_needs_less_memory() -> None:
     shape = find_model_shape(recipe).shape
     gpu = load_hardware().get_gpu("h100-80gb")
     tried = Levers()
-    text = explain_memory(recipe, shape, tried, gpu)
-    head, _, change = text.partition("; this needs less:\n")
+    head, _, change = explain_memory(recipe, shape, tried, gpu).partition("; this needs less:\n")
     assert head.startswith("largest in ")
     assert head.count(" GiB") == 3
     advice = yaml.safe_load(change)

@@ -13,8 +13,7 @@ from ulysses_cli.plan.layout import Coordinates, Layout, list_divisors
 def layouts(draw: st.DrawFn) -> Layout:
     sp = draw(st.sampled_from(list_divisors(draw(st.integers(1, 64)))))
     shard = draw(st.integers(1, max(1, 4096 // sp)))
-    replicate = draw(st.integers(1, max(1, 4096 // (sp * shard))))
-    return Layout(replicate, shard, sp)
+    return Layout(draw(st.integers(1, max(1, 4096 // (sp * shard)))), shard, sp)
 
 
 @given(layouts())

@@ -21,8 +21,7 @@ ENTRIES = [json.loads(file.read_text()) for file in sorted(SHIPPED_TABLE.glob("*
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["repo"])
 def test_the_shipped_table(entry: dict[str, object]) -> None:
-    config = entry["config"]
-    shape = read_model_shape(config, str(entry["repo"]))
+    shape = read_model_shape(entry["config"], str(entry["repo"]))
     assert shape.inexact == ""
     assert shape.num_parameters == entry["num_parameters"]
     assert str(entry["source"]).startswith("https://")

@@ -276,15 +276,13 @@ def test_answers_with_labels_stand_before_the_same_prompt_with_another_answer(tm
         words += ["data.chat_template=chatml", CHATML_TOKENS]
         rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}], "completion": say(row["completion"])}
                 for row in rows]  # fmt: skip
-    prepared = prepare(tmp_path, rows, *words)
-    packed, found = open_rows(prepared.path, "train"), []
+    packed, found = open_rows(prepare(tmp_path, rows, *words).path, "train"), []
     decode = make_bytes_tokenizer().decode
     for row in range(len(packed)):
         start = 0
         for number, length in enumerate(packed.get_lengths(row)):
             part = packed.read(row, start, start + length)
-            is_target = part.labels >= 0
-            wanted = set(((part.classes[is_target] & WANTED) > 0).tolist())
+            wanted = set(((part.classes[(part.labels >= 0)] & WANTED) > 0).tolist())
             assert len(wanted) == 1
             found.append((number % 2, decode(part.input_ids), wanted.pop()))
             start += length

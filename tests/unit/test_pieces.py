@@ -37,8 +37,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
 def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
-    backend = train(kind)
-    encoder = Encoder(wrap(backend))
+    encoder = Encoder(wrap(train(kind)))
     assert encoder.rule.before, encoder.rule.reason
     num_cut = 0
 

@@ -140,8 +140,7 @@ def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
     monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_, **__: pytest.fail("prepared"))
-    recipe = str(TINY_RECIPE)
-    words = ["train", recipe, f"run.output_dir={tmp_path / 'run'}", "run.report_to=[wandb]"]
+    words = ["train", str(TINY_RECIPE), f"run.output_dir={tmp_path / 'run'}", "run.report_to=[wandb]"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert "run.report_to: wandb is not installed" in result.stderr

@@ -327,8 +327,7 @@ def test_empty_text_files_are_counted(tmp_path: Path) -> None:
 def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
     files = [write_texts(tmp_path, 5), write_texts(tmp_path, 2, "e.jsonl")]
     sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
-    text = RECIPE.replace("STORE", str(tmp_path / "store"))
-    recipe = parse_recipe(text, "r.yaml", [sources]).recipe
+    recipe = parse_recipe(RECIPE.replace("STORE", str(tmp_path / "store")), "r.yaml", [sources]).recipe
     for count, result in ((0, 0), (1, 2), (3, 5)):
         samples = prepare_data(recipe, 8, lambda _: None, count).report["samples"]
         assert len({sample["where"] for sample in samples}) == len(samples) == result
@@ -344,8 +343,7 @@ def test_a_sample_shows_both_ends_of_each_turn(tmp_path: Path) -> None:
     write_rows(tmp_path, {"messages": turns})
     report = prepare(tmp_path, "data.assistant_only_loss=true", "data.max_length=4096").report
     (sample,) = report["samples"]
-    text = format_sample(sample).replace("\n  | ", "\n")
-    bare = text.replace("\n", "")
+    bare = format_sample(sample).replace("\n  | ", "\n").replace("\n", "")
     assert bare.count("[[") == bare.count("]]") == 1 + 3
     for at, turn in enumerate(turns):
         assert f"{at}first" in bare
@@ -524,8 +522,7 @@ def test_two_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_damaged_store_is_made_again(tmp_path: Path) -> None:
     write_texts(tmp_path)
-    prepared = prepare(tmp_path)
-    expected = read_documents(prepared)
+    expected = read_documents(prepare(tmp_path))
     (tokens,) = (tmp_path / "store" / "tokens").glob("*/tokens.bin")
     tokens.write_bytes(tokens.read_bytes()[:-1])
     assert read_documents(prepare(tmp_path)) == expected

@@ -215,8 +215,7 @@ def test_a_card_proposes_no_length_that_nothing_was_trained_at(hub: Hub, run_dir
 
 
 def test_weights_that_are_not_whole_are_published_by_nobody(hub: Hub, run_dir: Path) -> None:
-    file = run_dir / "model" / "model.safetensors"
-    file.write_bytes(WEIGHTS[:-1])
+    (run_dir / "model" / "model.safetensors").write_bytes(WEIGHTS[:-1])
     for words in ((), ("--dry-run",)):
         shown = run("push", str(run_dir), *words)
         assert (shown.returncode, shown.stdout) == (2, "")

@@ -66,8 +66,7 @@ def spoil_state(**changes: Any) -> Callable[[Path], None]:
 
     def spoil(path: Path) -> None:
         contents = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
-        state = make_state(6) | changes
-        write_contents(path, contents | {"state.json": json.dumps(state).encode()})
+        write_contents(path, contents | {"state.json": json.dumps(make_state(6) | changes).encode()})
 
     return spoil
 

@@ -207,8 +207,7 @@ def test_a_damaged_run_json_does_not_stop_the_page(tmp_path: Path, text: str) ->
 
 
 def test_one_evaluation_is_bars_by_position(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", 100)
-    _, page = make(folder)
+    _, page = make(write_run(tmp_path / "run", 100))
     assert "Bars, nats per supervised token, 7 labels. nats per supervised token: highest" in page
     assert all(name in page for name in BUCKETS)
 

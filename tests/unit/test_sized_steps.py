@@ -32,8 +32,7 @@ ROWS: list[dict[str, Any]] = json.loads(YARDSTICK.read_text())["rows"]
 
 def make_request(recipe: Recipe) -> dict[str, Any]:
     shape = read_model_shape(recipe.model.config, "the model")
-    levers = read_levers(recipe, shape)[0]
-    return {"recipe": recipe, "shape": shape, "levers": levers}
+    return {"recipe": recipe, "shape": shape, "levers": read_levers(recipe, shape)[0]}
 
 
 def deepen(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
@@ -58,8 +57,7 @@ def test_layers_that_are_alike_need_run_only_once(number: int) -> None:
     memory = drawn.memory.model_copy(update={"activation_offloading": 7 if offloads else False})
     model = drawn.model.model_copy(update={"config": config})
     recipe = drawn.model_copy(update={"model": model, "memory": memory})
-    request = make_request(recipe)
-    job = make_job(**request)
+    job = make_job(**make_request(recipe))
     few, every = (run_step(job, 0, runs_all=runs_all) for runs_all in (False, True))
     for phase, moment in every.items():
         assert few[phase].num_bytes == pytest.approx(moment.num_bytes, rel=1e-6, abs=4096), phase

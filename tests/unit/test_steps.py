@@ -94,8 +94,7 @@ def test_slices_make_up_whole_rows(rows: Rows, dp_size: int, width: int, sp_size
 
 
 def test_a_fixed_length_pads_every_row() -> None:
-    rows = Rows([[3], [9, 2]])
-    plan = plan_step(rows, Batching(2, 1, 1, pad_multiple=4, fixed_length=64), 0, 2)
+    plan = plan_step(Rows([[3], [9, 2]]), Batching(2, 1, 1, pad_multiple=4, fixed_length=64), 0, 2)
     assert {tokens for group in plan.padded_tokens for tokens in group} == {64}
 
 

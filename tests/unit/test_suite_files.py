@@ -81,8 +81,7 @@ def test_archives_of_one_name_are_all_unpacked(hub: Hub) -> None:
     hub.data_sets["some/three"] = {
         name: make_archive(trec=json.dumps({**TREC, "input": text})) for name, text in rows.items()
     }
-    folder = find_suite_path("some/three", ignore)
-    asked = [sample.content for sample in read_suite("longbench", folder)]
+    asked = [sample.content for sample in read_suite("longbench", find_suite_path("some/three", ignore))]
     assert sorted(text for question in asked for text in rows.values() if text in question) == sorted(rows.values())
 
 

@@ -99,7 +99,6 @@ def test_memory_is_not_spent_along_a_curve() -> None:
     "name", sample(["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"], quick=["tiny-cpu"], checked=())
 )
 def test_the_pictures_titles_and_legends_are_complete(name: str) -> None:
-    page = make_sweep_page(sweep(name, gpu="a100-40gb"))
-    texts = re.findall("<text[^>]*>([^<]*)</text>", page)
+    texts = re.findall("<text[^>]*>([^<]*)</text>", make_sweep_page(sweep(name, gpu="a100-40gb")))
     assert [text for text in texts if "\u2026" in text] == []
     assert any(text.endswith("every lever") for text in texts)

@@ -615,8 +615,7 @@ def test_variables_of_the_recipe_of_a_source_and_of_a_row(tmp_path: Path) -> Non
     rows = [row, [USER, turn("a")]]
     every, one = "data.chat_template_kwargs={style: all}", "data.datasets.0.chat_template_kwargs={style: one}"
     for overrides, shown in (((), {"row<", "<|im"}), ((every,), {"row<", "all<"}), ((every, one), {"row<", "one<"})):
-        prepared = prepare(tmp_path, rows, template, *overrides)
-        samples = open_rows(prepared.path, "train").stores[0]
+        samples = open_rows(prepare(tmp_path, rows, template, *overrides).path, "train").stores[0]
         assert {bytes(samples.read(at, 0, 4)[0].tolist()).decode() for at in range(2)} == shown
 
 

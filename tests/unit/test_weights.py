@@ -53,8 +53,7 @@ def test_targets_have_the_weights_of_their_rows(tmp_path: Path, packing: str) ->
         {"prompt": "3? ", "completion": "c"},
         {"prompt": "4? ", "completion": "d", "weight": None},
     ]
-    prepared = prepare(tmp_path, rows, f"data.packing={packing}")
-    found = read_weights(prepared, pad_to=3)
+    found = read_weights(prepare(tmp_path, rows, f"data.packing={packing}"), pad_to=3)
     assert {(chr(token), weight) for token, weight in found if token < 256} == {
         ("a", 0.25),
         ("b", 3.0),
@@ -79,8 +78,7 @@ def test_tokens_have_weights_of_their_own_and_one_without_is_no_target(tmp_path:
 
 def test_a_step_is_divided_by_the_sum_of_the_weights_of_its_targets(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "completion": "x" * n, "weight": n / 8} for n in range(1, 9)]
-    prepared = prepare(tmp_path, rows, "data.packing=off")
-    packed = open_rows(prepared.path, "train")
+    packed = open_rows(prepare(tmp_path, rows, "data.packing=off").path, "train")
     plan = plan_step(packed, Batching(2, 1, 2, 8), 0, 4)
     taken = [packed.count_targets(row) - 1 for row in plan.rows]  # without the end mark
     assert plan.target_weight == sum((n + 1) * n / 8 for n in taken)
