@@ -23,6 +23,7 @@ from support.paths import ROOT
 from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
 from support.small_run import CONFIG, make_settings
+from support.templates import LAST_ROUND
 from support.tiers import mark_by
 from support.training import MemoryRows, ScaledRows, make_recipe, measure_difference
 from torch import Tensor
@@ -30,9 +31,11 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.data.steps import NO_ROW, Batching, MicroBatch, plan_step, read_micro_batch
-from ulysses_cli.data.store import WANTED
+from ulysses_cli.data.store import WANTED, open_rows
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout
 from ulysses_cli.plan.rows.ring import Ring
@@ -60,9 +63,9 @@ def normalize(self: Any, hidden: Tensor) -> Tensor:
     return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-def make_model(attention: str) -> Any:
+def make_model(attention: str, settings: dict[str, Any] = CONFIG) -> Any:
     torch.manual_seed(3)
-    config = AutoConfig.for_model(**deepcopy(CONFIG))
+    config = AutoConfig.for_model(**deepcopy(settings))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
 
 
@@ -177,13 +180,20 @@ def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple
 
 
 def compute_on_rank(
-    recipe: Recipe, name: str, tile: int | None, shared: list[list[int]] | None = SHARED, fault: str = ""
+    recipe: Recipe,
+    name: str,
+    tile: int | None,
+    shared: list[list[int]] | None = SHARED,
+    fault: str = "",
+    prepared: Path | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[list[int]]]:
     shape = read_model_shape(recipe.model.config or {}, "test")
     layout = choose_layout(recipe, shape)
     groups = make_groups(layout, timedelta(seconds=60))
     rows: Any
-    if name == "weights":
+    if prepared is not None:
+        rows = open_rows(prepared, "train")
+    elif name == "weights":
         rows = WeightedRows(ROWS, shared)
     else:
         rows = ReferencedRows(JudgedRows(ROWS, shared=shared))
@@ -192,7 +202,8 @@ def compute_on_rank(
     sizes = (layout.dp_size, train.per_device_train_batch_size, train.gradient_accumulation_steps, layout.sp_size)
     batching = Batching(*sizes, recipe.run.seed, ring=Ring(layout.ring_size, shape.window_counts))
     with patch.object(Qwen3RMSNorm, "forward", normalize):
-        model = make_model(register_attention(groups.ulysses_axis, "sdpa", 1, ring=groups.ring_axis))
+        attention = register_attention(groups.ulysses_axis, "sdpa", 1, ring=groups.ring_axis)
+        model = make_model(attention, recipe.model.config or {})
         serve_rotary(model, groups.sp_axis)
         head = model.get_output_embeddings()
         loss: Any = PlainLoss(head, HeadRule()) if tile is None else make_tiled_loss(head, HeadRule(), tile)
@@ -318,6 +329,75 @@ def test_one_weight_for_all_targets_changes_nothing() -> None:
     for (losses, weights), (scaled_losses, scaled_weights) in zip(plain, scaled, strict=True):
         assert losses == scaled_losses
         assert all(torch.equal(weights[name], scaled_weights[name]) for name in weights)
+
+
+SPLITS = {
+    "assistant_only_loss": True,
+    "on_rewritten_turns": "split",
+    "max_length": 256,
+    "added_tokens": ["<|im_start|>", "<|im_end|>"],
+}
+
+
+def prepare_split_chats(folder: Path, *, can_share: bool) -> Path:
+    """Each turn has a thought, which the template shows in the last round alone."""
+    chats = []
+    for chat in range(4):
+        turns = [(f"Q{chat}.{at}?", f"A{at}." * (1 + at % 2), f"t{at}") for at in range(1 + chat)]
+        chats.append(
+            [
+                message
+                for asked, said, thought in turns
+                for message in (
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": said, "reasoning_content": thought},
+                )
+            ]
+        )
+    rows = [{"messages": chat, "weight": 1 + at} for at, chat in enumerate(chats)]
+    (folder / "d.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "t.jinja").write_text(LAST_ROUND)
+    data = {"datasets": [str(folder / "d.jsonl")], "chat_template": str(folder / "t.jinja"), **SPLITS}
+    settings = {"model": {"config": CONFIG, "tokenizer": "bytes"}, "data": {**data, "store_dir": str(folder / "store")}}
+    recipe = parse_recipe(yaml.safe_dump(settings), "r.yaml").recipe
+    return prepare_data(recipe, 8, lambda _: None, can_share=can_share).path
+
+
+@pytest.mark.parametrize(
+    ("sp_size", "words"),
+    [
+        (2, ()),
+        pytest.param(2, ("parallel.ring_size=2",), marks=pytest.mark.check),
+        pytest.param(4, ("parallel.ring_size=2",), marks=pytest.mark.full),
+    ],
+)
+def test_a_split_chat_on_one_copy_has_the_gradients_of_its_texts_alone(
+    tmp_path: Path, sp_size: int, words: tuple[str, ...]
+) -> None:
+    """Rows of the store; the reference has a forward for each text of the store without shared tokens."""
+    config = {**CONFIG, "vocab_size": 300}
+    alone, shared = (prepare_split_chats(tmp_path, can_share=can_share) for can_share in (False, True))
+    rows, lone = open_rows(shared, "train"), open_rows(alone, "train")
+    assert any(any(rows.get_shared(row)) for row in range(len(rows)))
+    layout = (f"parallel.sp_size={sp_size}", f"train.gradient_accumulation_steps={len(rows)}", "data.max_length=256")
+    recipe = make_recipe(*layout, *words, config=config)
+    found = run_on_ranks(sp_size, compute_on_rank, recipe, "next token", 4, None, "", shared)
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        model, losses, weights = make_model("sdpa", config), [], []
+        for row in range(len(lone)):
+            start = 0
+            for length in lone.get_lengths(row):
+                part = lone.read(row, start, start + length)
+                logits = model(torch.from_numpy(part.input_ids)[None], use_cache=False).logits[0]
+                losses.append(cross_entropy(logits, torch.from_numpy(part.labels), reduction="none"))
+                weights.append(torch.from_numpy(part.weights) * torch.from_numpy(part.labels >= 0))
+                start += length
+        loss = torch.cat(losses) @ torch.cat(weights).double() / torch.cat(weights).double().sum()
+        loss.backward()
+    grads = {key: parameter.grad for key, parameter in model.named_parameters()}
+    for ours, our_grads, _ in found:
+        assert ours["loss"] == pytest.approx(loss.item(), rel=1e-12)
+        assert measure_difference(our_grads, grads) < 1e-12
 
 
 @pytest.mark.check

@@ -138,3 +138,15 @@ TEMPLATES["shipped mistral"] = replace(
 TEMPLATES["shipped qwen"] = replace(TEMPLATES["qwen3"], text=read_template("qwen").text)
 assert len({template.text for template in TEMPLATES.values()}) == len(TEMPLATES)
 assert "{% generation %}" in MARKED
+
+# As Qwen3's: thoughts of the last round are shown, an empty one where the assistant did not think.
+LAST_ROUND = """\
+{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}
+{%- endif %}{%- endfor %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}
+{%- if loop.index0 > ns.last and (m.reasoning_content or loop.last) %}
+{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<call>' + (call.function | tojson) + '</call>' }}{%- endfor %}
+{%- else %}{{- m.content }}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""

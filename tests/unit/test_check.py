@@ -148,6 +148,7 @@ def test_a_plan_is_read_as_it_was_written_and_no_other_one_is(tmp_path: Path) ->
 
 
 PAIRS = ("preference.loss=sigmoid", "data.datasets.0.type=preference")
+SPLIT = ("data.assistant_only_loss=true", "data.on_rewritten_turns=split")
 
 
 ROPE: dict[str, dict[str, object]] = {
@@ -184,6 +185,8 @@ def test_answers_read_one_copy_of_their_prompt_where_that_is_exact(
     assert resolve(recipe, shape).shares_prompts == (not obstacle)
     assert not resolve(load(*PAIRS, "preference.share_prompts=false").recipe, shape).shares_prompts
     assert not resolve(load(*words).recipe, shape).shares_prompts
+    assert resolve(load(*SPLIT, *words, text=VALID).recipe, shape).shares_prompts == (not obstacle)
+    assert not resolve(load(*SPLIT, "data.packing=stream", text=VALID).recipe, shape).shares_prompts
 
 
 def test_every_rule_is_taken() -> None:

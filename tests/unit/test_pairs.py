@@ -160,7 +160,7 @@ preference: {loss: sigmoid}
 def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str, shares: bool = False) -> Prepared:
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = RECIPE.replace("PATH", str(folder / "d.jsonl")).replace("STORE", str(folder / "store"))
-    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None, shares_prompts=shares)
+    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None, can_share=shares)
 
 
 def read_pairs(prepared: Prepared, split: Any = "train") -> list[tuple[str, str, str]]:

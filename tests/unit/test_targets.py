@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.real_model import READY, needs_real_model
 from support.recipes import VALID
-from support.templates import CHATML
+from support.templates import CHATML, LAST_ROUND
 from support.tiers import count_examples
 from support.tokenizers_trained import train, wrap
 
@@ -36,17 +36,6 @@ from ulysses_cli.validate import validate_recipe
 
 Row = dict[str, Any]
 IM = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
-# As Qwen3's: thoughts of the last round are shown, an empty one where the assistant did not think.
-LAST_ROUND = """\
-{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}
-{%- endif %}{%- endfor %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' %}
-{%- if loop.index0 > ns.last and (m.reasoning_content or loop.last) %}
-{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- m.content }}
-{%- for call in m.tool_calls or [] %}{{- '<call>' + (call.function | tojson) + '</call>' }}{%- endfor %}
-{%- else %}{{- m.content }}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
 ALL_SHOWN = LAST_ROUND.replace("loop.index0 > ns.last and (m.reasoning_content or loop.last)", "m.reasoning_content")
 # As gpt-oss's: a final answer takes the thoughts of its round away, and the last turn ends with another mark.
 UNTIL_FINAL = """\

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
             with printing.reserve_stdout():
                 prepared = prepare_data(
                     loaded.recipe, resolved.pad_to_multiple_of, partial(_show, progress, options.place),
-                    options.samples, options.show, shares_prompts=resolved.shares_prompts,
+                    options.samples, options.show, can_share=not resolved.sharing_obstacle,
                 )  # fmt: skip
         except RecipeError as error:
             raise RecipeError(

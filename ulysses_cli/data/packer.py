@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import TARGET, PairStore, Split, TokenStore, save_rows
+from ulysses_cli.data.store import TARGET, Split, TokenStore, UnitStore, save_rows
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.rows.packing import (
     Piece,
@@ -229,13 +229,15 @@ def make_rows(
     settings: RowSettings,
 ) -> dict[str, Any]:
     """Writes both splits and returns the facts of their manifest. The first len(portions) stores are training sources,
-    the others evaluation sources. Both answers of a pair stand in the same row, one after the other, with one copy of
-    what both begin with where prompts are shared."""
+    the others evaluation sources. Documents of a unit stand in the same row, one after the other, with one copy of what
+    they begin with where prompts are shared."""
     num_train, documents = len(portions), stores
     document_bases = np.cumsum([0, *(len(store) for store in stores)])
     is_paired = all(store.manifest.get("kind") in ("preference", "unpaired") for store in stores)
-    pairs = [PairStore(store.folder, shares_prompts=settings.shares_prompts) for store in stores] if is_paired else []
-    stores = pairs or stores
+    units = list[UnitStore]()
+    if is_paired or settings.shares_prompts:
+        shares = settings.shares_prompts
+        stores = units = [UnitStore(store.folder, settings.max_length, shares_prompts=shares) for store in stores]
     bases = np.cumsum([0, *(len(store) for store in stores)])
     has_joined = any(store.manifest.get("is_joined") for store in stores)
     chosen = select_documents(
@@ -264,9 +266,7 @@ def make_rows(
         if part.num_untrainable and not settings.skip_untrainable:
             raise DataError(_explain_untrainable(part))
         rows = _pack(part.pieces, settings)
-        if is_paired:
-            lengths = np.concatenate([store.lengths for store in documents])
-            rows = _part_pairs(rows, lengths, np.concatenate([pair.shared for pair in pairs]))
+        rows = _part_units(rows, units, bases, document_bases) if units else rows
         targets = _count_row_targets(rows, documents, document_bases, settings)
         rows, targets, skipped = _leave_out(rows, targets, settings, split)
         if split == "train" and not len(rows):
@@ -276,7 +276,8 @@ def make_rows(
             raise RecipeError([Problem("data.eval_split", "no row is left to evaluate on", hint)])
         has_weights = any(store.weights is not None for store in documents)
         weights = _weigh_rows(rows, documents, document_bases, settings) if has_weights else None
-        save_rows(folder, split, rows, targets, weights)
+        shared = np.concatenate([unit.shared for unit in units])[rows.documents] if units else [0] * len(rows.documents)
+        save_rows(folder, split, rows, shared, targets, weights)
         facts[split] = {
             "num_rows": len(rows),
             "num_tokens": rows.count_tokens(),
@@ -402,14 +403,24 @@ def _pack(pieces: list[Piece], settings: RowSettings) -> RowPieces:
     return pack_alone(pieces, settings.max_length)
 
 
-def _part_pairs(rows: RowPieces, lengths: NDArray[np.int64], shared: NDArray[np.int64]) -> RowPieces:
-    """Each piece, a pair, as its two documents, of which the second begins behind what it shares with the first.
-    `lengths`: those of all documents, `shared`: of all pairs."""
-    documents = array("q", (2 * pair + at for pair in rows.documents for at in (0, 1)))
-    starts = array("q", (start for pair in rows.documents for start in (0, int(shared[pair]))))
-    stops = array("q", lengths[np.asarray(documents, np.int64)].tolist())
-    offsets = array("q", (2 * offset for offset in rows.offsets))
-    return RowPieces(rows.capacity, documents, starts, stops, offsets)
+def _part_units(
+    rows: RowPieces, stores: Sequence[UnitStore], bases: NDArray[Any], document_bases: NDArray[Any]
+) -> RowPieces:
+    """Each piece as the documents of its unit, of which others begin behind what they share with the first. `bases`:
+    the number of each store's first unit, `document_bases`: of its first document."""
+    parted = RowPieces(rows.capacity, array("q"), array("q"), array("q"), array("q", [0]))
+    for row in range(len(rows)):
+        for piece in rows.get_row(row):
+            index = int(np.searchsorted(bases, piece.document, "right")) - 1
+            store = stores[index]
+            members = store.list_members(piece.document - int(bases[index]))
+            for document in members:
+                is_alone = len(members) == 1
+                parted.documents.append(int(document_bases[index]) + document)
+                parted.starts.append(piece.start if is_alone else int(store.shared[document]))
+                parted.stops.append(piece.stop if is_alone else int(store.documents.lengths[document]))
+        parted.offsets.append(len(parted.documents))
+    return parted
 
 
 def _count_row_targets(
@@ -483,7 +494,7 @@ def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings
     split = "split (between turns where that is possible)" if kind == "chat" else "split"
     longest = int(store.lengths[long].max())
     hint = f"set data.excess_length_strategy: {split}, truncate or drop; or data.max_length: {longest} for the longest"
-    if isinstance(store, PairStore):
+    if isinstance(store, UnitStore) and store.is_paired:
         kind = f"pair of answers, {'with one copy of its' if store.shares_prompts else 'each with its'} prompt,"
         hint = f"set data.max_length to {longest:,} or more, or data.excess_length_strategy: drop"
     problems = [

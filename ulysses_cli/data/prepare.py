@@ -21,7 +21,7 @@ from ulysses_cli.data.packer import Portion, RowSettings, make_rows
 from ulysses_cli.data.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore, open_rows
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.lost_parts import LostCounts, explain_lost_parts
+from ulysses_cli.data.tokenizing.lost_parts import LostCounts, compute_growth, explain_lost_parts
 from ulysses_cli.data.tokenizing.tokenizer import KnownTokenizer, get_template, name_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
 from ulysses_cli.data.transaction import FileHashes, find_damage, hash_parts, make_folder, read_manifest
@@ -29,6 +29,7 @@ from ulysses_cli.plan.models.model_files import explain_no_template, list_variab
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import UNPAIRED
+from ulysses_cli.plan.resolved import wants_shared_prompts
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.columns import Reading
 from ulysses_cli.readers.pairs import explain_absent
@@ -76,13 +77,13 @@ def prepare_data(
     num_samples: int = 1,
     show: tuple[int, int] | None = None,
     *,
-    shares_prompts: bool = False,
+    can_share: bool = False,
 ) -> Prepared:
     """The report holds `num_samples` samples of each source, or all that was made of `show`: the number of a source,
-    from 0, and of its row. `shares_prompts`: both answers of a pair read one copy of their prompt. Raises RecipeError
-    for a mistake in the recipe and DataError for one in the data."""
+    from 0, and of its row. `can_share`: documents of a row may read one copy of what they begin with. Raises
+    RecipeError for a mistake in the recipe and DataError for one in the data."""
     emit({"event": "stage", "stage": "tokenizer"})
-    data = recipe.data
+    data, shares_prompts = recipe.data, can_share and wants_shared_prompts(recipe)
     root = Path(os.path.expanduser(data.store_dir))
     output = Path(os.path.expanduser(recipe.run.output_dir))
     hashes = FileHashes(root / "files.json")
@@ -104,7 +105,8 @@ def prepare_data(
         described.append(_describe_source(source, store, dataset.weight))
         _check_bad_rows(store, source, data.on_bad_row)
     if data.on_rewritten_turns != "keep":
-        _check_lost_parts(stores, described, tokenizer, data.on_rewritten_turns)
+        shares = can_share and wants_shared_prompts(recipe, splits=True)
+        _check_lost_parts(stores, described, tokenizer, data.on_rewritten_turns, shares_prompts=shares)
     _check_loss_mask(stores[: len(data.datasets)], recipe)
     context.hashes.save()
     path = _make_rows(stores, context, shares_prompts=shares_prompts)
@@ -281,16 +283,23 @@ def _check_bad_rows(store: TokenStore, source: Source, on_bad_row: str) -> None:
 
 
 def _check_lost_parts(
-    stores: list[TokenStore], described: list[Event], tokenizer: KnownTokenizer, on_rewritten: str
+    stores: list[TokenStore],
+    described: list[Event],
+    tokenizer: KnownTokenizer,
+    on_rewritten: str,
+    *,
+    shares_prompts: bool,
 ) -> None:
-    """Raises for chats of which the template does not show all that the assistant said, with counts of each source."""
+    """Raises for chats of which the template does not show all that the assistant said, with counts of each source.
+    `shares_prompts`: whether texts of a chat would, if it were split."""
     problems = []
     for store, source in zip(stores, described, strict=True):
         lost = LostCounts(**store.manifest["lost"])
         if lost.num_turns:
             template, has_lines = get_template(tokenizer.loaded), store.manifest["has_lines"]
             turns = source["turns"] if on_rewritten == "raise" else {}
-            problems.append(explain_lost_parts(lost, template, source["name"], turns, has_lines=has_lines))
+            growth = compute_growth(turns, shares_prompts=shares_prompts)
+            problems.append(explain_lost_parts(lost, template, source["name"], turns, growth, has_lines=has_lines))
     if problems:
         raise DataError(problems)
 

@@ -23,7 +23,7 @@ from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.problem import Where
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX, Piece, RowPieces
 
-FORMAT = 8
+FORMAT = 9
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
 SAID, THOUGHT, CALL = 4, 8, 16  # the assistant says it; as a thought; as a call of a tool
 WANTED = 32  # a target of an answer that its label wants
@@ -194,59 +194,90 @@ class TokenStore:
         return Where(name, line, 1) if self.manifest.get("has_lines", True) else Where(f"{name}, row {line}")
 
 
-def count_shared(first: tuple[Ids, Flags], second: tuple[Ids, Flags]) -> int:
-    """How many first tokens of two answers to one prompt one copy can serve: those that are the same, but for the
-    token before the first target, which predicts another one in each."""
-    shortest = min(len(first[0]), len(second[0]))
-    is_same = first[0][:shortest] == second[0][:shortest]
+def count_shared(stem: tuple[Ids, Flags], branch: tuple[Ids, Flags]) -> int:
+    """How many first tokens of a document one copy of another can serve: those that are the same, but for the token
+    before the branch's first target, which predicts another one in each."""
+    shortest = min(len(stem[0]), len(branch[0]))
+    is_same = stem[0][:shortest] == branch[0][:shortest]
     num_common = shortest if is_same.all() else int(np.argmin(is_same))
-    targets = (np.flatnonzero(flags[1:] & TARGET) for _, flags in (first, second))
-    return min(num_common, *(int(found[0]) for found in targets if len(found)))
+    targets = np.flatnonzero(branch[1][1:] & TARGET)
+    return min(num_common, int(targets[0]) if len(targets) else len(branch[0]) - 1)
 
 
-class PairStore(TokenStore):
-    """The same store with two documents that follow each other as one: two answers to one prompt. `shares_prompts`: the
-    tokens that both begin with count once."""
+class UnitStore(TokenStore):
+    """The same store with documents that stand in one row as one: both answers of a pair, or the texts of a split chat.
+    `shares_prompts`: what others of a unit begin with as its stem does counts once. The stem of a pair is its first
+    document; that of a chat its last, which the others follow from the end on as long as a row holds them."""
 
-    def __init__(self, folder: Path, *, shares_prompts: bool) -> None:
+    def __init__(self, folder: Path, capacity: int, *, shares_prompts: bool) -> None:
         super().__init__(folder)
         self.documents = TokenStore(folder)
         self.shares_prompts = shares_prompts
-        self.offsets = self.offsets[::2]
+        self.is_paired = self.manifest.get("kind") in ("preference", "unpaired")
+        self.shared = np.zeros(len(self.documents), np.int64)  # of each document, with its stem
+        self.firsts = np.arange(0, len(self.documents) + 1, 2 if self.is_paired else 1)
+        if shares_prompts and self.flags is not None:
+            if self.is_paired:
+                self.shared[1::2] = [self._count_pair(first) for first in self.firsts[:-1].tolist()]
+            else:
+                self.firsts = np.asarray(self._join_chats(capacity), np.int64)
+        self.offsets = self.offsets[self.firsts]
 
-    @cached_property
-    def shared(self) -> NDArray[np.int64]:
-        """Of each pair, how many tokens of the second document are those of the first."""
-        shared = np.zeros(len(self), np.int64)
-        for pair in range(len(self)) if self.shares_prompts and self.flags is not None else ():
-            first, second = (
-                self.documents.read(each, 0, int(self.documents.lengths[each])) for each in (2 * pair, 2 * pair + 1)
-            )
-            assert first[1] is not None
-            assert second[1] is not None
-            shared[pair] = count_shared((first[0], first[1]), (second[0], second[1]))
-        return shared
+    def list_members(self, unit: int) -> range:
+        """Its documents, the stem first."""
+        members = range(int(self.firsts[unit]), int(self.firsts[unit + 1]))
+        return members if self.is_paired else members[::-1]
+
+    def _read_whole(self, document: int) -> tuple[Ids, Flags]:
+        ids, flags = self.documents.read(document, 0, int(self.documents.lengths[document]))
+        assert flags is not None
+        return ids, flags
+
+    def _count_pair(self, first: int) -> int:
+        pair = self._read_whole(first), self._read_whole(first + 1)
+        return min(count_shared(*pair), count_shared(*pair[::-1]))
+
+    def _join_chats(self, capacity: int) -> list[int]:
+        """The first document of each unit, and the number of documents."""
+        files, lines = np.load(self.folder / "files.npy", mmap_mode="r"), self.documents.lines
+        is_next = (files[1:] == files[:-1]) & (lines[1:] == lines[:-1]) & (lines[1:] > 0)
+        firsts, stem, size = [len(self.documents)], len(self.documents) - 1, 0
+        for document in range(len(self.documents) - 1, -1, -1):
+            length = int(self.documents.lengths[document])
+            own = length
+            if document < stem and is_next[document]:
+                own -= count_shared(self._read_whole(stem), self._read_whole(document))
+            if own < length and size + own <= capacity:
+                self.shared[document], size = length - own, size + own
+            else:
+                firsts += [document + 1] if document < stem else []
+                stem, size = document, length
+        return [*([0] if len(self.documents) else []), *firsts[::-1]]
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets) - self.shared
+        ends = np.concatenate([[0], np.cumsum(self.documents.lengths - self.shared)])
+        return np.diff(ends[self.firsts])
 
     def count_targets(self, document: int, start: int, stop: int) -> int:
-        """Of both answers, whole: what both begin with holds no target."""
-        pair = range(2 * document, 2 * document + 2)
-        return sum(self.documents.count_targets(at, 0, int(self.documents.lengths[at])) for at in pair)
+        """Of all documents of a unit, whole: what others begin with as the stem does holds none of their targets."""
+        members = self.list_members(document)
+        if len(members) == 1:
+            return self.documents.count_targets(members[0], start, stop)
+        return sum(self.documents.count_targets(at, 0, int(self.documents.lengths[at])) for at in members)
 
     @cached_property
     def hashes(self) -> NDArray[np.uint64]:
-        return np.load(self.folder / "hashes.npy")[::2]
+        hashes: NDArray[np.uint64] = self.documents.hashes[self.firsts[:-1]]
+        return hashes
 
     def locate(self, document: int) -> Where:
-        return super().locate(2 * document)
+        return super().locate(int(self.firsts[document]))
 
 
 Split = Literal["train", "eval"]
 
-PARTS = ("documents", "starts", "stops", "offsets", "targets")
+PARTS = ("documents", "starts", "stops", "offsets", "shared", "targets")
 
 
 @dataclass(frozen=True)
@@ -280,7 +311,7 @@ class PackedRows:
         for store in self.stores:
             self._bases.append(self._bases[-1] + len(store))
         parts = (np.load(folder / f"{split}-{part}.npy", mmap_mode="r") for part in PARTS)
-        self._documents, self._starts, self._stops, self._offsets, self._targets = parts
+        self._documents, self._starts, self._stops, self._offsets, self._shared, self._targets = parts
         self.has_weights = any(store.weights is not None for store in self.stores)
         self._weights = np.load(folder / f"{split}-weights.npy", mmap_mode="r") if self.has_weights else None
 
@@ -294,12 +325,9 @@ class PackedRows:
         return (int(lengths.sum()),) if self.is_joined else tuple(lengths.tolist())
 
     def get_shared(self, row: int) -> tuple[int, ...]:
-        """How many first tokens of each document stand in the row as those of another: in rows of pairs a rejected
-        answer begins behind them."""
-        starts = self._starts[slice(*self._bounds(row))]
-        if not self.shares_prompts:
-            return (0,) * (1 if self.is_joined else len(starts))
-        return tuple(starts.tolist())
+        """How many first tokens of each document stand in the row as those of another: a rejected answer begins behind
+        them, and so does a text of a split chat."""
+        return (0,) if self.is_joined else tuple(self._shared[slice(*self._bounds(row))].tolist())
 
     def count_tokens(self, row: int) -> int:
         return int(self._measure(row).sum())
@@ -329,8 +357,8 @@ class PackedRows:
     def walk_documents(self) -> Iterator[tuple[Ids, Flags | None]]:
         """The tokens and flags of each document in the rows, up to where it is cut."""
         for row in range(len(self)):
-            for piece in self.pieces(row):
-                if not piece.start:
+            for piece, shared in zip(self.pieces(row), self._shared[slice(*self._bounds(row))].tolist(), strict=True):
+                if piece.start == shared:
                     store, document = self.find_document(piece.document)
                     yield store.read(document, 0, piece.stop)
 
@@ -372,7 +400,7 @@ class PackedRows:
                 if weights is not None:
                     weights[here.stop - 1] = self._read_weights(first_piece + at + 1, 0, 1)[0]
             if not self.is_joined:
-                positions[here] -= begin - int(self._starts[first_piece + at]) * self.shares_prompts
+                positions[here] -= begin - int(self._shared[first_piece + at])
         return RowSlice(ids, labels, positions, classes, weights)
 
     def _read_piece(self, index: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -436,10 +464,11 @@ def open_rows(prepared: Path, split: Split) -> PackedRows:
     return PackedRows(Path(prepared), split)
 
 
-def save_rows(folder: Path, split: Split, rows: RowPieces, targets: Any, weights: Any = None) -> None:
-    """Writes the files that PackedRows maps. `targets` holds the number of positions with a label in each row,
-    `weights` the sum of their weights, where some store has weights."""
-    arrays = (rows.documents, rows.starts, rows.stops, rows.offsets, targets)
+def save_rows(folder: Path, split: Split, rows: RowPieces, shared: Any, targets: Any, weights: Any = None) -> None:
+    """Writes the files that PackedRows maps. `shared`: of each piece, how many tokens before it are those of another;
+    `targets` holds the number of positions with a label in each row, `weights` the sum of their weights, where some
+    store has weights."""
+    arrays = (rows.documents, rows.starts, rows.stops, rows.offsets, shared, targets)
     for part, values in zip(PARTS, arrays, strict=True):
         np.save(folder / f"{split}-{part}.npy", np.asarray(values, np.int64))
     if weights is not None:

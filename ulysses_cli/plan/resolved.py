@@ -44,7 +44,8 @@ class Resolved:
     rope_factor: float | None
     rope_theta: float | None  # None: the model's own
     is_rotary: bool
-    shares_prompts: bool  # both answers of a pair read one copy of their prompt
+    shares_prompts: bool  # answers to a prompt, and texts of a split chat, read one copy of what they begin with
+    sharing_obstacle: str  # why they could not, or ''
     defaults: tuple[str, ...]
 
 
@@ -236,12 +237,13 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
         rope_theta=compute_rope_theta(recipe, shape),
         is_rotary=bool(shape.rope_type),
         shares_prompts=shares_prompts(recipe, shape),
+        sharing_obstacle=find_sharing_obstacle(recipe, shape),
         defaults=tuple(_list_defaults(recipe, written)),
     )
 
 
 def find_sharing_obstacle(recipe: Recipe, shape: ModelShape) -> str:
-    """Why several answers cannot read one copy of their prompt, or ''."""
+    """Why several documents cannot read one copy of what they begin with, or ''."""
     stretch, kernel = recipe.model.rope_scaling, BACK_ENDS.get(recipe.model.attn_implementation)
     if shape.ring_obstacle:
         return shape.ring_obstacle
@@ -253,9 +255,14 @@ def find_sharing_obstacle(recipe: Recipe, shape: ModelShape) -> str:
 
 
 def shares_prompts(recipe: Recipe, shape: ModelShape) -> bool:
-    preference = recipe.preference
-    wants = preference is not None and preference.share_prompts is not False
-    return wants and not find_sharing_obstacle(recipe, shape)
+    return wants_shared_prompts(recipe) and not find_sharing_obstacle(recipe, shape)
+
+
+def wants_shared_prompts(recipe: Recipe, *, splits: bool = False) -> bool:
+    """Whether a row's documents begin alike, so that one copy of that is of use. `splits`: as if chats were split."""
+    if recipe.preference is not None:
+        return recipe.preference.share_prompts is not False
+    return (splits or recipe.data.on_rewritten_turns == "split") and recipe.data.packing != "stream"
 
 
 def settle(recipe: Recipe, shape: ModelShape, levers: Levers) -> RunPlan:

@@ -53,7 +53,7 @@ def format_report(report: Report) -> str:
         *map(format_sample, report["samples"]),
         format_bad(report["sources"]),
         format_lost(report["sources"]),
-        format_turns(report["sources"]),
+        format_turns(report),
         _format_notes(report["notes"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -293,10 +293,10 @@ def format_lost(sources: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def format_turns(sources: Sequence[Mapping[str, Any]]) -> str:
+def format_turns(report: Report) -> str:
     """What became of the assistant's turns in the chats of each source."""
-    lines = []
-    for source in sources:
+    lines, shares_prompts = [], report.get("shares_prompts", False)  # none in an earlier version's
+    for source in report["sources"]:
         turns = source["turns"]
         if not turns.get("turns"):
             continue
@@ -306,10 +306,13 @@ def format_turns(sources: Sequence[Mapping[str, Any]]) -> str:
             lines.append(f"  {format_count(turns['trained'], 'turn')} trained")
         lines += [f"  {turns[name]:,} {words}" for name, words in TURNS.items() if turns.get(name)]
         if turns.get("texts", 0) > turns.get("chats", 0):
-            growth = turns["shown tokens"] / turns["whole tokens"]
+            shared = turns.get("shared tokens", 0) if shares_prompts else 0
+            growth = (turns["shown tokens"] - shared) / turns["whole tokens"]
+            chats = f"{format_count(turns['chats'], 'chat')} in {turns['texts']:,} texts, {growth:.1f} x the tokens"
             lines.append(
-                f"  {format_count(turns['chats'], 'chat')} in {turns['texts']:,} texts, {growth:.1f} x the tokens; a "
-                "template that keeps thoughts, by a switch in data.chat_template_kwargs, avoids that"
+                f"  {chats}, since rows hold what a chat's texts begin with once"
+                if shares_prompts
+                else f"  {chats}; a template that keeps thoughts, by a switch in data.chat_template_kwargs, avoids that"
             )
     return "\n".join(lines)
 
@@ -391,5 +394,5 @@ def _draw_choices(report: Report) -> Chart:
 
 def _list_bad(report: Report) -> list[Preformatted]:
     texts = {"bad rows": format_bad(report["sources"]), "not shown": format_lost(report["sources"])}
-    texts["turns of the assistant"] = format_turns(report["sources"])
+    texts["turns of the assistant"] = format_turns(report)
     return [Preformatted(text, title) for title, text in texts.items() if text]

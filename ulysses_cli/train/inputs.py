@@ -35,7 +35,7 @@ from ulysses_cli.plan.planner.estimate import explain_memory, find_host_bound
 from ulysses_cli.plan.planner.lever_choice import LeverChoice, choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
-from ulysses_cli.plan.resolved import Resolved, ResolvedRecipe, RunPlan, find_sharing_obstacle
+from ulysses_cli.plan.resolved import Resolved, ResolvedRecipe, RunPlan
 from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.plan.speed import PACKED_KERNELS, explain_packed
 from ulysses_cli.plan.units import format_count
@@ -371,12 +371,15 @@ class Connected:
         """What the run's kernels of attention cost on its rows, and how answers read their prompts."""
         kernels, lengths = [*built.kernel.by_head_dim.values(), built.kernel.name], measure_mix(inputs.rows).lengths
         lines, recipe = self.forecast.explain_attention(self.plan, kernels, lengths), self.plan.recipe
-        if recipe.preference is None:
+        if recipe.preference is None and recipe.data.on_rewritten_turns != "split":
             return lines
+        is_pair = recipe.preference is not None
         if inputs.rows.shares_prompts:
-            return [*lines, "answers read one copy of their prompt"]
-        obstacle = find_sharing_obstacle(recipe, inputs.shape) or "as the recipe says"
-        return [*lines, f"each answer has a copy of its prompt: {obstacle}"]
+            who, what = ("answers", "their prompt") if is_pair else ("texts of a split chat", "what they share")
+            return [*lines, f"{who} read one copy of {what}"]
+        obstacle = self.plan.resolved.sharing_obstacle or "as the recipe says"
+        what = "each answer has a copy of its prompt" if is_pair else "each text of a split chat has its own copy"
+        return [*lines, f"{what}: {obstacle}"]
 
     def describe_next_step(self, inputs: Inputs, num_trained: int) -> str:
         """'' where no step is left."""

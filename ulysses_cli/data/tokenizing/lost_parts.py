@@ -70,20 +70,20 @@ class LostCounts:
         self.example = self.example or other.example
 
 
-def compute_growth(turns: Mapping[str, int]) -> float | None:
+def compute_growth(turns: Mapping[str, int], *, shares_prompts: bool = False) -> float | None:
     """How many times the tokens of its chats a source would have if they were split; None where that is not known. Only
-    chats that lose something are split."""
+    chats that lose something are split. `shares_prompts`: what texts of a chat begin with counts once."""
     tokens, split, whole = (turns.get(name, 0) for name in ("whole tokens", "split tokens", "split from"))
     is_known = tokens and split and not turns.get("never shown")
-    return (tokens - whole + split) / tokens if is_known else None
+    repeated = turns.get("repeated tokens", 0) if shares_prompts else 0
+    return (tokens - whole + split - repeated) / tokens if is_known else None
 
 
 def explain_lost_parts(
-    lost: LostCounts, template: str, source: str, turns: Mapping[str, int], *, has_lines: bool
+    lost: LostCounts, template: str, source: str, turns: Mapping[str, int], growth: float | None, *, has_lines: bool
 ) -> Problem:
-    """`source`: the name of what was read; `turns`: counts of its turns, also of the tokens that they have if each is
-    shown as the model writes it. The problem's place is that of the example."""
-    growth = compute_growth(turns)
+    """`source`: the name of what was read; `turns`: counts of its turns; `growth`: how many times the tokens there are
+    if each is shown as the model writes it. The problem's place is that of the example."""
     file, line, turn, kind, words = lost.example or (source, 0, 1, TEXT, "")
     example = f"turn {turn} loses {NOUNS[kind]}" if kind != TOOLS else "the row's column `tools` is not read"
     example += f": {words}" if words else ""

@@ -80,7 +80,8 @@ def encode_pair(encoder: Encoder, pair: Pair) -> TokenPair:
     for name, branch in zip(("chosen", "rejected"), branches, strict=True):
         if not branch.is_target[1:].any():
             raise BadRow(f"the {name} answer has no target")
-    num_shared = count_shared((first, first_flags), (second, second_flags))
+    both = (first, first_flags), (second, second_flags)
+    num_shared = min(count_shared(*both), count_shared(*both[::-1]))
     encoder.lost, encoder.counts = lost, {**counts, "shared tokens": num_shared}
     return TokenPair(*branches, num_shared)
 

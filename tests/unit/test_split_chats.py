@@ -1,0 +1,140 @@
+"""Texts of a split chat in rows that hold what they begin with once: tokens and targets are those of texts alone."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.templates import LAST_ROUND
+
+from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.store import open_rows
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.readers.problems import DataError
+from ulysses_cli.report.data_report import format_report
+
+Row = dict[str, Any]
+RECIPE = """\
+model: {config: {model_type: llama}, tokenizer: bytes}
+data:
+  datasets: [FOLDER/d.jsonl]
+  max_length: 1024
+  assistant_only_loss: true
+  on_rewritten_turns: split
+  chat_template: FOLDER/t.jinja
+  added_tokens: ["<|im_start|>", "<|im_end|>"]
+  store_dir: FOLDER/store
+"""
+
+
+def make_chat(number: int, num_rounds: int) -> list[Row]:
+    """Each round has a thought, of which the template shows that of the last round alone; every third has none."""
+    messages = []
+    for at in range(num_rounds):
+        thought = {} if at % 3 == 2 else {"reasoning_content": f"Hm, {at}."}
+        messages += [{"role": "user", "content": f"Question {number}.{at}?" * (1 + at % 2)},
+                     {"role": "assistant", "content": f"Answer {at}.", **thought}]  # fmt: skip
+    return messages
+
+
+CHATS = [make_chat(number, num_rounds) for number, num_rounds in enumerate([1, 5, 2, 5, 4])]
+
+
+def prepare(folder: Path, chats: list[Any], *overrides: str, can_share: bool = True) -> Prepared:
+    rows = [chat if isinstance(chat, dict) else {"messages": chat} for chat in chats]
+    (folder / "d.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "t.jinja").write_text(LAST_ROUND)
+    recipe = parse_recipe(RECIPE.replace("FOLDER", str(folder)), "r.yaml", overrides).recipe
+    return prepare_data(recipe, 8, lambda _: None, can_share=can_share)
+
+
+def read_documents(prepared: Prepared) -> list[tuple[list[int], list[int], list[float], list[int]]]:
+    """Tokens, labels, weights and turns of every document, as if it stood alone: a branch behind its stem's tokens."""
+    rows, found = open_rows(prepared.path, "train"), []
+    for row in range(len(rows)):
+        start, stem = 0, np.empty(0, np.int64)
+        lengths, all_shared = rows.get_lengths(row), rows.get_shared(row)
+        whole = rows.read(row, 0, sum(lengths))
+        assert rows.count_targets(row) == int((whole.labels >= 0).sum())
+        for length, shared in zip(lengths, all_shared, strict=True):
+            part = rows.read(row, start, start + length)
+            assert np.array_equal(part.labels, whole.labels[start : start + length])
+            assert part.positions.tolist() == list(range(shared, shared + length))
+            assert part.classes is not None
+            tokens = np.concatenate([stem[:shared], part.input_ids])
+            labels = np.concatenate([np.full(shared, -100), part.labels])
+            weights = np.ones(length) if part.weights is None else part.weights
+            targets = part.labels >= 0
+            found.append((tokens.tolist(), labels.tolist(), weights[targets].tolist(), part.classes[targets].tolist()))
+            start, stem = start + length, stem if shared else tokens
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"),
+    [
+        ((), 1),
+        (("data.packing=off",), 1),
+        (("data.max_length=400",), 2),  # no row holds a long chat: its texts hang on several stems
+        (("data.max_length=250", "data.excess_length_strategy=split"), 3),  # and the longest are cut
+        (("data.datasets.0.weight=2",), 1),
+    ],
+)
+def test_texts_on_one_copy_are_those_that_stand_alone(tmp_path: Path, words: tuple[str, ...], copies: int) -> None:
+    alone, shared = (prepare(tmp_path, CHATS, *words, can_share=can_share) for can_share in (False, True))
+    assert read_documents(shared) == read_documents(alone)
+    rows = [open_rows(each.path, "train") for each in (alone, shared)]
+    tokens = [sum(each.count_tokens(row) for row in range(len(each))) for each in rows]
+    counted = [each.report["splits"]["train"]["num_tokens"] for each in (alone, shared)]
+    assert tokens == counted
+    assert not any(any(rows[0].get_shared(row)) for row in range(len(rows[0])))
+    num_branches = sum(sum(each > 0 for each in rows[1].get_shared(row)) for row in range(len(rows[1])))
+    assert num_branches > 3
+    assert tokens[1] < 0.9 * tokens[0]
+    if copies == 1:
+        repeated = sum(sum(rows[1].get_shared(row)) for row in range(len(rows[1])))
+        assert tokens[1] + repeated == tokens[0]
+        kept = shared.report["splits"]["train"]["sources"][0]
+        assert kept["documents"] == len(CHATS)
+    assert max(map(rows[1].count_tokens, range(len(rows[1])))) <= rows[1].max_length
+
+
+def test_whole_documents_are_walked(tmp_path: Path) -> None:
+    alone, shared = (prepare(tmp_path, CHATS, can_share=can_share) for can_share in (False, True))
+    walked = [
+        sorted(ids.tolist() for ids, _ in open_rows(each.path, "train").walk_documents()) for each in (alone, shared)
+    ]
+    assert walked[0] == walked[1]
+
+
+def test_weights_of_a_chat_are_those_of_all_of_its_texts(tmp_path: Path) -> None:
+    chats = [{"messages": chat, "weight": (at + 1) / 4} for at, chat in enumerate(CHATS)]
+    alone, shared = (prepare(tmp_path, chats, can_share=can_share) for can_share in (False, True))
+    assert read_documents(shared) == read_documents(alone)
+    weights = []
+    for each in (alone, shared):
+        rows = open_rows(each.path, "train")
+        weights.append(sum(rows.weigh_targets(row) or 0 for row in range(len(rows))))
+    assert weights[0] == weights[1]
+
+
+def test_the_report_counts_what_rows_hold(tmp_path: Path) -> None:
+    """Bytes are tokens here."""
+    alone, shared = (prepare(tmp_path, CHATS, can_share=can_share) for can_share in (False, True))
+    kept = [open_rows(each.path, "train") for each in (alone, shared)]
+    tokens = [sum(rows.count_tokens(row) for row in range(len(rows))) for rows in kept]
+    whole = prepare(tmp_path, CHATS, "data.on_rewritten_turns=keep").report["splits"]["train"]["num_tokens"]
+    words = [format_report(each.report) for each in (alone, shared)]
+    assert f"5 chats in 17 texts, {tokens[0] / whole:.1f} x the tokens; a template that keeps" in words[0]
+    begin = f"5 chats in 17 texts, {tokens[1] / whole:.1f} x the tokens"
+    assert f"{begin}, since rows hold what a chat's texts begin with once" in words[1]
+    assert tokens[0] > 2.5 * whole
+    assert tokens[1] < 1.5 * whole
+    # before it is done only special tokens are known to be shared, not the role that follows one
+    for can_share, number, most in ((False, tokens[0], 0), (True, tokens[1], 12 * len("assistant\n."))):
+        with pytest.raises(DataError) as caught:
+            prepare(tmp_path, CHATS, "data.on_rewritten_turns=raise", can_share=can_share)
+        (growth,) = re.findall(r"split to train each turn as the model writes it, for (\S+) x the", str(caught.value))
+        assert number / whole - 0.05 <= float(growth) <= (number + most) / whole + 0.05
