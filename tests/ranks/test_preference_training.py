@@ -300,8 +300,7 @@ def test_several_answers_to_one_prompt_have_the_gradients_of_rows_of_their_own(s
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(key, marks=mark_by(key in ("2x1", "1x2 and no row"), key == "ring 2 of 4")) for key in CASES],
+    "case", [pytest.param(key, marks=mark_by(key in ("2x1", "1x2 and no row"), key == "ring 2 of 4")) for key in CASES]
 )
 def test_targets_with_weights_have_the_gradients_of_their_weighted_mean(case: str) -> None:
     layout, micro_steps, words, tile = CASES[case]

@@ -230,11 +230,7 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
         ("estimate-memory", SMALL, "data.max_length=512"),
         ("estimate-memory", "--model", "Qwen/Qwen3-0.6B", "--max-length", "2Ki", "--sweep"),
     ],
-    "ulysses plan": [
-        (*PLAN, "--max-length", "4Ki"),
-        (*PLAN, "--max-length", "64Mi"),
-        (*PLAN, "--longest"),
-    ],
+    "ulysses plan": [(*PLAN, "--max-length", "4Ki"), (*PLAN, "--max-length", "64Mi"), (*PLAN, "--longest")],
     "ulysses models": [("models",)],
     "A model": [("models", "Qwen/Qwen3-8B")],
     "ulysses recipes list": [("recipes", "list")],

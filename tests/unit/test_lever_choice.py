@@ -252,11 +252,7 @@ def test_the_choice_is_the_cheapest_that_fits(length: str) -> None:
 @pytest.mark.parametrize("kind", sample(["h100-80gb", "rtx-4090", "b300"], quick=["h100-80gb"], checked=()))
 @pytest.mark.parametrize(
     "name",
-    sample(
-        ["Qwen/Qwen3-4B", "openai/gpt-oss-20b", "google/gemma-2-9b"],
-        quick=["openai/gpt-oss-20b"],
-        checked=(),
-    ),
+    sample(["Qwen/Qwen3-4B", "openai/gpt-oss-20b", "google/gemma-2-9b"], quick=["openai/gpt-oss-20b"], checked=()),
 )
 @pytest.mark.parametrize("levers", sample(GIVEN, quick=GIVEN[2:], checked=()))
 def test_all_levers_reach_at_least_as_far_as_the_given_ones(name: str, kind: str, levers: Levers) -> None:

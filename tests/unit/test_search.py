@@ -221,9 +221,7 @@ def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[C
             ("meta-llama/Llama-3.1-8B", 1200 * 1024, ("h200:2",), {"nvme_path": "/disk"}),
         ],
         quick=[("Qwen/Qwen3-0.6B", 2**13, ("h100-80gb:8", "rtx-4090:4"), {"num_tokens": 2 * 10**6})],
-        checked=[
-            ("Qwen/Qwen3-30B-A3B", 2**16, ("h200:8", "h100-80gb:4"), {"is_lora": True}),
-        ],
+        checked=[("Qwen/Qwen3-30B-A3B", 2**16, ("h200:8", "h100-80gb:4"), {"is_lora": True})],
     ),
 )
 def test_the_search_lists_what_an_exhaustive_one_would(

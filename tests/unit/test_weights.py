@@ -55,11 +55,8 @@ def test_targets_have_the_weights_of_their_rows(tmp_path: Path, packing: str) ->
     ]
     found = read_weights(prepare(tmp_path, rows, f"data.packing={packing}"), pad_to=3)
     assert {(chr(token), weight) for token, weight in found if token < 256} == {
-        ("a", 0.25),
-        ("b", 3.0),
-        ("c", 1.0),
-        ("d", 1.0),
-    }
+        ("a", 0.25), ("b", 3.0), ("c", 1.0), ("d", 1.0),
+    }  # fmt: skip
     assert len(found) == 9  # with an end mark each
 
 
