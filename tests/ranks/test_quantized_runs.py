@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import RunHarness, run_and_save
 from support.small_run import CONFIG
 from support.tiers import mark_by
 from support.training import MemoryRows, Trajectory, make_recipe, measure_difference, train_plainly
@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ulysses_cli.data.steps import plan_step, read_micro_batch
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.loop import train
 
 NUM_STEPS = 3
@@ -104,25 +103,14 @@ def test_training_equals_peft_and_bitsandbytes(base: Path, kind: str, sp_size: i
         assert (torch.uint8 if kind == "nf4" else torch.int8) in ours["frozen"]
 
 
-def run_and_save(recipe: Recipe, folder: str, resumes_at: int | None, num_steps: int) -> list[float]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), 4, folder)
-    if resumes_at is not None:
-        path = Path(folder) / "checkpoints" / f"step-{resumes_at}"
-        from ulysses_cli.run.checkpoints import load_state
-
-        harness.saves.resume(harness.train_state, ResumePoint(path, load_state(path), True))
-    harness.train_state.num_steps = num_steps
-    train(harness.train_state)
-    harness.saves.save_last(harness.train_state)
-    return harness.losses
-
-
 @pytest.mark.full
 def test_a_run_resumes_at_another_layout(base: Path, tmp_path: Path) -> None:
     split = make_quantized_recipe(base, "nf4", "parallel.sp_size=2")
-    whole = run_on_ranks(2, run_and_save, split, str(tmp_path / "a"), None, 4)[0]
-    assert run_on_ranks(2, run_and_save, split, str(tmp_path / "b"), None, 2)[0] == whole[:2]
-    resumed = run_on_ranks(1, run_and_save, make_quantized_recipe(base, "nf4"), str(tmp_path / "b"), 2, 4)[0]
+    whole = run_on_ranks(2, run_and_save, split, MemoryRows(ROWS), str(tmp_path / "a"), None, 4)[0]
+    assert run_on_ranks(2, run_and_save, split, MemoryRows(ROWS), str(tmp_path / "b"), None, 2)[0] == whole[:2]
+    resumed = run_on_ranks(
+        1, run_and_save, make_quantized_recipe(base, "nf4"), MemoryRows(ROWS), str(tmp_path / "b"), 2, 4
+    )[0]
     assert resumed == pytest.approx(whole[2:], rel=1e-5)
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,20 +45,16 @@ def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
     proof = make_proof(*overrides)
     shape = read_model_shape(proof.model.config or {}, "test")
     task = make_task(proof, shape, folder)
-    return judge("sp 2", run_on_ranks(2, trace_with, fault, task)[0], make_reference(task), shape)
+    return judge("sp 2", run_on_ranks(2, trace_with, FAULTS[fault], task)[0], make_reference(task), shape)
 
 
-def trace_with(fault: str, task: Any) -> Any:
+def trace_with(plant: Callable[[], list[Any]], task: Any) -> Any:
     from ulysses_cli.prove.verify import trace_on_rank
 
-    patches = FAULTS[fault]()
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as planted:
+        for each in plant():
+            planted.enter_context(each)
         return trace_on_rank(torch.device("cpu"), task)
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def patch(where: str, make: Callable[[Any], Any]) -> Any:

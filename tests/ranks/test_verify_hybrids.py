@@ -11,7 +11,7 @@ import torch
 from support.hybrids import HYBRIDS, TINY
 from support.rank_pool import run_on_ranks
 from support.tiers import mark_by
-from test_verify import make_proof, patch
+from test_verify import make_proof, patch, trace_with
 
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.prove.results import Row
@@ -29,20 +29,7 @@ def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:
     proof = proof.model_copy(update={"model": proof.model.model_copy(update={"config": config})})
     shape = read_model_shape(config, "test")
     task = make_task(proof, shape, folder)
-    return judge("sp 2", run_on_ranks(2, trace_with, fault, task)[0], make_reference(task), shape)
-
-
-def trace_with(fault: str, task: Any) -> Any:
-    from ulysses_cli.prove.verify import trace_on_rank
-
-    patches = FAULTS[fault]()
-    for each in patches:
-        each.start()
-    try:
-        return trace_on_rank(torch.device("cpu"), task)
-    finally:
-        for each in patches:
-            each.stop()
+    return judge("sp 2", run_on_ranks(2, trace_with, FAULTS[fault], task)[0], make_reference(task), shape)
 
 
 def plant_dropped_halo() -> list[Any]:

@@ -15,7 +15,7 @@ from support.rank_pool import run_on_ranks
 from support.tiers import mark_by
 from support.training import make_recipe
 from test_exact_training import make_sinks_config
-from test_verify import CONFIG, patch
+from test_verify import CONFIG, patch, trace_with
 from test_verify import FAULTS as FAULTS_OF_ALL
 from torch import Tensor
 
@@ -40,20 +40,7 @@ def prove_ring(
     proof = make_proof_recipe(recipe, config, whole, Layout(sp_size=size, ring_size=ring_size), "cpu")[0]
     shape = read_model_shape(proof.model.config or {}, "test")
     task = make_task(proof, shape, folder)
-    return judge(f"sp {size}", run_on_ranks(size, trace_with, fault, task)[0], make_reference(task), shape)
-
-
-def trace_with(fault: str, task: Any) -> Any:
-    from ulysses_cli.prove.verify import trace_on_rank
-
-    patches = FAULTS[fault]()
-    for each in patches:
-        each.start()
-    try:
-        return trace_on_rank(torch.device("cpu"), task)
-    finally:
-        for each in patches:
-            each.stop()
+    return judge(f"sp {size}", run_on_ranks(size, trace_with, FAULTS[fault], task)[0], make_reference(task), shape)
 
 
 def plant_own_log_sum_exp() -> list[Any]:
@@ -68,7 +55,7 @@ def plant_own_log_sum_exp() -> list[Any]:
 
         return run
 
-    return [patch(f"ulysses_cli.train.attention.{way}.run_backward", make) for way in ("gathered", "rounds")]
+    return [patch("ulysses_cli.train.attention.ring.run_backward", make)]
 
 
 def plant_lost_key_gradient() -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import RunHarness, run_and_save
 from support.small_run import CONFIG
 from support.tiers import mark_by
 from support.training import MemoryRows, Trajectory, make_recipe, measure_difference, train_plainly
@@ -18,8 +18,6 @@ from ulysses_cli.data.steps import make_batching, plan_step
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import resolve
-from ulysses_cli.run.checkpoints import load_state
-from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.loop import train
 
 NUM_STEPS = 3
@@ -100,17 +98,6 @@ def test_training_equals_plain_peft(
         assert measure_difference(ours["weights"], weights) < 1e-5
 
 
-def run_and_save(recipe: Recipe, folder: str, resumes_at: int | None, num_steps: int) -> list[float]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), 4, folder)
-    if resumes_at is not None:
-        path = Path(folder) / "checkpoints" / f"step-{resumes_at}"
-        harness.saves.resume(harness.train_state, ResumePoint(path, load_state(path), True))
-    harness.train_state.num_steps = num_steps
-    train(harness.train_state)
-    harness.saves.save_last(harness.train_state)
-    return harness.losses
-
-
 @pytest.mark.parametrize(
     ("settings", "stage"),
     [pytest.param((WHOLE,), 3, marks=pytest.mark.full), pytest.param((WHOLE, DORA), 2, marks=pytest.mark.full)],
@@ -118,7 +105,9 @@ def run_and_save(recipe: Recipe, folder: str, resumes_at: int | None, num_steps:
 )
 def test_a_run_resumes_at_another_layout(base: Path, tmp_path: Path, settings: tuple[str, ...], stage: int) -> None:
     split = make_case(base, *settings, "parallel.sp_size=2", f"parallel.zero_stage={stage}")
-    whole = run_on_ranks(2, run_and_save, split, str(tmp_path / "a"), None, 4)[0]
-    assert run_on_ranks(2, run_and_save, split, str(tmp_path / "b"), None, 2)[0] == whole[:2]
+    whole = run_on_ranks(2, run_and_save, split, MemoryRows(ROWS), str(tmp_path / "a"), None, 4)[0]
+    assert run_on_ranks(2, run_and_save, split, MemoryRows(ROWS), str(tmp_path / "b"), None, 2)[0] == whole[:2]
     other = make_case(base, *settings, "parallel.zero_stage=1")
-    assert run_on_ranks(1, run_and_save, other, str(tmp_path / "b"), 2, 4)[0] == pytest.approx(whole[2:], rel=1e-5)
+    assert run_on_ranks(1, run_and_save, other, MemoryRows(ROWS), str(tmp_path / "b"), 2, 4)[0] == pytest.approx(
+        whole[2:], rel=1e-5
+    )

@@ -12,9 +12,11 @@ from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout, settle
+from ulysses_cli.run.checkpoints import load_state
+from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves
 from ulysses_cli.train.evaluation import rehearse
-from ulysses_cli.train.loop import StepResult
+from ulysses_cli.train.loop import StepResult, train
 from ulysses_cli.train.metrics import BadSteps
 from ulysses_cli.train.model.build import assemble_run, choose_objective
 from ulysses_cli.train.model.loading import load_model_config
@@ -72,3 +74,15 @@ class RunHarness:
 
         trained = [(name, p) for name, p in self.built.module.named_parameters() if p.requires_grad]
         return {name: safe_get_full_fp32_param(p).clone() for name, p in trained}
+
+
+def run_and_save(recipe: Recipe, rows: Any, folder: str, resumes_at: int | None, num_steps: int) -> list[float]:
+    """The losses of a run of four steps that ends after `num_steps` with a checkpoint, and may go on from one."""
+    harness = RunHarness(recipe, rows, 4, folder)
+    if resumes_at is not None:
+        path = Path(folder) / "checkpoints" / f"step-{resumes_at}"
+        harness.saves.resume(harness.train_state, ResumePoint(path, load_state(path), True))
+    harness.train_state.num_steps = num_steps
+    train(harness.train_state)
+    harness.saves.save_last(harness.train_state)
+    return harness.losses
