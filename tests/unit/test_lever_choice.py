@@ -14,6 +14,7 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.modules import Adapters
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes, list_sub_groups
 from ulysses_cli.plan.levers import Levers, compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.plan.planner.candidates import write_levers
@@ -44,16 +45,34 @@ def choose(*overrides: str):
 
 
 def test_none_is_on_where_none_is_needed() -> None:
-    choice = choose("data.max_length=64Ki")
-    assert choice.levers == Levers()
+    choice = choose("data.max_length=16Ki")
+    assert choice.levers == Levers(gradient_checkpointing=False)
     reasons = dict(choice.reasons)
+    assert reasons.pop("gradient_checkpointing").startswith("the GPU has room for all that layers save: the peak is ")
     assert reasons.pop("large_tiles") == "nothing is tiled"
     assert reasons.pop("early_groups") == "the optimizer is not in host memory"
     assert set(reasons) == {
         "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
-        "gradient_checkpointing", "offloaded_to",
+        "offloaded_to",
     }  # fmt: skip
-    assert all(reason.removeprefix("full is ").startswith("not needed: the peak is ") for reason in reasons.values())
+    assert all(reason.startswith("not needed: the peak is ") for reason in reasons.values())
+
+
+def test_no_layer_is_computed_twice_where_the_gpu_has_room() -> None:
+    """At 64Ki it has if the loss is in tiles, at 128Ki it has not."""
+    chosen = {length: choose(f"data.max_length={length}").levers for length in ("32Ki", "64Ki", "128Ki")}
+    saves = {length: (levers.gradient_checkpointing, levers.tiled_loss) for length, levers in chosen.items()}
+    assert saves == {"32Ki": (False, False), "64Ki": (False, True), "128Ki": (True, False)}
+    for length, least_gain in (("32Ki", 1.3), ("64Ki", 1.1)):
+        words = (*EIGHT, f"data.max_length={length}")
+        job = make_job(load(*words).recipe, LLAMA_8B, chosen[length])
+        recomputed = make_job(load(*words).recipe, LLAMA_8B, Levers())
+        gain = compute_speed(recomputed, H100).step_seconds / compute_speed(job, H100).step_seconds
+        assert gain >= least_gain
+    at_once = replace(chosen["64Ki"], tiled_loss=False)
+    job = make_job(load(*EIGHT, "data.max_length=64Ki").recipe, LLAMA_8B, at_once)
+    assert judge(job, measure_ledger(job), H100).verdict != "fits"
+    assert choose("data.max_length=16Ki", "memory.gradient_checkpointing=true").levers == Levers()
 
 
 def test_every_lever_that_is_on_is_needed() -> None:

@@ -105,8 +105,9 @@ def test_weights_on_a_disk(tmp_path: Path) -> None:
     largest."""
     gpu = load_hardware().get_gpu("h100-80gb")
     cpu, disk = "memory.offload_param=cpu", ("memory.offload_param=nvme", f"memory.nvme_path={tmp_path}")
-    host = compute_estimate(make("memory.offload_optimizer=cpu", cpu), SHAPE, gpu)
-    there = compute_estimate(make("memory.offload_optimizer=cpu", *disk), SHAPE, gpu)
+    words = ("memory.offload_optimizer=cpu", "memory.gradient_checkpointing=true")
+    host = compute_estimate(make(*words, cpu), SHAPE, gpu)
+    there = compute_estimate(make(*words, *disk), SHAPE, gpu)
     job, largest = there.job, 128_256 * 4096 // 8
     assert size_weight_buffers(job.weights, 8, 2) == {"buffer_count": 8, "buffer_size": largest}
     assert compute_locked_weight_bytes(job) == 2 * (8 * largest + count_largest_group(job))

@@ -5,7 +5,7 @@ turns another on. Training and validate-config call `choose_levers`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
@@ -34,14 +34,30 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.plan.units import format_count
 
+# Relative costs: each lever costs more than all before it together. Tiles cost almost nothing, recomputing a layer a
+# third of its time, the optimizer on the host seconds in every step. What costs most on long rows (attention computed
+# twice, a disk) is tried only where nothing else fits, and weighed by the predicted time of a step.
+COSTS = {
+    "tiled_loss": 1,
+    "tiled_mlp": 2,
+    "offloaded_layers": 4,
+    "head_chunks": 8,
+    "gradient_checkpointing": 32,
+    "offload_optimizer": 64,
+    "offload_param": 128,
+    "offloaded_to": 256,
+}
+RECOMPUTING = "gradient_checkpointing"
 SPENDING = ("large_tiles", "early_groups")  # what costs memory and no time, if there is some left
+EVERY = (*COSTS, *SPENDING)
 NO_ROOM = "the GPU has no room for them"
 OFF = Levers()
 
 
-def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Iterable[str] = SPENDING) -> Levers:
+def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str] = EVERY) -> Levers:
     """Turns on what spends memory and saves time, as far as the job still fits. It is decided after all that frees
     memory."""
+    levers = _stop_recomputing(job, gpu, levers, open_names)
     most: dict[str, Any] = {
         "large_tiles": int(levers.tiled_mlp or levers.tiled_loss),
         "early_groups": 0 if _find_no_overlap(replace(job, levers=levers)) else count_groups(job) - 1,
@@ -52,15 +68,32 @@ def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Iterable[
     return levers
 
 
-def stop_spending(levers: Levers, open_names: Iterable[str] = SPENDING) -> Levers:
+def _stop_recomputing(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str]) -> Levers:
+    """Computes no layer twice, where the GPU has room for all that layers save; if need be with the loss in tiles,
+    which takes less time than a second forward."""
+    if RECOMPUTING not in open_names or levers.gradient_checkpointing is not True or levers.offloaded_layers:
+        return levers
+    for tiled_loss in (False, True) if "tiled_loss" in open_names and not levers.tiled_loss else (levers.tiled_loss,):
+        saving = replace(levers, gradient_checkpointing=False, tiled_loss=tiled_loss)
+        fit = try_levers(job, gpu, saving)
+        if fit is not None and fit.verdict == "fits" and is_tried(replace(job, levers=saving)):
+            seconds = [compute_speed(replace(job, levers=each), gpu).step_seconds for each in (saving, levers)]
+            return saving if seconds[0] < seconds[1] else levers
+    return levers
+
+
+def stop_spending(levers: Levers, open_names: Collection[str] = EVERY) -> Levers:
     """Turns off what spends memory, of `open_names`."""
     spent: dict[str, Any] = {name: getattr(OFF, name) for name in SPENDING if name in open_names}
+    if RECOMPUTING in open_names and not levers.gradient_checkpointing:
+        spent[RECOMPUTING] = True
     return replace(levers, **spent)
 
 
 def keep_spending(job: Job, gpu: Gpu, levers: Levers) -> Levers:
     """`levers` with what the job spends, as far as it then still fits."""
-    for name in SPENDING:
+    saves_all = not job.levers.gradient_checkpointing and not levers.offloaded_layers
+    for name in ([RECOMPUTING] if saves_all else []) + [*SPENDING]:
         given: dict[str, Any] = {name: getattr(job.levers, name)}
         fit = try_levers(job, gpu, replace(levers, **given))
         levers = replace(levers, **given) if fit is not None and fit.verdict == "fits" else levers
@@ -112,19 +145,6 @@ def explain_spending(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     return f"{value} {room}" if value else "the host has no room for copies"
 
 
-# Relative costs: each lever costs more than all before it together. Tiles cost almost nothing, recomputing a layer a
-# third of its time, the optimizer on the host seconds in every step. What costs most on long rows (attention computed
-# twice, a disk) is tried only where nothing else fits, and weighed by the predicted time of a step.
-COSTS = {
-    "tiled_loss": 1,
-    "tiled_mlp": 2,
-    "offloaded_layers": 4,
-    "head_chunks": 8,
-    "gradient_checkpointing": 32,
-    "offload_optimizer": 64,
-    "offload_param": 128,
-    "offloaded_to": 256,
-}
 # At most this many bytes are freed by each saved byte that is offloaded. At present 1.05: the byte itself, and the
 # shares of the allocator and of the safety margin.
 MOST_SPARED = 1.2
@@ -452,9 +472,13 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     off = getattr(OFF, name)
     value = getattr(job.levers, name)
     room = f"{gpu.memory_bytes / GIB:.1f} GiB"
+    if name == RECOMPUTING and value is False:
+        return f"the GPU has room for all that layers save: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
     if value == off:
-        if fit.verdict == "fits" and name == "gradient_checkpointing":
-            return f"full is not needed: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
+        if fit.verdict == "fits" and name == RECOMPUTING:
+            saving = replace(job, levers=replace(job.levers, gradient_checkpointing=False, offloaded_layers=0))
+            needs = measure_ledger(saving).gpu_peak_bytes / GIB
+            return f"without it the peak would be {needs:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
         if fit.verdict == "fits":
             return f"not needed: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
         if name == "offloaded_to" and not job.has_disk:

@@ -56,8 +56,9 @@ Order = Callable[[Candidate], tuple[float, ...]]
 
 
 class Contest:
-    """Settles layouts, the most promising first: no lever makes a step faster, so a layout's time without any lever is
-    a bound for its plan, and a layout whose bound lies behind the plans that are listed is never settled."""
+    """Settles layouts, the most promising first: no step is faster than one that saves all and recomputes nothing, so
+    its time is a bound for a layout's plan. A layout whose bound lies behind the plans that are listed is never
+    settled."""
 
     def __init__(self, request: PlanRequest, layouts: Sequence[tuple[Job, list[Gpu]]]) -> None:
         self.request = request
@@ -152,7 +153,8 @@ class Contest:
         return self._ledgers.setdefault(id(job), LedgersOfJob(job))  # whose layouts keep the job alive
 
     def _find_bound(self, job: Job, gpu: Gpu) -> Candidate:
-        return Candidate(gpu, job, UNKNOWN, compute_speed(job, gpu), self.request.num_tokens)
+        fastest = replace(job, levers=replace(job.levers, gradient_checkpointing=False))
+        return Candidate(gpu, job, UNKNOWN, compute_speed(fastest, gpu), self.request.num_tokens)
 
 
 UNKNOWN = Fit("fits", "", 0, 0, 0, 0, 0, 0)

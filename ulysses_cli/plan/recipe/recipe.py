@@ -241,7 +241,7 @@ class Memory(Section):
     gradient_checkpointing: bool | Literal["auto", "full"] = setting(
         "auto",
         "recompute layers in the backward; true keeps attention's result, full keeps only each layer's input, auto = "
-        "true where that fits",
+        "false where the GPU has room for all, else true where that fits",
         aliases=("activation_checkpointing",),
     )
     attention_head_chunks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
