@@ -73,7 +73,7 @@ def runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_part_past_its_time_keeps_its_rows_and_leaves_no_process(call: Any, tmp_path: Path) -> None:
     """A grandchild in a session of its own, which no signal to a group reaches, holds the pipe and would hold the
     GPU."""

@@ -58,7 +58,7 @@ def list_living(*words: str) -> list[str]:
         ),
         pytest.param(("lora={r: 4}",), marks=pytest.mark.full),
         pytest.param(("parallel.zero_stage=2",), marks=pytest.mark.check),
-        pytest.param(("parallel.zero_stage=1",), marks=pytest.mark.check),
+        pytest.param(("parallel.zero_stage=1",), marks=pytest.mark.full),
     ],
     ids=" ".join,
 )

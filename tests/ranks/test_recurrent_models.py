@@ -132,6 +132,7 @@ def test_a_recurrence_of_each_kind_on_eight_ranks(model_type: str) -> None:
             *(("lfm2", "full"), ("kimi_linear", "save_attention"), ("zamba2", "save_attention")),
         ],
         quick=[("lfm2", "full"), ("nemotron_h", "save_attention")],
+        checked=[("kimi_linear", "save_attention"), ("qwen3_5_text", "full")],
     ),
 )
 def test_with_checkpointing(model_type: str, mode: Mode) -> None:
