@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from support.combinations import RUN, TRAINED, explain, list_refused
 from support.house import ENTRY_MAY_IMPORT, MAY_IMPORT, MODULES, ORDER, PACKAGE, ROOT, parse
 from ulysses_cli.hub import summarize_table
 from ulysses_cli.plan.attention import BACK_ENDS
@@ -135,10 +136,30 @@ def make_back_ends() -> str:
     return make_table(head, rows)
 
 
+def make_combinations() -> str:
+    """Returns a table of features that a recipe may combine, and what rules say of those that it may not."""
+    refused = list_refused()
+    numbers = {why: number for number, why in enumerate(refused, 1)}
+    rows = [
+        (one, *(f"**no** {numbers[why]}" if (why := explain(one, other)) else "yes" for other in RUN))
+        for one in TRAINED
+    ]
+    reasons = [
+        f"{numbers[why]}. {'; '.join(f'**{one}** with {_join(others)}' for one, others in pairs.items())}: {why}"
+        for why, pairs in refused.items()
+    ]
+    return make_table(("", *RUN), rows) + "\n\n" + "\n".join(reasons)
+
+
+def _join(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "recipes.md": {"settings": make_settings},
     "models.md": {"families": make_families, "models": make_models, "refused": make_refused_families},
     "attention.md": {"back ends": make_back_ends},
+    "compared.md": {"combinations": make_combinations},
 }
 
 
