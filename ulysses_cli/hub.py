@@ -91,9 +91,14 @@ def find_tokenizer(recipe: Recipe) -> TokenizerFacts | None:
     name = model.tokenizer or model.name_or_path
     if name is None or name == "bytes":
         return describe_bytes() if name else None
-    local = Path(os.path.expanduser(name))
-    folder = local if local.is_dir() else _find_snapshot(name, None if model.tokenizer else model.revision)
+    folder = find_folder(name, None if model.tokenizer else model.revision)
     return read_tokenizer(folder, name) if folder else None
+
+
+def find_folder(name: str, revision: str | None = None) -> Path | None:
+    """The files of a folder or a hub name that are on this machine."""
+    local = Path(os.path.expanduser(name))
+    return local if local.is_dir() else _find_snapshot(name, revision)
 
 
 def find_model_config(recipe: Recipe, *, online: bool = False) -> tuple[Mapping[str, Any], str]:

@@ -22,6 +22,7 @@ from ulysses_cli.commands.children.training import Machine
 from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
+from ulysses_cli.evaluate.results import FROM_FILES, TimeLeft
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring import score
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, order_alike, plan_suites
@@ -35,7 +36,6 @@ from ulysses_cli.evaluate.summary import (
     weigh_mean,
 )
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.prove.quality.evaluation import FROM_FILES, TimeLeft
 from ulysses_cli.report.proofs import format_quality, make_quality_page
 from ulysses_cli.train.generation.questions import Question, _collect
 

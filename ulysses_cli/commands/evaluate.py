@@ -106,6 +106,19 @@ def evaluate(
     hostfile: Annotated[
         Path | None, typer.Option(help="DeepSpeed's list of machines: a line `host slots=N` for each, number 0 first")
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="ask the model of this name at an OpenAI-compatible server: http://host:8000/v1"
+        ),
+    ] = None,
+    endpoint_key_env: Annotated[
+        str, typer.Option(metavar="NAME", help="the environment variable that holds the server's key")
+    ] = "OPENAI_API_KEY",
+    endpoint_requests: Annotated[int, typer.Option(min=1, max=1024, help="questions at once, with --endpoint")] = 4,
+    endpoint_timeout: Annotated[
+        float, typer.Option(min=1, max=86400, help="seconds for a question with all its tries, with --endpoint")
+    ] = 600,
     html: PageOption = None,
     online: OnlineOption = False,
     output: FormatOption = Format.text,
@@ -131,6 +144,7 @@ def evaluate(
       ulysses evaluate runs/mine/checkpoints/step-400 --against meta-llama/Llama-3.1-8B --html quality.html
       ulysses evaluate my/model --suite longbench-v2 --path THUDM/LongBench-v2 --format json
       ulysses evaluate my/model --suite niah --max-length 32Ki --against-retrieval
+      ulysses evaluate Qwen/Qwen3-8B --endpoint http://127.0.0.1:8000/v1 --suite niah --max-length 4Ki,32Ki
     """
     import os
     from dataclasses import replace
@@ -141,6 +155,7 @@ def evaluate(
         find_base,
         find_model,
         find_place,
+        leave_out_measured,
         list_uncounted,
         name_results,
         note_positions,
@@ -148,23 +163,16 @@ def evaluate(
         predict_evaluation,
         prepare_model,
         run,
+        run_endpoint,
     )
     from ulysses_cli.commands.children.training import Machine
+    from ulysses_cli.evaluate.endpoint import Endpoint, read_address
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.suites import CALLS, DEFAULT_SAMPLES, SUITES, Amount, Plan, Sources
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
     from ulysses_cli.run import launcher
 
-    slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
-    if device is EvaluationDevice.cuda and not slots:
-        end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
-    machine = Machine(nnodes, node_rank, master_addr, master_port, hostfile)
-    nodes, num_ranks = or_exit(lambda: find_place(sp_size, slots, os.environ, machine), output)
-    if budget is not None and not against_retrieval:
-        end_with([Problem("--budget", "is not used without --against-retrieval", "add it, or leave this out")], output)
-    if gpu is not None and not dry_run:
-        end_with([Problem("--gpu", "is not used without --dry-run", "add it, or leave this out")], output)
     budgets = or_exit(lambda: read_numbers("--budget", budget or DEFAULT_BUDGETS, []), output)
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     if not suites:
@@ -174,6 +182,45 @@ def evaluate(
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, made), output)
     sources, plan = Sources(text, squad, hotpotqa, code), Plan((), (), ())
     amount = Amount((), samples or DEFAULT_SAMPLES, seed, of_files=samples)
+    if endpoint is not None:
+        unused = {
+            "--sp-size": sp_size != 1, "--device": device is not EvaluationDevice.auto, "--against": against,
+            "--against-retrieval": against_retrieval, "--price": price, "--dry-run": dry_run, "--gpu": gpu,
+            "--trust-remote-code": trust_remote_code, "--offload-weights": offload_weights, "--nnodes": nnodes,
+            "--node-rank": node_rank, "--master-addr": master_addr, "--master-port": master_port,
+            "--hostfile": hostfile, "--online": online, "--budget": budget,
+            "--dtype": dtype is not WeightsDtype.bfloat16,
+        }  # fmt: skip
+        hint = "leave it out, or name the model's folder without --endpoint"
+        if wrong := [Problem(name, "is not used with --endpoint", hint) for name, given in unused.items() if given]:
+            end_with(wrong, output)
+        if thinking and chat_template is False:
+            end_with([Problem("--thinking", "the chat template is not used", "leave it out")], output)
+        suites, notes = or_exit(lambda: leave_out_measured(suites), output)
+        sources, plan = or_exit(lambda: plan_questions(model, suites, path, sources, amount), output)
+        served = or_exit(
+            lambda: Endpoint(
+                read_address(endpoint), model, os.environ.get(endpoint_key_env, "").strip(), endpoint_key_env,
+                endpoint_timeout, thinking, is_chat=chat_template is not False, report=printing.print_message,
+            ),
+            output,
+        )  # fmt: skip
+        run_endpoint(
+            served, suites, replace(plan, notes=(*plan.notes, *notes)), sources,
+            replace(amount, lengths=tuple(lengths)), tokenizer=tokenizer,
+            has_limit=bool(plan.samples) and max_length is not None, num_requests=endpoint_requests,
+            folder=to or Path("runs/evaluations") / name_results(f"{model}-served", suites), output=output, html=html,
+        )  # fmt: skip
+        return
+    slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
+    if device is EvaluationDevice.cuda and not slots:
+        end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
+    machine = Machine(nnodes, node_rank, master_addr, master_port, hostfile)
+    nodes, num_ranks = or_exit(lambda: find_place(sp_size, slots, os.environ, machine), output)
+    if budget is not None and not against_retrieval:
+        end_with([Problem("--budget", "is not used without --against-retrieval", "add it, or leave this out")], output)
+    if gpu is not None and not dry_run:
+        end_with([Problem("--gpu", "is not used without --dry-run", "add it, or leave this out")], output)
     if not nodes.rank:  # the other machines receive the questions
         sources, plan = or_exit(lambda: plan_questions(model, suites, path, sources, amount), output)
     if nodes.count > 1:

@@ -52,6 +52,13 @@ def can_think(render: RenderText) -> bool:
     return render_question(render, QUESTION) != render_question(render, QUESTION, thinks=True)
 
 
+def write_plain(sample: Sample, prefix: str) -> str:
+    """The question without a template. `prefix`: of the answer."""
+    text = f"{sample.content}{prefix}"
+    # a base model goes on after a word; a prompt in a template of its file ends as the template does
+    return text.rstrip() if sample.with_template else text
+
+
 def find_answer(prompt: str, text: str) -> str | None:
     """What follows the last thought in a model's text. None where a thought has begun and not ended. `prompt`: a
     template may begin the thought there."""
@@ -267,9 +274,7 @@ class Prompter:
         once; where the model thinks first, it begins the answer itself."""
         prefix = "" if self.thinks_about(sample) else sample.answer_prefix
         if not (self.with_template and sample.with_template):
-            text = f"{sample.content}{prefix}"
-            # a base model goes on after a word; a prompt in a template of its file ends as the template does
-            return (text.rstrip() if sample.with_template else text), 0
+            return write_plain(sample, prefix), 0
         if not sample.messages:
             return f"{self.head}{sample.content}{self.tail}{prefix}", len(self.head)
         try:

@@ -359,7 +359,10 @@ def _list_facts(findings: Findings) -> list[str]:
         lines.append(f"mean over lengths, longer ones weigh more: {_format_percent(findings['weighted_mean'])}")
     lines += _list_effective_lengths(findings)
     cost = f", {format_usd(findings['usd'])}" if findings.get("usd") else ""
-    lines.append(f"{format_seconds(findings['seconds'])} on {format_count(findings['num_ranks'], 'rank')}{cost}")
+    place = f"on {format_count(findings.get('num_ranks', 0), 'rank')}"
+    if served := findings.get("endpoint"):
+        place = f"at {served['address']}, {format_count(served['num_requests'], 'request')} at once"
+    lines.append(f"{format_seconds(findings['seconds'])} {place}{cost}")
     return lines
 
 
@@ -379,7 +382,10 @@ def _list_notes(findings: Findings) -> list[str]:
         notes.append(f"{format_count(len(known), 'question')} answered right with no context: {named}")
     too_long = findings.get("too_long") or []
     if too_long:
-        named = ", ".join(f"{_name_question(each)} ({each['tokens']:,} tokens)" for each in too_long[:MAX_LISTED])
+        named = ", ".join(
+            _name_question(each) + (f" ({each['tokens']:,} tokens)" if each["tokens"] else "")
+            for each in too_long[:MAX_LISTED]
+        )
         more = f" and {len(too_long) - MAX_LISTED} more, in quality.json" if len(too_long) > MAX_LISTED else ""
         notes.append(f"{format_count(len(too_long), 'question')} too long, not cut and not scored: {named}{more}")
     if findings["scores"] and not findings["has_all_ruler_tasks"]:

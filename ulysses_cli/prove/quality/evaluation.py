@@ -1,17 +1,13 @@
 """Runs the task of `ulysses evaluate`: one model, or two whose answers are compared. Builds a model on ranks of this
-machine without an optimizer, asks all questions, sums up, and says how long it still takes.
-
-The file of results has one line per question, after a line that says what was evaluated. A killed evaluation goes on
-where it was."""
+machine without an optimizer, asks all questions, sums up, and says how long it still takes."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -23,6 +19,14 @@ from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.renderer import Renderer
 from ulysses_cli.data.tokenizing.tokenizer import get_variables, load_tokenizer
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
+from ulysses_cli.evaluate.results import (
+    REPORT_SECONDS,
+    SPENT,
+    ResultsFile,
+    TimeLeft,
+    list_asked,
+    split_results,
+)
 from ulysses_cli.evaluate.retrieval import WHOLE, check_retrieval, get_way, keep_whole, make_ways, summarize_retrieval
 from ulysses_cli.evaluate.suites import (
     CALLS,
@@ -53,98 +57,7 @@ if TYPE_CHECKING:
     from ulysses_cli.prove.quality.documents import EvaluatedModel
 
 
-KIND = "evaluation"
-
-
-class ResultsFile:
-    """Results are appended and written through at once."""
-
-    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
-        self.file, self.results = file, list[dict[str, Any]]()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = _read_lines(file)
-        if lines:
-            _compare(lines[0].get(KIND), dict(settings), file)
-            self.results = [line for line in lines[1:] if "score" in line or "loss" in line]
-        self.stream = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the evaluation runs
-        if not lines:
-            self._write({KIND: dict(settings)})
-
-    @property
-    def done(self) -> set[str]:
-        return {result["id"] for result in self.results}
-
-    def add(self, result: dict[str, Any]) -> None:
-        self.results.append(result)
-        self._write(result)
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self.stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.stream.flush()
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """The whole lines. A line that a killed evaluation left unfinished is cut off."""
-    if not file.exists():
-        return []
-    content = file.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        with open(file, "r+b") as stream:
-            stream.truncate(end)
-    return [json.loads(line) for line in content[:end].splitlines()]
-
-
-def _compare(before: Any, settings: dict[str, Any], file: Path) -> None:
-    """Results of another model or other samples are not mixed."""
-    if before == settings:
-        return
-    changed = sorted(key for key in {*settings, *(before or {})} if (before or {}).get(key) != settings.get(key))
-    message = f"{file} holds the results of another evaluation: {', '.join(changed)} differ"
-    raise RecipeError([Problem("--output", message, "name another folder, or remove this one")])
-
-
-FROM_FILES = 0  # stands for a length: questions of files, whose tokens are not counted before they are asked
-
-
-class TimeLeft:
-    """`left`: how many questions of each length are left; `cost`: of reading so many tokens, in any unit. Lengths come
-    in rising order, and a long question takes more than its share of the tokens: a mean over those that are answered
-    would promise far too little."""
-
-    def __init__(self, left: Mapping[int, int], cost: Callable[[int], float]) -> None:
-        self.left, self.cost = Counter(left), cost
-        self.seconds: dict[int, list[float]] = defaultdict(list)
-
-    def note(self, length: int, seconds: float) -> None:
-        """A question was answered so many seconds after the one before it."""
-        self.left[length] -= 1
-        self.seconds[length].append(seconds)
-
-    def drop(self, length: int) -> None:
-        """A question was answered before this start, or is too long to be asked."""
-        self.left[length] -= 1
-
-    def estimate(self) -> float:
-        return sum(number * self._expect(length) for length, number in self.left.items() if number > 0)
-
-    def _expect(self, length: int) -> float:
-        if length in self.seconds:
-            return _mean(self.seconds[length])
-        known = [each for each in self.seconds if each != FROM_FILES]
-        if length == FROM_FILES or not known:
-            return _mean([second for each in self.seconds.values() for second in each])
-        nearest = min(known, key=lambda each: abs(each - length))
-        return _mean(self.seconds[nearest]) * self.cost(length) / self.cost(nearest)
-
-
-def _mean(seconds: list[float]) -> float:
-    return sum(seconds) / max(1, len(seconds))
-
-
 TIME_LIMIT = 14 * 24 * 3600.0
-REPORT_SECONDS = 5.0
-SPENT = "spent"  # of a result: seconds since the one before it, or since its start began to load the model
 
 
 @dataclass(frozen=True)
@@ -301,14 +214,6 @@ def _ignore(_: object) -> None:
     return None
 
 
-def split_results(results: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the answers, and the losses of documents."""
-    answers, losses = list[dict[str, Any]](), list[dict[str, Any]]()
-    for result in results:
-        (answers if "score" in result else losses).append(result)
-    return answers, losses
-
-
 def _compare_documents(evaluation: ModelEvaluation, results: Sequence[Mapping[str, Any]]) -> None:
     """Raises RecipeError where a document or a chat has changed since it was read."""
     before = {result["id"]: result["prompt_hash"] for result in results if result["task"] in (LOSS, CALLS)}
@@ -350,20 +255,7 @@ class _Questions:
             send(f"going on: {format_count(self.num_before, 'question')} answered already")
 
     def _list_asked(self) -> list[dict[str, Any]]:
-        """The results of what is asked: the folder may hold those of other suites, lengths and samples."""
-        amount = self.evaluation.amount
-        made = {task.name for task in self.plan.tasks} | ({LOSS} if self.plan.has_loss else set())
-        read = {(sample.task, sample.number) for sample in self.plan.samples}
-        read |= {(prompt.sample.task, prompt.index) for prompt in self.evaluation.prompts}
-        return [
-            result
-            for result in self.file.results
-            if (
-                result["task"] in made and result["length"] in amount.lengths and result["index"] < amount.num_samples
-                if result["length"]
-                else (result["task"], result["index"]) in read
-            )
-        ]
+        return list_asked(self.file.results, self.plan, self.evaluation.amount, self.evaluation.prompts)
 
     def walk(self) -> Iterator[TaskPrompt]:
         """The questions that are not answered yet. Those that are too long are listed, and not cut."""

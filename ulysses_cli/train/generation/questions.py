@@ -16,8 +16,9 @@ import numpy as np
 
 from ulysses_cli.data.store import CALL, SAID, TARGET, Flags, Ids
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
+from ulysses_cli.evaluate.results import describe_answer
 from ulysses_cli.evaluate.sample import Sample
-from ulysses_cli.evaluate.scoring import read_calls, score, score_names, write_calls
+from ulysses_cli.evaluate.scoring import read_calls, write_calls
 from ulysses_cli.evaluate.suites import CALLS, make_source
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.units import format_count
@@ -264,23 +265,11 @@ def _answer(
 def _describe(prompt: TaskPrompt, answer: Answer, prompter: Prompter) -> dict[str, Any]:
     sample = prompt.sample
     text, is_reached = prompter.read_answer(sample, answer.tokens)
-    return {
-        "id": prompt.name,
-        "task": sample.task,
-        "length": prompt.length,
-        "index": prompt.index,
-        "prompt_tokens": len(prompt.tokens),
-        "depths": list(prompt.depths),
-        "prompt_hash": prompt.digest,
-        "references": list(sample.references),
-        "answer": text,
+    measured = {
         "answer_tokens": len(answer.tokens),
-        "score": score(sample, text),
         "log_probability": answer.log_probability,
         "is_greedy": answer.is_greedy,
         "seconds": round(answer.seconds, 4),
-        **({"names": score_names(text, sample.references[0])} if sample.metric == "calls" else {}),
         **({"has_answer": is_reached} if prompter.thinks_about(sample) else {}),
-        **({"facts": dict(sample.facts)} if sample.facts else {}),
-        **({"groups": dict(sample.groups)} if sample.groups else {}),
     }
+    return describe_answer(prompt, text, measured)
