@@ -186,6 +186,7 @@ def test_answers_read_one_copy_of_their_prompt_where_that_is_exact(
     assert not resolve(load(*PAIRS, "preference.share_prompts=false").recipe, shape).shares_prompts
     assert not resolve(load(*words).recipe, shape).shares_prompts
     assert resolve(load(*SPLIT, *words, text=VALID).recipe, shape).shares_prompts == (not obstacle)
+    assert resolve(load("data.datasets.0.type=answers", *words).recipe, shape).shares_prompts == (not obstacle)
     assert not resolve(load(*SPLIT, "data.packing=stream", text=VALID).recipe, shape).shares_prompts
 
 

@@ -24,10 +24,10 @@ data:
 """
 
 
-def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Prepared:
+def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str, can_share: bool = False) -> Prepared:
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = RECIPE.replace("PATH", str(folder / "d.jsonl")).replace("STORE", str(folder / "store"))
-    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None)
+    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None, can_share=can_share)
 
 
 def read_weights(prepared: Prepared, pad_to: int = 0) -> list[tuple[int, float]]:
@@ -141,3 +141,82 @@ def test_the_report_says_how_much_targets_weigh(tmp_path: Path) -> None:
     report = prepare(tmp_path, [{"text": "abc"}]).report
     assert report["sources"][0]["target_weight"] is None
     assert not any("weight of" in note for note in report["notes"])
+
+
+SAMPLED = [
+    {"prompt": f"Is {n} large? ", "completions": [f"no, {n} is not", f"no {n}", f"yes {n}"], "weights": [1, 0.25, 0]}
+    for n in range(8)
+]
+
+
+def read_answers(prepared: Prepared) -> list[tuple[str, str, float]]:
+    """Prompt, answer and weight of each document, the prompt also where it stands before another answer."""
+    rows, found = open_rows(prepared.path, "train"), []
+    for row in range(len(rows)):
+        start, stem = 0, np.empty(0, np.int64)
+        for length, shared in zip(rows.get_lengths(row), rows.get_shared(row), strict=True):
+            part = rows.read(row, start, start + length)
+            tokens, is_target = np.concatenate([stem[:shared], part.input_ids]), part.labels >= 0
+            asked = tokens[: shared + int(np.argmax(is_target)) + 1]
+            assert part.weights is not None
+            (weight,) = set(part.weights[is_target].tolist())
+            found.append((bytes(asked.tolist()).decode(), bytes(part.labels[is_target][:-1].tolist()).decode(), weight))
+            start, stem = start + length, stem if shared else tokens
+    return sorted(found)
+
+
+@pytest.mark.parametrize("can_share", [False, True])
+def test_answers_to_one_prompt_have_weights_and_read_one_copy_of_it(tmp_path: Path, can_share: bool) -> None:
+    prepared = prepare(tmp_path, SAMPLED, "data.datasets.0.type=answers", can_share=can_share)
+    expected = [(row["prompt"], answer, weight) for row in SAMPLED
+                for answer, weight in zip(row["completions"][:2], (1.0, 0.25), strict=True)]  # fmt: skip
+    assert read_answers(prepared) == sorted(expected)
+    texts = sum(len(row["prompt"]) + len(answer) + 1 for row in SAMPLED for answer in row["completions"][:2])
+    # the last token of a prompt predicts another one in each answer
+    repeated = sum(len(row["prompt"]) - 1 for row in SAMPLED)
+    assert prepared.report["splits"]["train"]["num_tokens"] == texts - can_share * repeated
+    (note,) = [note for note in prepared.report["notes"] if "16 answers" in note]
+    assert f"{repeated / texts:.0%} of the tokens are prompts that several answers repeat" in note
+    assert ("rows hold them once" in note) == can_share
+
+
+def test_answers_are_found_by_their_columns_and_a_prompt_is_trained_on_or_evaluated(tmp_path: Path) -> None:
+    rows = [dict(row, weights=None) for row in SAMPLED]
+    rows += [dict(row, completions=["other"], weights=[2]) for row in SAMPLED]
+    prepared = prepare(tmp_path, rows, "data.eval_split=0.4", can_share=True)
+    assert prepared.report["sources"][0]["kind"] == "answers"
+    assert any("with data.datasets.0.type: answers rows hold them once" in note for note in prepared.report["notes"])
+    trained = {prompt for prompt, *_ in read_answers(prepared)}
+    assert 0 < len(trained) < 8
+    assert prepared.report["leaked_documents"] == 0
+    assert len(read_answers(prepared)) == 4 * len(trained)
+
+
+def test_answers_may_be_turns(tmp_path: Path) -> None:
+    ask = [{"role": "user", "content": "Is it?"}]
+    row = {"prompt": ask, "completions": ["No.", [{"role": "assistant", "content": "Yes."}]], "rewards": [0.5, 2]}
+    words = ("data.chat_template=chatml", "data.added_tokens=['<|im_start|>', '<|im_end|>']", "data.max_length=256")
+    columns = "data.datasets.0.columns={weights: rewards}"
+    prepared = prepare(tmp_path, [row], *words, columns, "data.datasets.0.type=answers", can_share=True)
+    rows = open_rows(prepared.path, "train")
+    assert rows.get_shared(0)[1] > 10
+    assert {weight for _, weight in read_weights(prepared)} == {0.5, 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completions": []}, "column `completions` is not a list of answers, or is an empty one"),
+        ({"completions": "yes"}, "column `completions` is not a list of answers"),
+        ({"completions": None}, "column `completions` is missing"),
+        ({"weights": [1]}, "column `weights` has 1 element for 3 answers"),
+        ({"weights": 1}, "column `weights` has no list for 3 answers"),
+        ({"weights": [1, -1, 0]}, "element 1 of column `weights` is -1: a weight is 0 or more"),
+        ({"weights": [0, 0, 0]}, "no supervised token"),
+    ],
+)
+def test_answers_that_cannot_be_read_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare(tmp_path, [SAMPLED[0], {**SAMPLED[1], **changes}], "data.datasets.0.type=answers")
+    assert "d.jsonl:2:1: " in str(caught.value)
+    assert message in str(caught.value)

@@ -240,6 +240,15 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
                 f"splits a pair as one; {share:.0%} of the tokens are prompts that the rejected answer repeats"
                 f"{': rows hold them once' if report['shares_prompts'] else ''}"
             )
+        if source["kind"] == "answers":
+            answers = format_count(source["num_documents"], "answer")
+            share = source["turns"].get("shared tokens", 0) / max(1, source["num_tokens"])
+            once = ": rows hold them once" if report["shares_prompts"] else ""
+            if _get_type(recipe, source["key"]) != "answers":
+                once = f"; with {source['key']}.type: answers rows hold them once, where the model allows that"
+            notes.append(
+                f"{source['name']}: {answers}; {share:.0%} of the tokens are prompts that several answers repeat{once}"
+            )
         if source["target_weight"] is not None:
             targets = format_count(source["num_targets"], "target")
             notes.append(

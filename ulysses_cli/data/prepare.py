@@ -193,6 +193,7 @@ def _list_deciding(source: Source, kind: str, context: _Context) -> list[Any]:
         "chat": ("assistant_only_loss", *chats),
         "conversations": ("assistant_only_loss", *chats),
         "completion": ("completion_only_loss", "assistant_only_loss", *chats),
+        "answers": ("completion_only_loss", "assistant_only_loss", *chats),
         "instruction": ("completion_only_loss",),
         "preference": ("completion_only_loss", *chats),
         "unpaired": ("completion_only_loss", *chats),

@@ -338,6 +338,7 @@ KINDS: dict[str, RowType] = {
     "synthetic": "text",
     "chat": "chat",
     "completion": "completion",
+    "answers": "answers",
     "conversations": "conversations",
     "instruction": "instruction",
     "tokens": "tokens",

@@ -262,7 +262,10 @@ def wants_shared_prompts(recipe: Recipe, *, splits: bool = False) -> bool:
     """Whether a row's documents begin alike, so that one copy of that is of use. `splits`: as if chats were split."""
     if recipe.preference is not None:
         return recipe.preference.share_prompts is not False
-    return (splits or recipe.data.on_rewritten_turns == "split") and recipe.data.packing != "stream"
+    data = recipe.data
+    has_answers = any(dataset.type == "answers" for dataset in (*data.datasets, *data.eval_datasets))
+    begin_alike = splits or data.on_rewritten_turns == "split" or has_answers
+    return begin_alike and data.packing != "stream" and not data.attend_across_documents
 
 
 def settle(recipe: Recipe, shape: ModelShape, levers: Levers) -> RunPlan:

@@ -61,7 +61,14 @@ class Weighted:
     weight: float | list[float]
 
 
-AnySample = Sample | Pair | Judged | Weighted
+@dataclass(frozen=True)
+class Answers:
+    """Several answers to one prompt."""
+
+    samples: list[Weighted]
+
+
+AnySample = Sample | Pair | Judged | Weighted | Answers
 
 
 def read_row(kind: RowType, row: Row, *, has_template: bool = True, reading: Reading = PLAIN) -> AnySample:
@@ -70,6 +77,8 @@ def read_row(kind: RowType, row: Row, *, has_template: bool = True, reading: Rea
         return read_pair(row, reading)
     if kind == "unpaired":
         return read_judged(row, reading)
+    if kind == "answers":
+        return read_answers(row, reading)
     sample = read_sample(kind, row, has_template=has_template, reading=reading)
     weight = _find_weight(sample, rename(row, reading.names))
     return sample if weight is None else Weighted(sample, weight)
@@ -88,6 +97,32 @@ def _find_weight(sample: Sample, row: Row) -> float | list[float] | None:
         size = format_count(len(weights), "element") if isinstance(weights, list) else "no list"
         raise BadRow(f"column `weights` has {size} for {len(sample.ids):,} input_ids")
     return [read_weight(each, f"element {at} of column `weights`") for at, each in enumerate(weights)]
+
+
+def read_answers(row: Row, reading: Reading = PLAIN) -> Answers:
+    """Prompt, completions and their weights. Of an answer without weight nothing would be learned: it is left out,
+    unless no other is left."""
+    if not isinstance(row, dict):
+        raise BadRow("no mapping where a row of columns is needed")
+    given, row = row, rename(row, reading.names)
+    for column in COLUMNS["answers"]:
+        if row.get(column) is None:
+            raise BadRow(f"column `{reading.names.get(column, column)}` is missing; there is {list_columns(given)}")
+    answers, weights = row["completions"], row.get("weights")
+    if not isinstance(answers, list) or not answers:
+        raise BadRow("column `completions` is not a list of answers, or is an empty one")
+    weights = [1.0] * len(answers) if weights is None else weights
+    if not isinstance(weights, list) or len(weights) != len(answers):
+        size = format_count(len(weights), "element") if isinstance(weights, list) else "no list"
+        raise BadRow(f"column `weights` has {size} for {format_count(len(answers), 'answer')}")
+    rest = {name: value for name, value in row.items() if name not in ("completions", "weights")}
+    samples = []
+    for at, (answer, weight) in enumerate(zip(answers, weights, strict=True)):
+        if isinstance(row["prompt"], list) and isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        sample = read_sample("completion", {**rest, "completion": answer}, reading=_without_names(reading))
+        samples.append(Weighted(sample, read_weight(weight, f"element {at} of column `weights`")))
+    return Answers([each for each in samples if each.weight] or samples[:1])
 
 
 def read_weight(value: Any, name: str) -> float:

@@ -25,6 +25,7 @@ ROW_NOUNS: dict[RowType, str] = {
     "chat": "chats",
     "conversations": "chats",
     "completion": "prompts with completions",
+    "answers": "prompts with several completions",
     "instruction": "instructions",
     "tokens": "rows of tokens",
     "text": "texts",

@@ -35,7 +35,7 @@ from ulysses_cli.plan.planner.estimate import explain_memory, find_host_bound
 from ulysses_cli.plan.planner.lever_choice import LeverChoice, choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
-from ulysses_cli.plan.resolved import Resolved, ResolvedRecipe, RunPlan
+from ulysses_cli.plan.resolved import Resolved, ResolvedRecipe, RunPlan, wants_shared_prompts
 from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.plan.speed import PACKED_KERNELS, explain_packed
 from ulysses_cli.plan.units import format_count
@@ -371,14 +371,14 @@ class Connected:
         """What the run's kernels of attention cost on its rows, and how answers read their prompts."""
         kernels, lengths = [*built.kernel.by_head_dim.values(), built.kernel.name], measure_mix(inputs.rows).lengths
         lines, recipe = self.forecast.explain_attention(self.plan, kernels, lengths), self.plan.recipe
-        if recipe.preference is None and recipe.data.on_rewritten_turns != "split":
+        if recipe.preference is None and not wants_shared_prompts(recipe):
             return lines
-        is_pair = recipe.preference is not None
+        is_split = recipe.preference is None and recipe.data.on_rewritten_turns == "split"
         if inputs.rows.shares_prompts:
-            who, what = ("answers", "their prompt") if is_pair else ("texts of a split chat", "what they share")
+            who, what = ("texts of a split chat", "what they share") if is_split else ("answers", "their prompt")
             return [*lines, f"{who} read one copy of {what}"]
         obstacle = self.plan.resolved.sharing_obstacle or "as the recipe says"
-        what = "each answer has a copy of its prompt" if is_pair else "each text of a split chat has its own copy"
+        what = "each text of a split chat has its own copy" if is_split else "each answer has a copy of its prompt"
         return [*lines, f"{what}: {obstacle}"]
 
     def describe_next_step(self, inputs: Inputs, num_trained: int) -> str:

@@ -33,7 +33,7 @@ from ulysses_cli.plan.recipe.sections import Data, RowType
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
 from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, rename
-from ulysses_cli.readers.pairs import AnySample, Judged, Pair, Weighted, read_row, swap_answers
+from ulysses_cli.readers.pairs import Answers, AnySample, Judged, Pair, Weighted, read_row, swap_answers
 from ulysses_cli.readers.problems import BadRow, DataError, NoTemplate, make_where
 
 
@@ -100,6 +100,7 @@ def encode_judged(encoder: Encoder, judged: Judged) -> tuple[Branch, Branch]:
     return answer, rest
 
 
+Document = tuple[Ids, Flags | None, Weights | None]  # its tokens, their flags, and their weights as targets
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
 
 
@@ -138,7 +139,7 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     """Encodes every row of a block as a document, or reports it as a bad row."""
     texts: list[str] = []
     lines: list[int] = []
-    encoded: list[tuple[Ids, Flags | None]] = []
+    encoded: list[Document] = []
     hashes: list[int] = []
     bad: list[tuple[str, int, str]] = []
     remedies: dict[str, None] = {}
@@ -146,7 +147,6 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
     encoder.num_in_pieces = encoder.num_whole = 0
     seen, columns = set[str](), ""
     samples: list[tuple[int, AnySample | BadRow]] = []
-    weights: dict[int, Weights] = {}  # by the document's number
     for line, row in walk_rows(block):
         if not isinstance(row, BadRow):
             if kind in CHAT_TYPES and isinstance(row, dict) and rename(row, reading.names).get("text"):
@@ -170,10 +170,6 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
                 continue
             with _naming(encoder, block, line):
                 made, key = _encode_sample(encoder, sample)
-            if isinstance(sample, Weighted):
-                weighted = [_weigh(*each, sample.weight) for each in made]
-                made = [(ids, flags) for ids, flags, _ in weighted]
-                weights |= {len(encoded) + at: given for at, (*_, given) in enumerate(weighted)}
             lost.add_chat(block.file, line, encoder.lost)
             counts.update(encoder.counts)
             encoded += made
@@ -188,16 +184,14 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
             if remedy := getattr(error, "remedy", ""):
                 remedies[remedy] = None
     for ids in _encode_texts(encoder, texts, block, lines) if texts else ():
-        encoded.append((ids, None))
+        encoded.append((ids, None, None))
         hashes.append(hash_document(ids))
-    documents = [ids for ids, _ in encoded]
-    flags = None
-    if any(mask is not None for _, mask in encoded):
-        flags = np.concatenate([np.full(len(i), TARGET, np.uint8) if f is None else f for i, f in encoded])
-    every_weight = None
-    if weights:
-        every = (weights.get(at, np.ones(len(ids), np.float32)) for at, ids in enumerate(documents))
-        every_weight = np.concatenate(list(every))
+    documents = [ids for ids, *_ in encoded]
+    flags, weights = None, None
+    if any(mask is not None for _, mask, _ in encoded):
+        flags = np.concatenate([np.full(len(i), TARGET, np.uint8) if f is None else f for i, f, _ in encoded])
+    if any(given is not None for *_, given in encoded):
+        weights = np.concatenate([np.ones(len(i), np.float32) if w is None else w for i, _, w in encoded])
     batch = Batch(
         np.concatenate(documents) if documents else np.empty(0, encoder.dtype),
         [len(ids) for ids in documents],
@@ -205,14 +199,14 @@ def encode_block(encoder: Encoder, kind: RowType, block: Block, reading: Reading
         [block.file] * len(documents),
         lines,
         flags,
-        every_weight,
+        weights,
     )
     numbers = (count_blank(block), encoder.num_in_pieces, encoder.num_whole)
     return EncodedBlock(batch, block.num_bytes, bad, list(remedies), *numbers, lost, dict(counts), seen, columns)
 
 
-def _weigh(ids: Ids, flags: Flags | None, weight: float | list[float]) -> tuple[Ids, Flags, Weights]:
-    """A document and the weights of its tokens. Of a token without weight nothing is learned."""
+def _weigh(ids: Ids, flags: Flags | None, weight: float | list[float]) -> Document:
+    """Of a token without weight nothing is learned."""
     flags = np.full(len(ids), TARGET, np.uint8) if flags is None else flags
     weights = np.broadcast_to(np.asarray(weight, np.float32), len(ids))
     return ids, np.where(weights > 0, flags, flags & ~np.uint8(TARGET)), weights
@@ -223,26 +217,49 @@ def _list_branches(sample: AnySample | BadRow) -> list[Sample]:
         return []
     if isinstance(sample, Weighted):
         return [sample.sample]
+    if isinstance(sample, Answers):
+        return [each.sample for each in sample.samples]
     if isinstance(sample, Judged):
         return [each for each in (sample.other, sample.answer) if each is not None]
     return [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
 
 
-def _encode_sample(encoder: Encoder, sample: AnySample) -> tuple[list[tuple[Ids, Flags | None]], Ids]:
-    """The documents of a sample, and the tokens by which equal ones are known: of pairs those that both answers
+def _encode_sample(encoder: Encoder, sample: AnySample) -> tuple[list[Document], Ids]:
+    """The documents of a sample, and the tokens by which equal ones are known: of several answers those that they
     share, since a prompt that is trained on is not evaluated with other answers."""
     if isinstance(sample, Judged):
         judged = encode_judged(encoder, sample)
         answer = judged[0]
-        return [(branch.ids, branch.flags) for branch in judged], answer.ids[: int(np.argmax(answer.is_target))]
-    sample = sample.sample if isinstance(sample, Weighted) else sample
-    if not isinstance(sample, Pair):
-        made = encoder.encode_documents(sample)
-        return made, np.concatenate([ids for ids, _ in made])
-    pair = encode_pair(encoder, sample)
-    branches = (pair.chosen, pair.rejected)
-    key = pair.chosen.ids[: pair.num_shared] if pair.num_shared else np.concatenate([each.ids for each in branches])
-    return [(branch.ids, branch.flags) for branch in branches], key
+        return [(each.ids, each.flags, None) for each in judged], answer.ids[: int(np.argmax(answer.is_target))]
+    if isinstance(sample, Pair):
+        pair = encode_pair(encoder, sample)
+        branches = (pair.chosen, pair.rejected)
+        key = pair.chosen.ids[: pair.num_shared] if pair.num_shared else np.concatenate([each.ids for each in branches])
+        return [(each.ids, each.flags, None) for each in branches], key
+    if isinstance(sample, Answers):
+        return _encode_answers(encoder, sample)
+    made = encoder.encode_documents(sample.sample if isinstance(sample, Weighted) else sample)
+    key = np.concatenate([ids for ids, _ in made])
+    if isinstance(sample, Weighted):
+        return [_weigh(*each, sample.weight) for each in made], key
+    return [(*each, None) for each in made], key
+
+
+def _encode_answers(encoder: Encoder, answers: Answers) -> tuple[list[Document], Ids]:
+    """The encoder's `lost` and `counts` are those of all."""
+    documents, lost, counts = list[Document](), [], Counter[str]()
+    for each in answers.samples:
+        documents += [_weigh(*made, each.weight) for made in encoder.encode_documents(each.sample)]
+        lost += encoder.lost
+        counts.update(encoder.counts)
+    (first, flags, _), stem = documents[0], documents[-1]
+    assert flags is not None
+    assert stem[1] is not None
+    shared = (count_shared((stem[0], stem[1]), (ids, own)) for ids, own, _ in documents[:-1] if own is not None)
+    counts["shared tokens"] = sum(shared)
+    encoder.lost, encoder.counts = lost, dict(counts)
+    num_asked = int(np.argmax((flags & TARGET) > 0))
+    return documents, first[:num_asked] if num_asked else np.concatenate([ids for ids, *_ in documents])
 
 
 def _encode_texts(encoder: Encoder, texts: list[str], block: Block, lines: list[int]) -> list[Ids]:

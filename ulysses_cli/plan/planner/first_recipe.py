@@ -97,7 +97,7 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     lines += ["", "data:", "  datasets:", f"    - path: {quote(answers.data)}"]
     if answers.is_tree:
         lines += ["      type: folder  # the whole tree is one document; join_files: false makes each file one"]
-    if answers.kind in (*CHAT_TYPES, PAIRS):
+    if answers.kind in (*CHAT_TYPES, "answers", PAIRS):
         lines += [f"      type: {answers.kind}"]
     if answers.num_documents is None or answers.num_documents >= MIN_DOCUMENTS:
         lines += ["  eval_split: 0.05  # held out, for the loss that the run reports"]

@@ -65,6 +65,7 @@ DatasetType = Literal[
     "text",
     "chat",
     "completion",
+    "answers",
     "conversations",
     "instruction",
     "tokens",
@@ -73,11 +74,14 @@ DatasetType = Literal[
     "folder",
     "synthetic",
 ]
-RowType = Literal["text", "chat", "conversations", "completion", "instruction", "tokens", "preference", "unpaired"]
+RowType = Literal[
+    "text", "chat", "conversations", "completion", "answers", "instruction", "tokens", "preference", "unpaired"
+]
 COLUMNS: dict[RowType, tuple[str, ...]] = {
     "chat": ("messages",),
     "conversations": ("conversations",),
     "completion": ("prompt", "completion"),
+    "answers": ("prompt", "completions"),
     "instruction": ("instruction", "output"),
     "tokens": ("input_ids",),
     "text": ("text",),
@@ -89,6 +93,7 @@ OPTIONAL: dict[RowType, tuple[str, ...]] = {
     "chat": ("tools", "system", "chat_template_kwargs", "weight"),
     "conversations": ("tools", "system", "chat_template_kwargs", "weight"),
     "completion": ("tools", "chat_template_kwargs", "weight"),
+    "answers": ("tools", "chat_template_kwargs", "weights"),
     "instruction": ("input", "weight"),
     "tokens": ("labels", "weight", "weights"),
     "text": ("weight",),
@@ -112,7 +117,8 @@ class Dataset(Section):
     split: str = text("train", "split of a hub data set")
     type: DatasetType = setting(
         "auto",
-        "columns to expect; auto = by the first row; preference = pairs of answers; folder = a tree of files; "
+        "columns to expect; auto = by the first row; answers = several to a prompt; "
+        "preference = pairs of answers; folder = a tree of files; "
         "synthetic = generated",
         spellings={"chat_template": "chat", "sharegpt": "conversations", "alpaca": "instruction"},
     )

@@ -74,7 +74,7 @@ def check_turns(recipe: Recipe) -> Problems:
     data = recipe.data
     types = {dataset.type for dataset in (*data.datasets, *data.eval_datasets)}
     masks = data.assistant_only_loss or (
-        data.completion_only_loss and bool(types & {"auto", "completion", "preference", "unpaired"})
+        data.completion_only_loss and bool(types & {"auto", "completion", "answers", "preference", "unpaired"})
     )
     needing = {
         "train_on_turns": data.train_on_turns != "all",
