@@ -36,7 +36,7 @@ class Served:
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.faults: list[Callable[[BaseHTTPRequestHandler], None]] = []
         self.limit, self.takes_settings, self.lists, self.suffix = 100_000, True, True, ""
-        self.most_at_once, self.num_open, self.lock = 0, 0, threading.Lock()
+        self.lock = threading.Lock()
         self.hold = threading.Event()  # from the answer with number hold_from on, requests wait for it
         self.hold_from = 1 << 30
 
@@ -93,8 +93,6 @@ def served() -> Iterator[Served]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with own.lock:
                 own.bodies.append((self.path, body))
-                own.num_open += 1
-                own.most_at_once = max(own.most_at_once, own.num_open)
                 is_question = body["max_tokens"] > 1
                 fault = own.faults.pop(0) if own.faults and is_question else None
                 is_held = len(own.questions) > own.hold_from
@@ -105,8 +103,6 @@ def served() -> Iterator[Served]:
                     fault(self)
                 else:
                     own.answer(self, self.path, body)
-            with own.lock:
-                own.num_open -= 1
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -168,7 +164,20 @@ def test_right_answers_are_scored_at_the_lengths_that_the_server_counts(served: 
     assert path == "/v1/chat/completions"
     assert (body["temperature"], body["max_tokens"]) == (0, 128)
     assert body["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
-    assert served.most_at_once == 2
+
+
+def test_so_many_questions_are_asked_at_once(served: Served, folder: Path) -> None:
+    served.hold_from = 0
+    thread = threading.Thread(target=ask, args=(served, folder, "--endpoint-requests", "3"))
+    thread.start()
+    end = time.monotonic() + 60
+    while len(served.questions) < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.3)  # for one too many
+    assert len(served.questions) == 3
+    served.hold.set()
+    thread.join(60)
+    assert len(served.questions) == 6
 
 
 def test_wrong_answers_score_0(served: Served, folder: Path) -> None:
@@ -394,6 +403,12 @@ def test_mistakes_are_said_before_a_question_is_asked(
     assert problem["hint"]
     assert "hunter22" not in result.output
     assert served.bodies == []
+
+
+def test_options_of_a_server_need_one(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["evaluate", "a/b", "--endpoint-requests", "2", "--format", "json"])
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert (problem["key"], problem["message"]) == ("--endpoint-requests", "is not used without --endpoint")
 
 
 def test_an_unknown_model_is_answered_with_those_that_are_served(served: Served, folder: Path) -> None:

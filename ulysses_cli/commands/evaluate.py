@@ -113,12 +113,16 @@ def evaluate(
         ),
     ] = None,
     endpoint_key_env: Annotated[
-        str, typer.Option(metavar="NAME", help="the environment variable that holds the server's key")
-    ] = "OPENAI_API_KEY",
-    endpoint_requests: Annotated[int, typer.Option(min=1, max=1024, help="questions at once, with --endpoint")] = 4,
+        str | None,
+        typer.Option(metavar="NAME", help="the variable that holds the server's key  [default: OPENAI_API_KEY]"),
+    ] = None,
+    endpoint_requests: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="questions that a server gets at once  [default: 4]")
+    ] = None,
     endpoint_timeout: Annotated[
-        float, typer.Option(min=1, max=86400, help="seconds for a question with all its tries, with --endpoint")
-    ] = 600,
+        float | None,
+        typer.Option(min=1, max=86400, help="seconds for a server's answer, with all tries  [default: 600]"),
+    ] = None,
     html: PageOption = None,
     online: OnlineOption = False,
     output: FormatOption = Format.text,
@@ -198,20 +202,31 @@ def evaluate(
             end_with([Problem("--thinking", "the chat template is not used", "leave it out")], output)
         suites, notes = or_exit(lambda: leave_out_measured(suites), output)
         sources, plan = or_exit(lambda: plan_questions(model, suites, path, sources, amount), output)
+        key_name = endpoint_key_env or "OPENAI_API_KEY"
         served = or_exit(
             lambda: Endpoint(
-                read_address(endpoint), model, os.environ.get(endpoint_key_env, "").strip(), endpoint_key_env,
-                endpoint_timeout, thinking, is_chat=chat_template is not False, report=printing.print_message,
+                read_address(endpoint), model, os.environ.get(key_name, "").strip(), key_name, endpoint_timeout or 600,
+                thinking, is_chat=chat_template is not False, report=printing.print_message,
             ),
             output,
         )  # fmt: skip
         run_endpoint(
             served, suites, replace(plan, notes=(*plan.notes, *notes)), sources,
             replace(amount, lengths=tuple(lengths)), tokenizer=tokenizer,
-            has_limit=bool(plan.samples) and max_length is not None, num_requests=endpoint_requests,
+            has_limit=bool(plan.samples) and max_length is not None, num_requests=endpoint_requests or 4,
             folder=to or Path("runs/evaluations") / name_results(f"{model}-served", suites), output=output, html=html,
         )  # fmt: skip
         return
+    of_servers = {
+        "--endpoint-key-env": endpoint_key_env, "--endpoint-requests": endpoint_requests,
+        "--endpoint-timeout": endpoint_timeout,
+    }  # fmt: skip
+    if wrong := [
+        Problem(name, "is not used without --endpoint", "add it, or leave this out")
+        for name, given in of_servers.items()
+        if given is not None
+    ]:
+        end_with(wrong, output)
     slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
     if device is EvaluationDevice.cuda and not slots:
         end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
