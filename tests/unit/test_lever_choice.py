@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes, list_sub_groups
-from ulysses_cli.plan.levers import Levers, compute_loss_tile_tokens, compute_num_mlp_tiles
+from ulysses_cli.plan.levers import ALL_GROUPS, Levers, compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.plan.planner.candidates import write_levers
 from ulysses_cli.plan.planner.estimate import compute_estimate, explain_memory
 from ulysses_cli.plan.planner.fit import find_max_length, fits, is_indexable, judge
@@ -42,6 +42,24 @@ GIVEN = [Levers(), Levers(False, tiled_mlp=True), Levers("full", 2, 7, True, Tru
 
 def choose(*overrides: str):
     return choose_levers(load(*EIGHT, *overrides).recipe, LLAMA_8B, H100)
+
+
+def test_each_lever_is_what_the_recipe_says() -> None:
+    """A lever without a setting of its own would be read from nowhere."""
+    words = {
+        "attention_head_chunks": 2, "activation_offloading": 3, "activation_offload_device": "nvme",
+        "gradient_checkpointing": "full", "tiled_mlp": "true", "tiled_loss": "true", "offload_optimizer": "cpu",
+        "offload_param": "cpu", "large_tiles": "true", "overlap_optimizer": 5, "nvme_path": "/tmp",
+    }  # fmt: skip
+    levers, open_names = read_levers(
+        load(*(f"memory.{name}={value}" for name, value in words.items())).recipe, LLAMA_8B
+    )
+    assert open_names == []
+    assert [name for name, value in vars(levers).items() if value == getattr(Levers(), name)] == []
+    _, open_names = read_levers(load().recipe, LLAMA_8B)
+    assert open_names == [*vars(Levers())]
+    most, _ = read_levers(load("memory.activation_offloading=true", "memory.overlap_optimizer=true").recipe, LLAMA_8B)
+    assert (most.offloaded_layers, most.early_groups) == (30, ALL_GROUPS)
 
 
 def test_none_is_on_where_none_is_needed() -> None:

@@ -18,7 +18,7 @@ from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
 from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import list_sub_groups
-from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded, swaps_activations
+from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded, get_key, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import (
     ROW_MULTIPLE,
@@ -165,25 +165,10 @@ Judge = Callable[[Levers], Fit | None]  # the job's fit with these levers; None:
 
 def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
     """The recipe's levers, with `auto` as off, and the names that are `auto`."""
-    memory = recipe.memory
-    offloaded = memory.activation_offloading
-    if isinstance(offloaded, bool):
-        offloaded = count_most_offloaded(shape) if offloaded else 0
-    early = memory.overlap_optimizer
-    if isinstance(early, bool):
-        early = ALL_GROUPS if early else 0
-    written: dict[str, Any] = {
-        "head_chunks": memory.attention_head_chunks,
-        "offloaded_layers": offloaded,
-        "offloaded_to": memory.activation_offload_device,
-        "gradient_checkpointing": memory.gradient_checkpointing,
-        "tiled_mlp": memory.tiled_mlp,
-        "tiled_loss": memory.tiled_loss,
-        "offload_optimizer": memory.offload_optimizer,
-        "offload_param": memory.offload_param,
-        "large_tiles": memory.large_tiles,
-        "early_groups": early,
-    }
+    written: dict[str, Any] = {name: getattr(recipe.memory, get_key(name)) for name in vars(OFF)}
+    for name, most in (("offloaded_layers", count_most_offloaded(shape)), ("early_groups", ALL_GROUPS)):
+        if isinstance(written[name], bool):
+            written[name] = most if written[name] else 0
     open_names = [name for name, value in written.items() if value == "auto"]
     settled = {name: value for name, value in written.items() if value != "auto"}
     return replace(OFF, **settled), open_names
