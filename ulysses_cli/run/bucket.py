@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ulysses_cli.plan.files import SCHEMES, get_scheme
+from ulysses_cli.plan.files import SCHEMES, copy_whole, get_scheme, write_whole
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.plan.units import BINARY_SUFFIXES, pick_scale
 
@@ -158,12 +158,34 @@ class Bucket:
         raise AssertionError("the last attempt returns or raises")
 
 
+def _make_whole_disk() -> Any:
+    """The file system of file:// addresses. Readers never see a half-written file, as a bucket has no half objects."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    class WholeDisk(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+        """Files are written beside their name and then renamed. Folders are made as they are needed."""
+
+        cachable = False  # a cached instance would be one of LocalFileSystem's settings
+
+        def put_file(self, path1: str, path2: str, callback: Any = None, **_: Any) -> None:
+            copy_whole(Path(path1), self._find(path2))
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+            write_whole(self._find(path), value)
+
+        def _find(self, path: str) -> Path:
+            target = Path(self._strip_protocol(path))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            return target
+
+    return WholeDisk()
+
+
 def _open_files(address: str) -> tuple[Any, str]:
     """Returns fsspec's file system of an address, and the address as that file system names it."""
     if get_scheme(address) == "file":
-        from ulysses_cli.run.whole_disk import WholeDisk
-
-        return WholeDisk(), WholeDisk._strip_protocol(address)
+        disk = _make_whole_disk()
+        return disk, disk._strip_protocol(address)
     import fsspec
 
     files, root = fsspec.core.url_to_fs(address)
