@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ulysses_cli.plan.models.families import list_traits
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.rows.ring import MAX_BRANCHES
 
 QUICK = {("tied, query norms", "no recompute", 4)}
 CHECKED = {
@@ -38,9 +39,12 @@ BRANCHES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("num_branches", [1, MAX_BRANCHES])
 @pytest.mark.parametrize("case", [pytest.param(case, marks=mark_by(case == BRANCHES[-1], False)) for case in BRANCHES])
-def test_the_ledger_predicts_a_step_of_answers_that_share_their_prompt(case: tuple[str, str, int]) -> None:
-    counted, predicted = compare_step(*case, has_branch=True)
+def test_the_ledger_predicts_a_step_of_answers_that_share_their_prompt(
+    case: tuple[str, str, int], num_branches: int
+) -> None:
+    counted, predicted = compare_step(*case, num_branches)
     assert predicted == pytest.approx(counted, rel=0.03)
 
 

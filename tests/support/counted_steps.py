@@ -75,15 +75,15 @@ TOKENS, LONG_TOKENS, NUM_LAYERS = 8192, 65_536, 3
 SP_SIZES = (1, 2, 4)
 
 
-def compare_step(model: str, levers: str, sp_size: int, *, has_branch: bool = False) -> tuple[int, int]:
-    """Returns the most bytes alive besides the weights, counted and predicted. `has_branch`: the row's last tokens are
-    a second answer to a prompt that is nearly as long as the row."""
+def compare_step(model: str, levers: str, sp_size: int, num_branches: int = 0) -> tuple[int, int]:
+    """Returns the most bytes alive besides the weights, counted and predicted. `num_branches`: so many other answers at
+    the row's end share a prompt that is nearly as long as the row."""
     config, num_tokens = MODELS[model], LONG_TOKENS if levers.startswith("long row") else TOKENS
-    lengths = (num_tokens * sp_size - 16, 16) if has_branch else (num_tokens * sp_size,)
-    shared = (0, lengths[0] - 16) if has_branch else ()
+    lengths = (num_tokens * sp_size - 16 * num_branches, *[16] * num_branches)
+    shared = (0, *[lengths[0] - 16] * num_branches)
     with _fake_ranks(sp_size):
         counted = _count(config, LEVERS[levers], sp_size, num_tokens, make_documents(lengths, shared=shared))
-    return counted, _predict(config, LEVERS[levers], sp_size, num_tokens, has_branch=has_branch)
+    return counted, _predict(config, LEVERS[levers], sp_size, num_tokens, num_branches)
 
 
 def count_activations(config: dict[str, Any], levers: Levers, documents: Documents) -> int:
@@ -176,10 +176,10 @@ def _count(
     return counter.peak - weights_bytes
 
 
-def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int, *, has_branch: bool) -> int:
+def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int, num_branches: int) -> int:
     """Returns the ledger's peak of the step, without what the engine and the kernel hold."""
     shape = read_model_shape({"max_position_embeddings": 4096, **config, "num_hidden_layers": NUM_LAYERS}, "model")
-    job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers, shares_prompts=has_branch)
+    job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers, num_branches=num_branches)
     return max(
         sum(size for name, size in snapshot.lines.items() if name not in ENGINE_LINES)
         for snapshot in walk_snapshots(job)

@@ -12,6 +12,7 @@ from support.templates import LAST_ROUND
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.store import open_rows
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.rows.ring import MAX_BRANCHES, list_dearest
 from ulysses_cli.readers.problems import DataError
 from ulysses_cli.report.data_report import format_report
 
@@ -138,3 +139,18 @@ def test_the_report_counts_what_rows_hold(tmp_path: Path) -> None:
             prepare(tmp_path, CHATS, "data.on_rewritten_turns=raise", can_share=can_share)
         (growth,) = re.findall(r"split to train each turn as the model writes it, for (\S+) x the", str(caught.value))
         assert number / whole - 0.05 <= float(growth) <= (number + most) / whole + 0.05
+
+
+def test_copied_keys_are_no_more_than_plans_count(tmp_path: Path) -> None:
+    """A chat of many rounds hangs on several stems, since each of its texts would copy the keys of nearly all of it."""
+    prepared = prepare(tmp_path, [make_chat(0, 60)], "data.max_length=8192")
+    rows = open_rows(prepared.path, "train")
+    whole = prepare(tmp_path, [make_chat(0, 60)], "data.max_length=8192", "data.on_rewritten_turns=keep")
+    growth = sum(map(rows.count_tokens, range(len(rows)))) / whole.report["splits"]["train"]["num_tokens"]
+    assert f" texts, {growth:.1f} x the tokens, since rows hold" in format_report(prepared.report)
+    copied = [sum(rows.get_shared(row)) for row in range(len(rows))]
+    _, most = list_dearest(8192, 1, MAX_BRANCHES)
+    assert 0 < max(copied) <= sum(most)
+    for row in range(len(rows)):
+        assert copied[row] <= MAX_BRANCHES * rows.count_tokens(row)
+    assert sum(copied) > 0.5 * sum(int(length) for length in rows.stores[0].lengths)

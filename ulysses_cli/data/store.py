@@ -10,7 +10,7 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.problem import Where
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX, Piece, RowPieces
+from ulysses_cli.plan.rows.ring import MAX_BRANCHES, count_most_shared
 
 FORMAT = 9
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
@@ -204,10 +205,30 @@ def count_shared(stem: tuple[Ids, Flags], branch: tuple[Ids, Flags]) -> int:
     return min(num_common, int(targets[0]) if len(targets) else len(branch[0]) - 1)
 
 
+def join_branches(
+    lengths: Sequence[int], count: Callable[[int, int], int], capacity: int
+) -> tuple[list[int], list[int]]:
+    """Joins documents, from the last one back, to units: the last of each is the stem, with which others share what
+    they begin with, as long as a row holds them and as plans count the copies of keys that they need.
+    `count(stem, document)` is how many tokens these share. Returns the first document of each unit with the number of
+    documents, and what each shares."""
+    firsts, all_shared = [len(lengths)], [0] * len(lengths)
+    stem, size, shared = len(lengths), 0, 0
+    for document in range(len(lengths) - 1, -1, -1):
+        own = count(stem, document) if stem < len(lengths) else 0
+        whole = size + lengths[document] - own
+        if own and whole <= capacity and shared + own <= count_most_shared(whole, MAX_BRANCHES):
+            all_shared[document], size, shared = own, whole, shared + own
+        else:
+            firsts += [document + 1] if stem < len(lengths) else []
+            stem, size, shared = document, lengths[document], 0
+    return [*([0] if lengths else []), *firsts[::-1]], all_shared
+
+
 class UnitStore(TokenStore):
     """The same store with documents that stand in one row as one: both answers of a pair, or the texts of a split chat.
     `shares_prompts`: what others of a unit begin with as its stem does counts once. The stem of a pair is its first
-    document; that of a chat its last, which the others follow from the end on as long as a row holds them."""
+    document, that of others is the last."""
 
     def __init__(self, folder: Path, capacity: int, *, shares_prompts: bool) -> None:
         super().__init__(folder)
@@ -238,21 +259,14 @@ class UnitStore(TokenStore):
         return min(count_shared(*pair), count_shared(*pair[::-1]))
 
     def _join_chats(self, capacity: int) -> list[int]:
-        """The first document of each unit, and the number of documents."""
         files, lines = np.load(self.folder / "files.npy", mmap_mode="r"), self.documents.lines
         is_next = (files[1:] == files[:-1]) & (lines[1:] == lines[:-1]) & (lines[1:] > 0)
-        firsts, stem, size = [len(self.documents)], len(self.documents) - 1, 0
-        for document in range(len(self.documents) - 1, -1, -1):
-            length = int(self.documents.lengths[document])
-            own = length
-            if document < stem and is_next[document]:
-                own -= count_shared(self._read_whole(stem), self._read_whole(document))
-            if own < length and size + own <= capacity:
-                self.shared[document], size = length - own, size + own
-            else:
-                firsts += [document + 1] if document < stem else []
-                stem, size = document, length
-        return [*([0] if len(self.documents) else []), *firsts[::-1]]
+
+        def count(stem: int, document: int) -> int:
+            return count_shared(self._read_whole(stem), self._read_whole(document)) if is_next[document] else 0
+
+        firsts, self.shared[:] = join_branches(self.documents.lengths.tolist(), count, capacity)
+        return firsts
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

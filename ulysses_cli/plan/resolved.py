@@ -19,6 +19,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.recipe.schema import format_value, walk_settings
+from ulysses_cli.plan.rows.ring import MAX_BRANCHES
 
 USUAL_SIZES = (2, 4, 8, 16, 32)  # of sp groups
 THETA_POWER = 1.65  # published extensions took powers of the stretch from 1.3 to 1.8
@@ -256,6 +257,13 @@ def find_sharing_obstacle(recipe: Recipe, shape: ModelShape) -> str:
 
 def shares_prompts(recipe: Recipe, shape: ModelShape) -> bool:
     return wants_shared_prompts(recipe) and not find_sharing_obstacle(recipe, shape)
+
+
+def count_branches(recipe: Recipe, shape: ModelShape) -> int:
+    """Of a row, for how many documents the keys of what they begin with are copied, at most: of a pair for one."""
+    if not shares_prompts(recipe, shape):
+        return 0
+    return 1 if recipe.preference is not None else MAX_BRANCHES
 
 
 def wants_shared_prompts(recipe: Recipe, *, splits: bool = False) -> bool:

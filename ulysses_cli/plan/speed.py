@@ -330,7 +330,7 @@ def explain_packed(job: Job, gpu: Gpu) -> str:
     """What torch's own attention kernel costs where a package has a faster one for this GPU and model, or ''. A plan
     does not know which packages are installed."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if job.dtype_bytes == 2 else "float32"
-    needs = list_needs(job.shape, dtype, has_more_keys=job.layout.ring_size > 1 or job.shares_prompts)
+    needs = list_needs(job.shape, dtype, has_more_keys=job.layout.ring_size > 1 or job.num_branches > 0)
     if gpu.packed_attention is None or any(BACK_ENDS[FAST_PACKAGE].find_obstacle(need, "cuda") for need in needs):
         return ""
     slow, fast = (compute_speed(replace(job, kernel=kernel), gpu) for kernel in (PACKED_KERNELS[0], FAST_PACKAGE))

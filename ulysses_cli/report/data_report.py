@@ -296,7 +296,7 @@ def format_lost(sources: Sequence[Mapping[str, Any]]) -> str:
 def format_turns(report: Report) -> str:
     """What became of the assistant's turns in the chats of each source."""
     lines, shares_prompts = [], report.get("shares_prompts", False)  # none in an earlier version's
-    for source in report["sources"]:
+    for index, source in enumerate(report["sources"]):
         turns = source["turns"]
         if not turns.get("turns"):
             continue
@@ -306,7 +306,8 @@ def format_turns(report: Report) -> str:
             lines.append(f"  {format_count(turns['trained'], 'turn')} trained")
         lines += [f"  {turns[name]:,} {words}" for name, words in TURNS.items() if turns.get(name)]
         if turns.get("texts", 0) > turns.get("chats", 0):
-            shared = turns.get("shared tokens", 0) if shares_prompts else 0
+            held = sum(split["sources"][index]["tokens"] for split in report["splits"].values())
+            shared = source["num_tokens"] - held if shares_prompts else 0
             growth = (turns["shown tokens"] - shared) / turns["whole tokens"]
             chats = f"{format_count(turns['chats'], 'chat')} in {turns['texts']:,} texts, {growth:.1f} x the tokens"
             lines.append(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype, count_shared
+from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype, join_branches
 from ulysses_cli.data.tokenizing.chat import InexactTemplate
 from ulysses_cli.data.tokenizing.lost_parts import THOUGHT_KEYS, TOOLS, LostPart
 from ulysses_cli.data.tokenizing.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
@@ -249,17 +249,17 @@ class Encoder:
         documents = [(ids, flags) for ids, flags, _ in encoded]
         shown = sum(len(ids) for ids, _ in documents)
         if rendered.unsplit:
-            ends, (*_, (stem, _)) = encoded[0][2][:, 1], rendered.unsplit
-            split = (int((ends <= cut).sum()) + len(self.encode_long(rest)[0]) for cut, rest in rendered.unsplit)
-            repeated = sum(int((ends <= min(cut, stem)).sum()) for cut, _ in rendered.unsplit[:-1])
-            more = {"split tokens": sum(split), "split from": shown, "repeated tokens": repeated}
+            ends = encoded[0][2][:, 1]
+            begins = [int((ends <= cut).sum()) for cut, _ in rendered.unsplit]
+            split = [
+                begin + len(self.encode_long(rest)[0])
+                for begin, (_, rest) in zip(begins, rendered.unsplit, strict=True)
+            ]
+            _, repeated = join_branches(split, lambda stem, other: min(begins[stem], begins[other]), sum(split))
+            more = {"split tokens": sum(split), "split from": shown, "repeated tokens": sum(repeated)}
             self.counts = {**self.counts, **more}
         whole = len(self.encode_long(rendered.whole)[0]) if rendered.whole else shown
         self.counts = {**self.counts, "shown tokens": shown, "whole tokens": whole}
-        *branches, (last, last_flags) = documents
-        if branches and last_flags is not None:
-            shared = [count_shared((last, last_flags), (ids, flags)) for ids, flags in branches if flags is not None]
-            self.counts["shared tokens"] = sum(shared)
         return documents
 
     def _is_unread(self, name: str) -> bool:

@@ -21,9 +21,6 @@ from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.rows.indexing import wraps
 from ulysses_cli.plan.rows.ring import RoundShare
 
-# Keys as kernels take them, over those of the row, where answers share a prompt: at most the row and the prompt.
-SHARED_COPIES = 2
-
 
 def compute_attention_result(job: Job) -> int:
     """The attention kernel's output for this rank's heads and whole rows, b q S, and its log-sum-exp, 4 heads S."""
@@ -148,8 +145,8 @@ def list_ring_forward(job: Job, q: int, kv: int) -> list[int]:
     into the order that the kernel takes."""
     n, share = job.levers.head_chunks, job.ring_share
     rows = (q // n + kv if job.layout.ulysses_size > 1 else 0) + (q if n > 1 else 0)
-    if job.shares_prompts:
-        fetched, copied = share.keys if share.fetched > 0 else 0, SHARED_COPIES * share.keys
+    if job.num_branches:
+        fetched, copied = share.keys if share.fetched > 0 else 0, (1 + job.num_branches) * share.keys
         sending = max(share.sent + share.fetched, share.fetched + share.keys) if fetched else 0.0
         return [rows + round(max(sending, fetched + copied) * kv), rows + round(copied * kv) + q // n]
     if not share.fetched:
@@ -247,8 +244,8 @@ def list_ring_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     buffers and their float32 sum. Where answers share a prompt, on one rank too, the same of the keys' copies. `kv`:
     the width of keys and values together."""
     b, n = job.dtype_bytes, job.ring_share
-    if job.shares_prompts:
-        copied, fetched = SHARED_COPIES * n.keys * b, (n.keys if n.fetched > 0 else 0) * b
+    if job.num_branches:
+        copied, fetched = (1 + job.num_branches) * n.keys * b, (n.keys if n.fetched > 0 else 0) * b
         adding = copied + n.keys * (4 + (b if b < 4 else 0)) + (n.fetched + n.sent) * b
         running = max(fetched + copied, 2 * copied)
         return [(round(q * b + running * kv), 1.0), (round(q * b + adding * kv), 0.0)]

@@ -21,7 +21,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import Lora
-from ulysses_cli.plan.resolved import choose_layout, make_layout, shares_prompts
+from ulysses_cli.plan.resolved import choose_layout, count_branches, make_layout
 from ulysses_cli.plan.rows.ring import Ring, RingShare, measure_ring
 
 Lines = dict[str, int]
@@ -114,7 +114,7 @@ class Job:
     kernel: str = "auto"  # decides the attention backward's workspace; auto: the larger one, FlashAttention 2's
     has_z_loss: bool = False
     has_disk: bool = False  # a folder on a local disk is named
-    shares_prompts: bool = False  # answers read one copy of their prompt
+    num_branches: int = 0  # documents that read the copy of what they begin with, at most
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
     model: ModelShape | None = None  # the whole model's, in a view of one kind of layer
     shares_kv: bool = False  # in a view: an earlier layer's keys and values are used
@@ -343,5 +343,5 @@ def make_job(
         kernel=recipe.model.attn_implementation,
         has_z_loss=recipe.train.z_loss_weight > 0,
         has_disk=recipe.memory.nvme_path is not None,
-        shares_prompts=shares_prompts(recipe, shape),
+        num_branches=count_branches(recipe, shape),
     )

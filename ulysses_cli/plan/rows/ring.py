@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ulysses_cli.plan.flops import count_pairs
 
+MAX_BRANCHES = 4  # of one long document, whose keys are copied for each; more of shorter ones
 CHUNKS = (1, 2, 4, 8, 16, 32)  # pieces of a row for each rank, fewest first: few pieces need few keys and few kernels
 EVEN = 1.01  # largest work of a rank over the mean
 
@@ -209,13 +210,19 @@ def plan_keys(
     return KeyPlan(tuple(parts), count_tokens(keys[rank]), moves)
 
 
-def list_dearest(row_tokens: int, num_rows: int, *, shares_prompts: bool) -> tuple[tuple[int, ...], Shared]:
+def list_dearest(row_tokens: int, num_rows: int, num_branches: int) -> tuple[tuple[int, ...], Shared]:
     """Documents of rows that need the most memory, and how many tokens each shares: one document fills a row; where
-    answers share a prompt, the longest one, whose keys are copied for a second answer."""
+    others share what it begins with, that is nearly all of it, and its keys are copied for each of them."""
     answer = row_tokens // 64
-    if not shares_prompts or not answer:
+    if not num_branches or not answer:
         return (row_tokens,) * num_rows, (0,) * num_rows
-    return (row_tokens - answer, answer) * num_rows, (0, row_tokens - 2 * answer) * num_rows
+    lengths = (row_tokens - num_branches * answer, *[answer] * num_branches)
+    return lengths * num_rows, (0, *[lengths[0] - answer] * num_branches) * num_rows
+
+
+def count_most_shared(num_tokens: int, num_branches: int) -> int:
+    """The most tokens that branches share in so many tokens of a row, each counted for each of them."""
+    return sum(list_dearest(num_tokens, 1, num_branches)[1]) if num_tokens >= 64 else num_branches * num_tokens
 
 
 def fill_shared(shared: Shared, lengths: Sequence[int]) -> Shared:

@@ -153,7 +153,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     import numpy as np
 
     from ulysses_cli.data.steps import MicroBatch
-    from ulysses_cli.plan.resolved import choose_layout, settle
+    from ulysses_cli.plan.resolved import choose_layout, count_branches, settle
     from ulysses_cli.plan.rows.ring import Ring, deal_rows, list_dearest
     from ulysses_cli.prove.trace.fake_device import DEVICE, make_parts
     from ulysses_cli.train.model.build import build
@@ -183,7 +183,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     engine, wrapped = built.engine, built.engine.wrapped
     numbers = np.zeros((batch, local), np.int64)
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
-    lengths, shared = list_dearest(tokens, batch, shares_prompts=plan.resolved.shares_prompts)
+    lengths, shared = list_dearest(tokens, batch, count_branches(recipe, shape))
     order = deal_rows(lengths, batch, Ring(layout.ring_size, shape.window_counts), shared)
     rows = MicroBatch(numbers, numbers, positions, lengths, tuple(range(batch)), order, shared=shared)
     for name, phases in (("backward", ("backward",)), ("step", (HELD, "optimizer_step"))):

@@ -62,7 +62,7 @@ def _find_widest(job: Job) -> list[int]:
     chunks = _load_heads().plan_heads(shape.num_heads, shape.num_kv_heads, size, job.levers.head_chunks).chunks
     heads = [max(chunk.keys[rank].num_heads for chunk in chunks) for rank in range(size)]
     (lengths, shared), window = (
-        list_dearest(job.max_length, 1, shares_prompts=job.shares_prompts),
+        list_dearest(job.max_length, 1, job.num_branches),
         shape.window_counts[0][0],
     )
     order = deal_row(lengths, job.make_ring(), shared)

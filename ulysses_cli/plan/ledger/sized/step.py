@@ -394,7 +394,7 @@ class SizedRun:
 
     def _make_rows(self) -> tuple[Any, ...]:
         job = self.job
-        lengths, shared = list_dearest(job.max_length, job.batch, shares_prompts=job.shares_prompts)
+        lengths, shared = list_dearest(job.max_length, job.batch, job.num_branches)
         order = deal_rows(lengths, job.batch, job.make_ring(), shared)
         with tagged(*INPUTS):
             ids, positions, labels = (make((job.batch, job.max_length // job.layout.sp_size), INT64) for _ in range(3))
