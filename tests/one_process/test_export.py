@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,28 @@ def test_ends_of_turns_are_stop_tokens_besides_the_models_own(tmp_path: Path) ->
         assert written == {**own, **({"eos_token_id": expected} if expected else {})}
     export._write_generation_config(config, tokenizer, ["<|im_end|>"], tmp_path)
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [own["eos_token_id"]], "it is there already"
+
+
+@pytest.mark.full
+@needs_real_model
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no folder of llama.cpp")
+def test_the_converter_of_llama_cpp_keeps_every_weight(tmp_path: Path) -> None:
+    """Its script is in no package. It needs sentencepiece besides what is installed here."""
+    config, tokenizer = AutoConfig.from_pretrained(READY), AutoTokenizer.from_pretrained(READY)
+    trained = dict(AutoModelForCausalLM.from_pretrained(READY, dtype=torch.bfloat16).named_parameters())
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.mul_(1.5)
+    folder = export.export_model(
+        save_as_ranks(trained, tmp_path / "step-1"), tmp_path / "ours", config=config, tokenizer=tokenizer,
+        adapter_config=None, dtype=torch.bfloat16, card="a card", step=1, check=lambda _: None,
+    )  # fmt: skip
+    script = Path(os.environ["LLAMA_CPP"], "convert_hf_to_gguf.py")
+    subprocess.run([sys.executable, script, folder, "--outfile", tmp_path / "model.gguf"], check=True)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.bfloat16)
+    weights = dict(read.named_parameters())
+    assert weights.keys() == trained.keys()
+    assert all(torch.equal(weights[name], value) for name, value in trained.items())
 
 
 def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
