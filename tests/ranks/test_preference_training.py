@@ -322,6 +322,7 @@ def train_on_rows(recipe: Recipe, kind: type[MemoryRows]) -> tuple[list[float], 
     return harness.losses, harness.read_weights()
 
 
+@pytest.mark.check
 def test_one_weight_for_all_targets_changes_nothing() -> None:
     recipe = make_recipe("parallel.sp_size=2", "memory.tiled_loss=true")
     plain, scaled = (run_on_ranks(2, train_on_rows, recipe, kind) for kind in (MemoryRows, ScaledRows))

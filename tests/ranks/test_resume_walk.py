@@ -142,6 +142,7 @@ def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) ->
     check_resumed_run(runs, run)
 
 
+@pytest.mark.check
 def test_a_run_goes_on_after_a_signal_a_killed_launcher_and_a_damaged_checkpoint(runs: Runs) -> None:
     """One fault of each kind that the others of these tests meet in every phase."""
     words = ("run.rehearsal=false",)

@@ -110,7 +110,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # ranks, rows of the s
 CASES = [("qwen3_moe", layout, "layer") for layout in LAYOUTS]
 CASES += [(kind, "sp 2, tiles", scope) for kind in ("glm4_moe", "gpt_oss", "mixtral") for scope in ("layer", "model")]
 CASES += [("qwen3_moe", layout, "model") for layout in ("sp 2", "dp 2")]
-QUICK = [("qwen3_moe", "sp 2, tiles", "layer"), ("glm4_moe", "sp 2, tiles", "layer"), ("qwen3_moe", "dp 2", "model")]
+QUICK = [("qwen3_moe", "sp 2, tiles", "layer")]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,7 @@ def test_losses_and_gradients_are_those_of_one_process(kind: str, layout: str, s
         assert measure_difference(own_grads, grads, 1e-3) < 1e-6
 
 
+@pytest.mark.check
 def test_weights_of_targets_leave_the_losses_of_routers_as_they_are() -> None:
     recipe = make_recipe(*COEFS, "parallel.sp_size=2", config=make_config("qwen3_moe").to_dict())
     (plain, _), (scaled, _) = (run_on_ranks(2, run, recipe, 3, kind)[0] for kind in (MemoryRows, ScaledRows))

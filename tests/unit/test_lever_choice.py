@@ -299,6 +299,7 @@ def test_all_levers_reach_at_least_as_far_as_the_given_ones(name: str, kind: str
         assert find_longest(job, gpu)[0] >= find_max_length(job, gpu)
 
 
+@pytest.mark.check
 def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
     """With experts, the float32 sums of gradients are larger than what a short row saves."""
     job = Job(get_shape("openai/gpt-oss-120b"), Layout(1, 8, 1), 8192, Levers())
