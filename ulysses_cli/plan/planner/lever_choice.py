@@ -16,7 +16,6 @@ from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded, get_key, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
@@ -462,7 +461,7 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     if value == off:
         if fit.verdict == "fits" and name == RECOMPUTING:
             saving = replace(job, levers=replace(job.levers, gradient_checkpointing=False, offloaded_layers=0))
-            needs = measure_ledger(saving).gpu_peak_bytes / GIB
+            needs = compute_ledger(saving).gpu_peak_bytes / GIB
             return f"without it the peak would be {needs:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
         if fit.verdict == "fits":
             return f"not needed: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
@@ -480,6 +479,6 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
         has = gpu.get_host_bytes(job.world_size) / GIB
         with_it = fit.host_peak_bytes / GIB
         return f"{instead} a node would need {needs:,.0f} GiB of host memory of {has:,.0f}, with it {with_it:,.0f}"
-    peak = measure_ledger(without).gpu_peak_bytes
+    peak = compute_ledger(without).gpu_peak_bytes
     gain = f"without it the peak would be {peak / GIB:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
     return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain

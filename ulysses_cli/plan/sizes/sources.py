@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cache, wraps
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
@@ -320,7 +321,11 @@ def find_package() -> Path:
 
 @cache
 def _compile(path: Path) -> CodeType:
-    return compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True)
+    """Takes the compiled file beside it, as an import does."""
+    code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
+    if code is None:
+        raise ImportError(f"{path} has no code")
+    return code
 
 
 @cache

@@ -205,14 +205,18 @@ def describe_stack(layers: Sequence[SizedModule]) -> Stack:
     return Stack(kinds, max(owners.values(), default=1) == 1)
 
 
-def choose_depth(stack: Stack, num_offloaded: int) -> Depth:
-    """Of layers of each kind behind each kind, the first runs, and the last of all. Where some are offloaded, copies
-    leave two layers later and come back one layer earlier. Layers that share weights are never alike: one of them gets
+def choose_depth(stack: Stack, num_offloaded: int, first_trained: int = 0) -> Depth:
+    """Of layers of each kind behind each kind, the first runs, and the last of all. The first and the last of a kind
+    stand for no other: they begin and end what all layers of the kind read, such as their rotation's cosines. Where some
+    are offloaded, copies leave two layers later and come back one layer earlier. Layers below the first that is trained
+    save nothing. Layers that share weights are never alike: one of them gets
     the sum of their gradients."""
     kinds, every = stack.kinds, tuple(range(len(stack.kinds)))
     if not stack.is_apart:
         return Depth(every, every)
     last, firsts = len(kinds) - 1, dict[Hashable, int]()
+    ends = {kind: number for number, kind in enumerate(kinds)}.values()
+    starts = {kind: number for number, kind in reversed([*enumerate(kinds)])}.values()
     reach = 2 if num_offloaded else 1
 
     def list_before(number: int) -> tuple[int, ...]:
@@ -223,7 +227,15 @@ def choose_depth(stack: Stack, num_offloaded: int) -> Depth:
         if num_offloaded:
             kept = number - num_offloaded
             place = min(number, COPYING) if kept < 0 else COPYING + 1 + min(kept, 2)
-        return kinds[number], list_before(number), number == last, place
+        return (
+            kinds[number],
+            list_before(number),
+            number == last,
+            number in starts,
+            number in ends,
+            number < first_trained,
+            place,
+        )
 
     firsts_of = [firsts.setdefault(describe(number), number) for number in every]
     live = sorted(set(firsts_of))
@@ -231,8 +243,8 @@ def choose_depth(stack: Stack, num_offloaded: int) -> Depth:
         if tuple(kinds[other] for other in live[max(0, at - reach) : at]) != list_before(number):
             live += range(max(0, number - reach), number)
     live = sorted(set(live))
-    like = (live.index(number if number in live else other) for number, other in enumerate(firsts_of))
-    return Depth(tuple(live), tuple(like))
+    # a layer that only runs before another one has the wrong layers before it
+    return Depth(tuple(live), tuple(live.index(first) for first in firsts_of))
 
 
 class Turn(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import machine as gpu
-from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, make_job
+from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, is_known, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, complete_ledger, list_fullest
 from ulysses_cli.plan.ledger.sized.depth import (
     LOAD,
@@ -242,7 +242,12 @@ def join(job: Job, rank: int, *, runs_all: bool = False) -> Joined:
     stack = STACKS.get(repr(job.shape.config), lambda: _find_stack(job))
     every = tuple(range(len(stack.kinds)))
     whole = Depth(every, every)
-    for depth in [whole] if runs_all else [choose_depth(stack, job.levers.offloaded_layers), whole]:
+    is_partial = job.lora is not None and not isinstance(job.lora.target_modules, str)
+    if runs_all or (is_partial and not is_known(job.shape)):
+        few = whole
+    else:
+        few = choose_depth(stack, job.levers.offloaded_layers, job.weights.first_trained if is_partial else 0)
+    for depth in dict.fromkeys((few, whole)):
         recording = RECORDINGS.get(*_plan_recording(job, rank, stack, depth))
         if not recording.recorded.is_even(depth):
             continue
