@@ -207,10 +207,9 @@ def describe_stack(layers: Sequence[SizedModule]) -> Stack:
 
 def choose_depth(stack: Stack, num_offloaded: int, first_trained: int = 0) -> Depth:
     """Of layers of each kind behind each kind, the first runs, and the last of all. The first and the last of a kind
-    stand for no other: they begin and end what all layers of the kind read, such as their rotation's cosines. Where some
-    are offloaded, copies leave two layers later and come back one layer earlier. Layers below the first that is trained
-    save nothing. Layers that share weights are never alike: one of them gets
-    the sum of their gradients."""
+    stand for no other: they begin and end what all layers of the kind read, such as their rotation's cosines. Where
+    some are offloaded, copies leave two layers later and come back one layer earlier. Layers below the first that is
+    trained save nothing. Layers that share weights are never alike: one of them gets the sum of their gradients."""
     kinds, every = stack.kinds, tuple(range(len(stack.kinds)))
     if not stack.is_apart:
         return Depth(every, every)
