@@ -181,8 +181,9 @@ def check_samples(recipe: Recipe) -> Problems:
 def check_suite(recipe: Recipe) -> Problems:
     """Settings of the questions between steps need questions."""
     run = recipe.run
-    if run.eval_suite_steps is not None and not run.eval_suite:
-        yield Problem("run.eval_suite_steps", "is not used without eval_suite", "write run.eval_suite: [niah_single_1]")
+    for name in ("eval_suite_steps", "eval_suite_lengths"):
+        if getattr(run, name) and not run.eval_suite:
+            yield Problem(f"run.{name}", "is not used without eval_suite", "write run.eval_suite: [niah_single_1]")
     if "calls" in run.eval_suite and not (recipe.data.eval_datasets or recipe.data.eval_split):
         message = "calls are asked in held-out chats, and none are held out"
         yield Problem("run.eval_suite", message, "write data.eval_split: 0.01, or name data.eval_datasets")
