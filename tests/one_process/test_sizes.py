@@ -24,10 +24,10 @@ from ulysses_cli.prove.trace.storages import Storages
 
 # Their layers free some tensors in another order than torch, at no peak: choices of experts and scans over chunks.
 OTHER_ORDER = {
-    "apertus", "bailing_hybrid", "bamba", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
-    "ernie4_5_moe", "falcon_h1", "glm4_moe_lite", "gpt_oss", "granitemoehybrid", "jais2", "kimi_linear", "minicpm3",
-    "nemotron_h", "olmo", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "starcoder2", "youtu",
-    "zamba2",
+    "apertus", "bailing_hybrid", "bamba", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "deepseek_v2",
+    "deepseek_v3", "ernie4_5_moe", "falcon_h1", "glm4_moe_lite", "gpt_oss", "granitemoehybrid", "jais2", "kimi_linear",
+    "minicpm3", "nemotron_h", "olmo", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "starcoder2",
+    "youtu", "zamba2",
 }  # fmt: skip
 QUICK = ("llama", "deepseek_v3")
 CHECKED = (*QUICK, "gemma2", "mixtral", "qwen3_next", "zamba2", "gemma4_text", "gpt_oss")

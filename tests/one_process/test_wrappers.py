@@ -59,6 +59,17 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8},
         "audio_config": None,
     },
+    "cohere_compass": {
+        "text_config": {
+            **TEXT, "model_type": "cohere_compass_text", "tie_word_embeddings": True,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+        },
+        "tie_word_embeddings": True,
+    },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "mistral"},
         "vision_config": {**VISION, **IMAGE, "model_type": "pixtral", "head_dim": 8},

@@ -29,7 +29,7 @@ MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8,
 }  # fmt: skip
 # Their attention takes hidden_size / num_attention_heads.
-WITHOUT_HEAD_DIM = ("olmo2", "phi3", "olmo3", "olmoe", "cohere2")
+WITHOUT_HEAD_DIM = ("olmo2", "phi3", "olmo3", "olmoe", "cohere2", "cohere_compass_text")
 # Those that share no code with the others, for tests that take long.
 TELLING = (
     "gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
@@ -79,6 +79,11 @@ FIXED_VALUES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
     "helium": {"head_dim": 8},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
     "seed_oss": {"residual_dropout": 0.0},
     "olmoe": {"sliding_window": None},
 }  # fmt: skip
@@ -106,6 +111,11 @@ OWN_VALUES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"num_hidden_layers": 6},
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
     "cohere": {"use_qk_norm": True},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.25,
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None},
+    },
     "hyperclovax": {"logits_scaling": 0.25, "residual_multiplier": 0.5, "use_post_norm": True},
     "kolibri1": {"num_hidden_layers": 5},
     "laguna": {"layer_types": ["full_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 8]},

@@ -142,6 +142,7 @@ DENSE: dict[str, Family] = {
         kind_of_layer=slide_but_every(4),
         traits=(Trait.COPIES_TO_ROTATE, Trait.PARALLEL),
     ),
+    "cohere_compass_text": Family(norms_per_layer=1, centers_norms=center, mlp_bias=False, traits=(Trait.PARALLEL,)),
     "cwm": Family(qkv_bias=False, out_bias=False, kind_of_layer=slide_but_first_of(4)),
     "ernie4_5": Family(
         qkv_bias="use_bias",
