@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 from ulysses_cli import __version__
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.check
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
