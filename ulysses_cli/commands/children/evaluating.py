@@ -34,7 +34,6 @@ from ulysses_cli.run.checkpoints import (
 
 if TYPE_CHECKING:
     from ulysses_cli.commands.children.training import Machine
-    from ulysses_cli.evaluate.endpoint import Endpoint
     from ulysses_cli.evaluate.suites import Amount, Plan, Sources
     from ulysses_cli.plan.hardware import Gpu
     from ulysses_cli.plan.models.shape import ModelShape
@@ -553,71 +552,3 @@ def show_findings(findings: dict[str, Any], options: Mapping[str, Any], output: 
         printing.print_message(f"every question with its answer: {folder / 'quality.json'}")
     if html is not None:
         write_page(html, proofs.make_quality_page(findings))
-
-
-def run_endpoint(
-    endpoint: Endpoint,
-    suites: Sequence[str],
-    plan: Plan,
-    sources: Sources,
-    amount: Amount,
-    *,
-    tokenizer: str | None,
-    has_limit: bool,
-    num_requests: int,
-    folder: Path,
-    output: Format,
-    html: Path | None,
-) -> None:
-    """Asks a served model, without a child process, and shows what it answered. `has_limit`: whether the longest length
-    also bounds questions of files."""
-    from ulysses_cli.evaluate.endpoint import EndpointLost, ServedEvaluation, ServedTokenizer, run_served
-    from ulysses_cli.hub import find_folder
-    from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.report import printing
-
-    def find_tokenizer() -> ServedTokenizer | None:
-        name = tokenizer or endpoint.model
-        found = find_folder(name)
-        if found is not None and (found / "tokenizer.json").is_file():
-            return ServedTokenizer(found / "tokenizer.json")
-        if not (plan.tasks or has_limit or tokenizer):
-            return None
-        message = f"lengths are counted by a tokenizer, and {name} has no tokenizer.json on this machine"
-        raise RecipeError([Problem("--tokenizer", message, "name a folder with it, or the hub name of a cached model")])
-
-    def ask() -> dict[str, Any]:
-        check_page(html)
-        own = find_tokenizer()
-        endpoint.check_model()
-        limit = max(amount.lengths) if has_limit else 0
-        asked = ServedEvaluation(endpoint, plan, amount, sources, folder, own, limit, num_requests)
-        return run_served(asked, printing.print_message)
-
-    try:
-        findings = or_exit(ask, output)
-    except EndpointLost as error:
-        hint = "what was answered is kept: start the same command again when the server answers"
-        problem = Problem("--endpoint", str(error), hint)
-        if output is Format.json:
-            printing.print_json({"problems": [problem.as_json()]})
-        else:
-            printing.print_problems([problem])
-        raise typer.Exit(FAILED) from None
-    show_findings(findings, {"subject": endpoint.model, "suites": suites, "output": str(folder)}, output, html)
-
-
-def leave_out_measured(suites: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The suites that a server can be asked, and notes on the others. Raises RecipeError where none is left."""
-    from ulysses_cli.evaluate.suites import CALLS, HARNESS
-    from ulysses_cli.evaluate.summary import TASK as LOSS
-    from ulysses_cli.plan.problem import Problem, RecipeError
-
-    left_out = [name for name in suites if name in (LOSS, CALLS) or name.startswith(HARNESS)]
-    if not left_out:
-        return list(suites), []
-    message = f"{', '.join(left_out)}: left out, since a server is asked for answers alone, not for losses or tokens"
-    if len(left_out) == len(suites):
-        hint = "name another suite, or the model's folder without --endpoint"
-        raise RecipeError([Problem("--suite", message, hint)])
-    return [name for name in suites if name not in left_out], [message]
