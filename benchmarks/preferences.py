@@ -24,6 +24,11 @@ DPO = (
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "exo_pair", "nca_pair", "sppo_hard",
     "bco_pair", "discopop",
 )  # fmt: skip
+MIXTURES: list[tuple[list[str], dict[str, Any]]] = [
+    (["sigmoid", "bco_pair", "sft"], {"loss_weights": [0.8, 0.2, 1.0]}),  # MPO, arXiv 2411.10442
+    (["ipo", "apo_zero"], {"beta": 0.7}),
+    (["sigmoid_norm", "robust", "sft"], {"loss_weights": [0.5, 0.3, 0.4], "label_smoothing": 0.1}),
+]
 
 
 class Batch:
@@ -67,7 +72,7 @@ def make_trainer(**values: Any) -> SimpleNamespace:
         model=SimpleNamespace(training=True), accelerator=accelerator, aux_loss_enabled=False, ld_alpha=None,
         precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False, _total_train_tokens=0,
         _tp_size=1, _metrics={"train": defaultdict(list)}, is_encoder_decoder=False, padding_value=0, pad_token_id=0,
-        alpha=0.0, cpo_alpha=1.0, loss_weights=[1.0], calculate_KL=True, **values,
+        alpha=0.0, cpo_alpha=1.0, calculate_KL=True, **values,
     )  # fmt: skip
 
 
@@ -88,17 +93,19 @@ def spread(batch: Batch, sums: Tensor) -> Tensor:
     return mask * (sums / batch.answer_targets)[:, None]
 
 
-def run_dpo(batch: Batch, name: str, settings: dict[str, float]) -> dict[str, Any]:
+def run_dpo(batch: Batch, losses: list[str], settings: dict[str, Any]) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
-    args = DPOConfig(output_dir="/tmp", use_cpu=True, bf16=False)
+    weights = settings.get("loss_weights")
+    args = DPOConfig(output_dir="/tmp", use_cpu=True, bf16=False, loss_type=losses, loss_weights=weights)
     sums, reference = (
         batch.compute_log_probs(each, batch.is_answer).sum(1) for each in (batch.logits, batch.reference)
     )
     sums.requires_grad_()
     chosen, rejected = reference.chunk(2)
     trainer = make_trainer(
-        loss_types=[name], beta=settings.get("beta", args.beta),
+        loss_types=args.loss_type, loss_weights=args.loss_weights or [1.0] * len(losses),  # as its __init__ does
+        beta=settings.get("beta", args.beta),
         label_smoothing=settings.get("label_smoothing", args.label_smoothing),
         args=SimpleNamespace(discopop_tau=settings.get("discopop_tau", args.discopop_tau)),
     )  # fmt: skip
@@ -191,10 +198,13 @@ def main() -> None:
                 settings |= {"desirable_weight": 1.3, "undesirable_weight": 0.6} if number else {}
                 case = run_kto(batch, settings)
             else:
-                run = run_dpo if name in DPO else run_without_reference
-                case = run(batch, name, settings)
-            cases.append({"name": name, "settings": settings, **case})
-            print(f"{name} {settings}: {case['loss']:.6f}")
+                is_dpo = name in DPO
+                case = run_dpo(batch, [name], settings) if is_dpo else run_without_reference(batch, name, settings)
+            cases.append({"losses": [name], "settings": settings, **case})
+    for losses, settings in MIXTURES:
+        cases.append({"losses": losses, "settings": settings, **run_dpo(batch, losses, settings)})
+    for case in cases:
+        print(f"{case['losses']} {case['settings']}: {case['loss']:.6f}")
     result = {"trl": trl.__version__, "batch": batch.describe(), "cases": cases}
     (RESULTS / "preferences-trl.json").write_text(json.dumps(result, indent=1) + "\n")
 

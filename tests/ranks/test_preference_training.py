@@ -207,7 +207,7 @@ def compute_on_rank(
         serve_rotary(model, groups.sp_axis)
         head = model.get_output_embeddings()
         loss: Any = PlainLoss(head, HeadRule()) if tile is None else make_tiled_loss(head, HeadRule(), tile)
-        settings = PreferenceSettings(loss=name, beta=BETA, desirable_weight=1.2, undesirable_weight=0.7)
+        settings = PreferenceSettings(loss=(name,), beta=BETA, desirable_weight=1.2, undesirable_weight=0.7)
         objective: Objective
         if name in ("next token", "weights"):
             objective = NextToken()
@@ -447,7 +447,8 @@ LEARNING = ("parallel.sp_size=2", "train.learning_rate=0.01", "preference.beta=0
     "words",
     [
         pytest.param(("memory.tiled_loss=true", "memory.tiled_mlp=true"), id="tiles"),
-        pytest.param(("lora.r=4", "parallel.zero_stage=2"), id="adapters", marks=pytest.mark.check),
+        pytest.param(("lora.r=4", "parallel.zero_stage=2", "preference.loss=[sigmoid, bco_pair, sft]"),
+                     id="adapters, a mixture", marks=pytest.mark.check),
         pytest.param(("train.gradient_accumulation_steps=2", "memory.offload_optimizer=cpu"), id="offload",
                      marks=pytest.mark.full),
     ],

@@ -28,7 +28,6 @@ from ulysses_cli.data.transaction import FileHashes, find_damage, hash_parts, ma
 from ulysses_cli.plan.models.model_files import explain_no_template, list_variables
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.recipe.sections import UNPAIRED
 from ulysses_cli.plan.resolved import wants_shared_prompts
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.columns import Reading
@@ -92,7 +91,7 @@ def prepare_data(
     datasets = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
     datasets += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
     if recipe.preference is not None:  # no other type passes the rules
-        kind = "unpaired" if recipe.preference.loss in UNPAIRED else "preference"
+        kind = "unpaired" if recipe.preference.is_unpaired else "preference"
         datasets = [(key, dataset.model_copy(update={"type": kind})) for key, dataset in datasets]
     stores: list[TokenStore] = []
     described: list[Event] = []

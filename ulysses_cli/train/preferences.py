@@ -47,7 +47,8 @@ class AnswerPairs:
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    loss: str = "sigmoid"
+    loss: tuple[str, ...] = ("sigmoid",)
+    loss_weights: tuple[float, ...] = ()  # of each loss; none: 1
     beta: float = 0.1
     label_smoothing: float = 0.0  # how often a label is wrong
     discopop_tau: float = 0.05
@@ -69,6 +70,11 @@ class PairLoss:
     is_averaged: bool = False
     has_reference: bool = True
     sft_weight: float = 0.0
+
+
+def compute_nothing(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
+    """Of sft, which is the chosen answer's cross-entropy alone."""
+    return torch.zeros_like(chosen)
 
 
 def compute_sigmoid(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
@@ -161,6 +167,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "sppo_hard": PairLoss(compute_sppo_hard),
     "bco_pair": PairLoss(compute_bco_pair),
     "discopop": PairLoss(compute_discopop),
+    "sft": PairLoss(compute_nothing, sft_weight=1.0),
     "cpo": PairLoss(compute_smoothed, has_reference=False, sft_weight=1.0),
     "simpo": PairLoss(compute_simpo, is_averaged=True, has_reference=False, sft_weight=1.0),
     "orpo": PairLoss(compute_orpo, is_averaged=True, has_reference=False, sft_weight=1.0),
@@ -170,21 +177,28 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 def compute_pair_losses(pairs: AnswerPairs, settings: PreferenceSettings) -> Tensor:
     """A loss for each pair, [P]. The chosen answer's own part is a mean over its targets, whatever other pairs there
     are."""
-    loss, weight = PAIR_LOSSES[settings.loss], find_sft_weight(settings)
-    losses = loss.compute(*pairs.score(is_averaged=loss.is_averaged), settings)
-    return losses - weight * pairs.chosen / pairs.chosen_targets if weight else losses
+    losses, own = torch.zeros_like(pairs.chosen), find_sft_weight(settings)
+    for loss, weight in list_losses(settings):
+        losses = losses + weight * loss.compute(*pairs.score(is_averaged=loss.is_averaged), settings)
+    return losses - own * pairs.chosen / pairs.chosen_targets if own else losses
+
+
+def list_losses(settings: PreferenceSettings) -> list[tuple[PairLoss, float]]:
+    """Each loss with its weight."""
+    weights = settings.loss_weights or (1.0,) * len(settings.loss)
+    return list(zip((PAIR_LOSSES[name] for name in settings.loss), weights, strict=True))
 
 
 def find_sft_weight(settings: PreferenceSettings) -> float:
-    return PAIR_LOSSES[settings.loss].sft_weight if settings.sft_weight is None else settings.sft_weight
+    own = sum(weight * loss.sft_weight for loss, weight in list_losses(settings))
+    return own if settings.sft_weight is None else settings.sft_weight
 
 
 @torch.no_grad()
 def measure_pairs(pairs: AnswerPairs, settings: PreferenceSettings) -> dict[str, Tensor]:
     """What is logged for each pair, [P] each, by TRL's names. Rewards are those of whole answers where there is a
     reference, else those that the loss compares."""
-    loss = PAIR_LOSSES[settings.loss]
-    is_averaged = loss.is_averaged and not loss.has_reference
+    is_averaged = any(loss.is_averaged and not loss.has_reference for loss, _ in list_losses(settings))
     scores = pairs.score(is_averaged=is_averaged)
     chosen, rejected = (settings.beta * score for score in scores)
     measures = {
@@ -197,7 +211,7 @@ def measure_pairs(pairs: AnswerPairs, settings: PreferenceSettings) -> dict[str,
     }
     if find_sft_weight(settings):
         measures["nll_loss"] = -pairs.chosen / pairs.chosen_targets
-    if settings.loss == "orpo":
+    if "orpo" in settings.loss:
         log_odds = compute_log_odds(*scores)
         measures |= {"log_odds_chosen": log_odds, "log_odds_ratio": logsigmoid(log_odds)}
     return measures
@@ -228,7 +242,7 @@ class PreferenceObjective:
 
     def __init__(self, settings: PreferenceSettings, axis: SequenceAxis = NO_AXIS) -> None:
         self.settings, self.axis = settings, axis
-        self.has_reference = PAIR_LOSSES[settings.loss].has_reference
+        self.has_reference = any(loss.has_reference for loss, _ in list_losses(settings))
         certain = -torch.ones(1)
         self.names = tuple(measure_pairs(AnswerPairs(*(certain,) * 6), settings))
         self.eval_names = ("loss", *self.names)

@@ -299,7 +299,7 @@ class Lora(Section):
 
 LossName = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "exo_pair", "nca_pair", "sppo_hard",
-    "bco_pair", "discopop", "cpo", "simpo", "orpo", "kto",
+    "bco_pair", "discopop", "sft", "cpo", "simpo", "orpo", "kto",
 ]  # fmt: skip
 SMOOTHED: tuple[LossName, ...] = ("robust", "exo_pair", "cpo", "simpo")
 WITHOUT_REFERENCE: tuple[LossName, ...] = ("cpo", "simpo", "orpo")
@@ -310,11 +310,17 @@ class Preference(Section):
     """Learn from pairs of answers, as DPO and its kin do, against the model as it is before step 1; cpo, simpo and orpo
     against nothing; kto from answers that have a label and no partner."""
 
-    loss: LossName = setting(
-        "sigmoid",
-        "loss of a pair, by TRL's name; sigmoid is DPO",
+    loss: tuple[LossName, ...] = setting(
+        ("sigmoid",),
+        "loss of a pair, by TRL's name, or a list of losses that are added up; sigmoid is DPO",
+        unit="losses",
         aliases=("loss_type", "pref_loss"),
-        spellings={"dpo": "sigmoid"},
+        spellings={"dpo": ("sigmoid",)},
+        min_length=1,
+        max_length=8,
+    )
+    loss_weights: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = setting(
+        (), "weight of each loss; left out: 1", unit="x", max_length=8
     )
     beta: float = setting(
         0.1, "how much a log-probability over the reference's counts", unit="x", aliases=("pref_beta",), gt=0, le=1000
@@ -342,3 +348,12 @@ class Preference(Section):
         ge=0,
         le=1000,
     )
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether answers have no partner."""
+        return not {*self.loss}.isdisjoint(UNPAIRED)
+
+    @property
+    def has_reference(self) -> bool:
+        return {*self.loss}.isdisjoint(WITHOUT_REFERENCE)

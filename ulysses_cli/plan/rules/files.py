@@ -27,7 +27,7 @@ from ulysses_cli.plan.models.model_files import (
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.changes import add_new_settings, list_differences, shorten_list
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
-from ulysses_cli.plan.recipe.sections import COLUMNS, OPTIONAL, WITHOUT_REFERENCE, Dataset
+from ulysses_cli.plan.recipe.sections import COLUMNS, OPTIONAL, Dataset
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
@@ -178,8 +178,9 @@ def check_start(recipe: Recipe) -> Problems:
         yield Problem(key, what, "name another run.output_dir, or go on with `ulysses train --resume auto`")
     if recipe.lora is not None and recipe.lora.adapter_name_or_path is not None:
         yield Problem("lora.adapter_name_or_path", f"{key} says already where adapters begin", "keep one of the two")
-    if recipe.preference is not None and recipe.preference.loss not in WITHOUT_REFERENCE:
-        what = f"preference.loss: {recipe.preference.loss} compares with the model that model.name_or_path names"
+    if recipe.preference is not None and recipe.preference.has_reference:
+        losses = ", ".join(recipe.preference.loss)
+        what = f"preference.loss: {losses} compares with the model that model.name_or_path names"
         yield Problem(key, what, "export the run, and name the exported folder as model.name_or_path")
 
 

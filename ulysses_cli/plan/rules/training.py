@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.recipe.sections import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE
+from ulysses_cli.plan.recipe.sections import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE, Preference
 from ulysses_cli.plan.rules.files import HUB_NAME
 from ulysses_cli.plan.schedule import POLYNOMIAL_END, SCORE_MEASURE
 from ulysses_cli.plan.secrets import find_variable
@@ -253,37 +253,58 @@ TRAINING_RULES: tuple[Callable[[Recipe], Problems], ...] = (
 
 def check_preference_sources(recipe: Recipe) -> Problems:
     """Pairs are learned by the section `preference`, and by nothing else; answers without a partner by kto."""
-    wanted = "unpaired" if recipe.preference is not None and recipe.preference.loss in UNPAIRED else "preference"
+    preference = recipe.preference
+    wanted = "unpaired" if preference is not None and preference.is_unpaired else "preference"
     for section in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(recipe.data, section)):
             key = f"data.{section}.{index}.type"
-            if recipe.preference is None and dataset.type in ("preference", "unpaired"):
+            if preference is None and dataset.type in ("preference", "unpaired"):
                 loss = "sigmoid}, which is DPO" if dataset.type == "preference" else "kto}"
                 what = f"{dataset.type} holds judged answers, which only a run with a section `preference` learns from"
                 yield Problem(key, what, f"write preference: {{loss: {loss}")
-            elif recipe.preference is not None and dataset.type not in ("auto", wanted):
+            elif preference is not None and dataset.type not in ("auto", wanted):
                 held = "pairs of answers" if wanted == "preference" else "answers with labels"
-                what = f"{dataset.type} holds no {held}, and {recipe.preference.loss} learns from nothing else"
+                what = f"{dataset.type} holds no {held}, and {', '.join(preference.loss)} learns from nothing else"
                 yield Problem(key, what, f"write type: {wanted}, or leave the section out")
 
 
 def check_preference_loss(recipe: Recipe) -> Problems:
-    """A loss gets the settings that it has."""
+    """Losses that are added up share a reference, and each setting belongs to one of them."""
     preference = recipe.preference
     if preference is None:
         return
+    yield from _check_mixture_of_losses(preference)
+    losses, lacks = preference.loss, f"{', '.join(preference.loss)} has no such setting"
     smoothing, key = preference.label_smoothing, "preference.label_smoothing"
-    if smoothing and preference.loss not in SMOOTHED:
-        hint = f"leave it out, or use one of {', '.join(SMOOTHED)}"
-        yield Problem(key, f"{preference.loss} has no such setting", hint)
-    if preference.loss == "exo_pair" and not smoothing:
+    if smoothing and {*losses}.isdisjoint(SMOOTHED):
+        yield Problem(key, lacks, f"leave it out, or use one of {', '.join(SMOOTHED)}")
+    if "exo_pair" in losses and not smoothing:
         yield Problem(key, "exo_pair takes its logarithm, so it cannot be 0", f"write {key}: 0.001")
-    if preference.sft_weight and preference.loss in UNPAIRED:
-        yield Problem("preference.sft_weight", f"{preference.loss} has no such setting", "leave it out")
+    if preference.sft_weight and preference.is_unpaired:
+        yield Problem("preference.sft_weight", lacks, "leave it out")
     own = {"discopop_tau": "discopop", "gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
     for name, loss in own.items():
-        if name in preference.model_fields_set and preference.loss != loss:
-            yield Problem(f"preference.{name}", f"{preference.loss} has no such setting", "leave it out")
+        if name in preference.model_fields_set and loss not in losses:
+            yield Problem(f"preference.{name}", lacks, "leave it out")
+
+
+def _check_mixture_of_losses(preference: Preference) -> Problems:
+    losses, weights, key = preference.loss, preference.loss_weights, "preference.loss"
+    if losses == ("sft",):
+        hint = "write [sigmoid, sft], or learn from the chosen answers without this section"
+        yield Problem(key, "sft compares no answers", hint)
+    for loss in dict.fromkeys(losses):
+        if losses.count(loss) > 1:
+            yield Problem(key, f"{loss} is listed {losses.count(loss)} times", "list it once, with a weight")
+        if len(losses) > 1 and loss in (*WITHOUT_REFERENCE, *UNPAIRED):
+            what = "learns from answers without a partner" if loss in UNPAIRED else "has no reference"
+            yield Problem(key, f"{loss} {what}, so that nothing can be added to it", f"write {key}: {loss}")
+    if weights and len(weights) != len(losses):
+        what = f"has {format_count(len(weights), 'weight')} for {format_count(len(losses), 'loss')}"
+        yield Problem("preference.loss_weights", what, "write one for each loss, or leave it out")
+    if "sft" in losses and preference.sft_weight is not None:
+        hint = "write it among preference.loss_weights"
+        yield Problem("preference.sft_weight", "says again what the weight of sft says", hint)
 
 
 def check_preference_data(recipe: Recipe) -> Problems:
@@ -321,8 +342,7 @@ def check_preference_training(recipe: Recipe) -> Problems:
             yield Problem(f"train.{name}", "is not offered for preferences: it is a mean over tokens", "leave it out")
     if recipe.train.token_loss is not None:
         yield Problem("train.token_loss", "is not used: a pair's loss is one of whole answers", "leave it out")
-    has_reference = recipe.preference.loss not in WITHOUT_REFERENCE
-    if recipe.lora is not None and recipe.lora.dropout and has_reference:
+    if recipe.lora is not None and recipe.lora.dropout and recipe.preference.has_reference:
         what = f"{recipe.lora.dropout:g}: an answer would differ from its reference by chance"
         yield Problem("lora.dropout", what, "set it to 0")
 

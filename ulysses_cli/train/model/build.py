@@ -23,7 +23,6 @@ from ulysses_cli.plan.ledger.job import read_adapters
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero.states import size_weight_buffers
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
-from ulysses_cli.plan.recipe.sections import UNPAIRED, WITHOUT_REFERENCE
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.plan.schedule import make_share
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
@@ -417,7 +416,7 @@ def choose_objective(recipe: Recipe, groups: Groups) -> Objective:
     if recipe.preference is None:
         return NextToken()
     settings = PreferenceSettings(**recipe.preference.model_dump(exclude={"share_prompts"}))
-    if recipe.preference.loss in UNPAIRED:
+    if recipe.preference.is_unpaired:
         return UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD if groups.layout.world_size > 1 else None)
     return PreferenceObjective(settings, groups.sp_axis)
 
@@ -427,7 +426,7 @@ def choose_references(
 ) -> References:
     """What the objective compares with; nothing where it compares with nothing. `data`: the hash of the rows."""
     plan, recipe = run.plan, run.plan.recipe
-    if recipe.preference is None or recipe.preference.loss in WITHOUT_REFERENCE:
+    if recipe.preference is None or not recipe.preference.has_reference:
         return References(eval_rows, eval_batching)
     key = {"data": data, "seed": recipe.run.seed, **recipe.model_dump(mode="json", include={"model", "lora"})}
     layout = {"layout": vars(plan.layout), "batching": run.state.batching, "levers": plan.levers}
