@@ -4,7 +4,9 @@ import gzip
 import io
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -191,20 +193,38 @@ def test_of_chats_only_the_answers_are_trained_and_the_recipe_says_so(texts: Pat
     assert "a longer chat is an error" in length
 
 
-def test_pairs_of_answers_become_a_recipe_of_preferences(texts: Path) -> None:
-    rows = [{"prompt": f"{n}? ", "chosen": "yes", "rejected": "no"} for n in range(30)]
+JUDGED: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
+    "text": (lambda asked: {"prompt": asked, "chosen": "yes", "rejected": "no"}, "preference"),
+    "UltraFeedback": (
+        lambda asked: {"messages": talk(asked, "yes"), "chosen": talk(asked, "yes"), "rejected": talk(asked, "no")},
+        "preference",
+    ),
+    "messages": (lambda asked: {"messages": talk(asked, "yes"), "rejected_response": "no"}, "preference"),
+    "labels": (lambda asked: {"prompt": asked, "completion": "yes", "label": True}, "unpaired"),
+}
+
+
+def talk(asked: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_judged_answers_become_a_recipe_of_preferences(texts: Path, case: str) -> None:
+    make, kind = JUDGED[case]
+    rows = [make(f"{number}? ") for number in range(30)]
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = invoke("init", "--data", "pairs.jsonl", "--model", "tiny", "--gpus", "cpu", "--yes")
     assert shown.returncode == 0, shown.stderr
-    assert ": pairs of answers" in shown.stderr
+    assert (": answers with labels" if kind == "unpaired" else ": pairs of answers") in shown.stderr
     text = Path("my.yaml").read_text()
     written = yaml.safe_load(text)
-    assert written["data"]["datasets"] == [{"path": "pairs.jsonl", "type": "preference"}]
-    assert written["preference"] == {"loss": "sigmoid", "beta": 0.1}
+    assert written["data"]["datasets"] == [{"path": "pairs.jsonl", "type": kind}]
+    assert written["preference"] == {"loss": "kto" if kind == "unpaired" else "sigmoid", "beta": 0.1}
     assert float(written["train"]["learning_rate"]) == 3e-4
-    assert "a pair, prompt and both answers, that is longer is an error" in text
-    report = prepare_data(load_recipe("my.yaml", ["data.store_dir=store"]).recipe, 1, lambda _: None).report
-    assert report["splits"]["train"]["num_rows"]
+    assert "a prompt with two answers that is longer is an error" in text
+    if case in ("text", "labels"):  # the tiny model has no chat template
+        report = prepare_data(load_recipe("my.yaml", ["data.store_dir=store"]).recipe, 1, lambda _: None).report
+        assert report["splits"]["train"]["num_rows"]
 
 
 @pytest.mark.parametrize(

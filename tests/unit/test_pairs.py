@@ -20,7 +20,7 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenPair, encode_pair
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.readers.columns import Reading, read_sample
+from ulysses_cli.readers.columns import Reading, detect_kind, read_sample
 from ulysses_cli.readers.pairs import Pair, read_judged, read_pair
 from ulysses_cli.readers.problems import BadRow, DataError
 
@@ -78,6 +78,15 @@ def test_chats_in_any_columns_are_the_same_pair(row: dict[str, Any]) -> None:
     assert (chosen.replace("<|im_end|>", "").strip(), rejected.replace("<|im_end|>", "").strip()) == (YES, NO)
     check_shared(pair)
     assert make_encoder().tokenizer.decode(pair.chosen.ids[: pair.num_shared]).endswith("assistant")
+
+
+def test_long_reward_asks_below_a_text() -> None:
+    row = {"idx": 7, "context": "It is.", "query": ASK, "win_response": YES, "lose_response": NO}
+    assert detect_kind(row) == "preference"
+    turn = {"role": "user", "content": "It is.\n\nIs it?"}
+    assert read_pair(row) == read_pair({"prompt": [turn], "chosen": YES, "rejected": NO})
+    with pytest.raises(BadRow, match="column `context` is null"):
+        read_pair({**row, "context": None})
 
 
 def test_columns_may_have_names_of_their_own() -> None:

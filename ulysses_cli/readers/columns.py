@@ -111,6 +111,7 @@ ROLE_NAMES = {
 }
 CALLING_ROLES = ("function_call", "tool_call")  # turns of the assistant that hold a call alone
 CONTENTS = ("content", "value", "text")
+LONG_REWARD = ("context", "query", "win_response", "lose_response")
 TURN_COLUMNS = ("messages", "conversations", "trajectory", "prompt", "completion", "chosen", "rejected")
 FLAGS = ("weight", "train", "training", "loss", "trainable")
 MASK, NOT = "mask", "not "  # a field of two meanings; what stands before the name of one that says the opposite
@@ -179,7 +180,7 @@ PLAIN = Reading()
 
 def detect_kind(row: Row, names: Names = SAME) -> RowType:
     """The kind of a source, by the columns of its first row."""
-    renamed = _find_chat(rename(row, names))
+    renamed = find_pair(_find_chat(rename(row, names)))
     for kind, columns in COLUMNS.items():
         if all(column in renamed for column in columns):
             return kind
@@ -205,6 +206,16 @@ def _find_chat(row: Row) -> Row:
         turns = [{"role": "user", "content": row["query"]}, {"role": "assistant", "tool_calls": row["answers"]}]
         return {**row, "messages": turns}
     return row
+
+
+def find_pair(row: Row) -> Row:
+    """A row of LongReward as one with `chosen` and `rejected`. Its question stands below the text that it is about."""
+    if not isinstance(row, dict) or any(name not in row for name in LONG_REWARD):
+        return row
+    context, query, win, lose = (_read_text(row, name) for name in LONG_REWARD)
+    rest = {name: value for name, value in row.items() if name not in LONG_REWARD}
+    prompt = [{"role": "user", "content": f"{context}\n\n{query}"}]
+    return {**rest, "prompt": prompt, "chosen": win, "rejected": lose}
 
 
 def read_sample(kind: RowType, row: Row, *, has_template: bool = True, reading: Reading = PLAIN) -> Sample:

@@ -26,6 +26,7 @@ from ulysses_cli.readers.columns import (
     Sample,
     Tokens,
     detect_kind,
+    find_pair,
     list_columns,
     read_messages,
     read_sample,
@@ -139,7 +140,7 @@ def read_weight(value: Any, name: str) -> float:
 def read_pair(row: Row, reading: Reading = PLAIN) -> Pair:
     if not isinstance(row, dict):
         raise BadRow("no mapping where a row of columns is needed")
-    row = _split_messages(rename(row, reading.names))
+    row = _split_messages(find_pair(rename(row, reading.names)))
     for column in ("chosen", "rejected"):
         if row.get(column) is None:
             raise BadRow(f"column `{reading.names.get(column, column)}` is missing; there is {list_columns(row)}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ulysses_cli.readers.problems import DataError
 
 SAMPLE_BYTES = 64 << 20
 FIRST = "data.datasets.0"  # the source's key in the recipe that is written
+JUDGED: tuple[RowType, ...] = ("preference", "unpaired")
 ROW_NOUNS: dict[RowType, str] = {
     "chat": "chats",
     "conversations": "chats",
@@ -102,11 +104,17 @@ def _look_at_rows(survey: Survey) -> Survey:
     if get_format(paths[0]) == ".json" and paths[0].stat().st_size > SAMPLE_BYTES:
         return survey  # a list of rows is read whole
     origin = Origin(FIRST, survey.path, has_lines(paths))
+    for kind in JUDGED:  # a chat may have a rejected answer beside it, a completion a label
+        with suppress(DataError):
+            return _describe_rows(survey, kind, *read_first_rows(walk_blocks(paths), kind, origin))
     try:
         kind = find_kind(walk_blocks(paths), origin)
-        num_rows, has_more = read_first_rows(walk_blocks(paths), kind, origin)
+        return _describe_rows(survey, kind, *read_first_rows(walk_blocks(paths), kind, origin))
     except DataError as error:
         return replace(survey, refusal=error.problems)
+
+
+def _describe_rows(survey: Survey, kind: RowType, num_rows: int, has_more: bool) -> Survey:
     summary = f"{survey.summary}: {ROW_NOUNS[kind]}"
     return replace(survey, summary=summary, kind=kind, num_documents=None if has_more else num_rows)
 

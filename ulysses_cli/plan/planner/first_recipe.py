@@ -18,7 +18,10 @@ BYTES_PER_TOKEN = 4  # of English text and code, with the tokenizers of today
 CPU_RANKS = 2
 MIN_DOCUMENTS = 20  # of which some are held out for evaluation
 MAX_CPU_LENGTH = 1024
-PAIRS: RowType = "preference"
+JUDGED: dict[RowType, str] = {  # and what the recipe says of their loss
+    "preference": "sigmoid  # DPO; others are robust, ipo, apo_zero, simpo, orpo, ...",
+    "unpaired": "kto  # it learns from answers that have a label and no partner",
+}
 MAX_DEFAULT_LENGTH = 131072
 
 
@@ -97,7 +100,7 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     lines += ["", "data:", "  datasets:", f"    - path: {quote(answers.data)}"]
     if answers.is_tree:
         lines += ["      type: folder  # the whole tree is one document; join_files: false makes each file one"]
-    if answers.kind in (*CHAT_TYPES, "answers", PAIRS):
+    if answers.kind in (*CHAT_TYPES, "answers", *JUDGED):
         lines += [f"      type: {answers.kind}"]
     if answers.num_documents is None or answers.num_documents >= MIN_DOCUMENTS:
         lines += ["  eval_split: 0.05  # held out, for the loss that the run reports"]
@@ -105,9 +108,8 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     lines += (
         [] if choice.is_packed else ["  packing: off  # this model's layers carry something into the next document"]
     )
-    if answers.kind == PAIRS:
-        lines += ["", "preference:", "  loss: sigmoid  # DPO; others are robust, ipo, apo_zero, simpo, orpo, ..."]
-        lines += ["  beta: 0.1"]
+    if answers.kind in JUDGED:
+        lines += ["", "preference:", f"  loss: {JUDGED[answers.kind]}", "  beta: 0.1"]
     lines += ["", "train:", *_write_steps(answers, choice)]
     if choice.memory:
         lines += ["", "# chosen so that a step fits with a margin; `auto` lets each run choose", *choice.memory]
@@ -134,8 +136,8 @@ def _write_rows(answers: FirstAnswers) -> list[str]:
         noun = "chat" if is_chat else "row"
         how = "between turns" if is_chat else "it"
         longer = f"a longer {noun} is an error, or excess_length_strategy: split cuts {how}"
-    if answers.kind == PAIRS:
-        longer = "a pair, prompt and both answers, that is longer is an error; excess_length_strategy: drop"
+    if answers.kind in JUDGED:
+        longer = "a prompt with two answers that is longer is an error; excess_length_strategy: drop leaves it out"
     if is_chat:
         targets = ["  assistant_only_loss: true  # learns what the assistant says; false learns the user's turns too"]
     if answers.kind is None and not answers.is_tree:
@@ -175,7 +177,7 @@ def _write_parallel(layout: Layout, quantize_base: str | None) -> list[str]:
 
 def _write_steps(answers: FirstAnswers, choice: Choice) -> list[str]:
     rate = 3e-3 if answers.model == TINY else 1e-4 if answers.is_lora else 1e-5
-    rate /= 10 if answers.kind == PAIRS else 1
+    rate /= 10 if answers.kind in JUDGED else 1
     known = answers.num_tokens is not None
     length = "  num_train_epochs: 1" if known else "  max_steps: 500  # the size of the data is not known yet"
     rounds = f"  gradient_accumulation_steps: {choice.accumulation}  # so that a step has as many rows on any GPUs"
