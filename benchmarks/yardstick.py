@@ -79,7 +79,7 @@ def save(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def compare(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Prints how far formulas and runs on sizes are from the traces. The load of weights has formulas alone."""
+    """Prints how far formulas and runs on sizes are from the traces."""
     from support import random_recipes as recipes
 
     methods = {

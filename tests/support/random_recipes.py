@@ -304,10 +304,10 @@ def predict_phases(job: Job) -> dict[str, int]:
 
 
 def run_phases(drawn: DrawnRecipe) -> dict[str, int]:
-    """Returns the bytes of a run on sizes, in each phase at its fullest. It has no load of weights."""
+    """Returns the bytes of a run on sizes, in each phase at its fullest."""
     job = make_drawn_job(drawn)
     steps = [measure_step(drawn.recipe, job.shape, job.levers, rank) for rank in find_fullest_ranks(job)]
-    return {phase: max(step.get(phase, 0) for step in steps) for phase in steps[0] if phase != "load"}
+    return {phase: max(step.get(phase, 0) for step in steps) for phase in steps[0]}
 
 
 def measure_errors(predicted: Mapping[str, int], traced: Mapping[str, int]) -> dict[str, float]:

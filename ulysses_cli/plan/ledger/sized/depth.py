@@ -390,7 +390,8 @@ class EngineMeter(ByteMeter):
 class EngineBytes(NamedTuple):
     """What an engine holds at most in its work at a mark of a turn, or `after` it until the next mark. `is_added`: a
     gradient is gone before the work, added to one that was there. `work`: that of the turn's window. `first`: the first
-    of neighbouring layers of the same work, the last of which the turn is, where it holds as much."""
+    of neighbouring layers of the same work, the last of which the turn is, where it holds as much. `starts`: before the
+    first work."""
 
     turn: Turn
     mark: int
@@ -400,6 +401,7 @@ class EngineBytes(NamedTuple):
     is_added: bool = False
     work: int = -1
     first: int | None = None
+    starts: bool = False
 
 
 class EngineWalk:
@@ -424,13 +426,14 @@ class EngineWalk:
         self.found: dict[str, list[EngineBytes]] = {STEPPING: []}
         self.meter.measure_anew()
         engine.start()
-        self.found[LOAD] = [EngineBytes(FIRST, 0, False, self.meter.device.peak, self.meter.fullest)]
+        self.found[LOAD] = [EngineBytes(FIRST, 0, False, self.meter.device.peak, self.meter.fullest, starts=True)]
         self._play(LOAD)
         self._play(LOAD + SECOND_PASS)
         self._step(micro_steps, finds=False)
         if "evaluation" in windows:
             self._play("evaluation")
         self._step(micro_steps)
+        self._play("save")
         self.holdings = {phase: _join_equal(found) for phase, found in self.found.items()}
 
     def _step(self, micro_steps: int, *, finds: bool = True) -> None:
@@ -492,6 +495,8 @@ class EngineWalk:
             engine.run_optimizer()
         elif mark.work == "end evaluation":
             engine.end_evaluation()
+        elif mark.work == "save":
+            engine.save()
         elif isinstance(engine, ShardedEngine):
             self._do_sharded(engine, mark)
         return False

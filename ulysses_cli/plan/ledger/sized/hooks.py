@@ -27,7 +27,7 @@ PARAMETERS, GATHERED, SECOND = (
 )
 GRADIENTS, BUCKET, FLUSHED = ((ENGINE, line) for line in ("gradients", "reduce_bucket", "reduce_flush"))
 MASTER, MOMENTS, STEPPED = ((ENGINE, line) for line in ("optimizer_master", "optimizer_adam", "optimizer_transients"))
-INPUTS, TRANSIENTS = (ENGINE, "inputs"), (ENGINE, "engine_transients")
+INPUTS, TRANSIENTS, MADE = ((ENGINE, line) for line in ("inputs", "engine_transients", "weights_made"))
 ALIKE = {
     **dict.fromkeys(("self_attn", "attention", "attn", "linear_attn"), "attention"),
     **dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "mlp"),
@@ -86,7 +86,7 @@ def join_lines(alive: Mapping[Tag, int], phase: str) -> dict[str, int]:
 
 Work = Literal[
     "begin", "fetch", "release", "read", "pin", "unpin", "reduce", "begin backward", "end backward", "step",
-    "end evaluation",
+    "end evaluation", "save",
 ]  # fmt: skip
 
 

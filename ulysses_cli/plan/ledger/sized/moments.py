@@ -33,7 +33,7 @@ from ulysses_cli.plan.ledger.sized.depth import (
     join_path,
     split_path,
 )
-from ulysses_cli.plan.ledger.sized.hooks import FORWARD, RECOMPUTED, join_lines, name_moment
+from ulysses_cli.plan.ledger.sized.hooks import FORWARD, MADE, RECOMPUTED, join_lines, name_moment
 from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine, ShardSettings
 from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.ledger.sized.step import DTYPES, Recording, SizedRun, alone, make_bare_model
@@ -81,7 +81,12 @@ def _load_heads() -> Any:
 
 
 # Work of the engine at no module.
-WORKS = {"step": "the optimizer's work", "end backward": "the last gradients leave", "end evaluation": "its end"}
+WORKS = {
+    "step": "the optimizer's work",
+    "end backward": "the last gradients leave",
+    "end evaluation": "its end",
+    "save": "weights are gathered one by one",
+}
 
 
 class Joined:
@@ -148,10 +153,13 @@ class Joined:
         if own is not None and layer is not None:
             path = join_path(split_path(path, own), layer)
         mark = window.marks[holding.mark]
-        if not holding.after and mark.work in WORKS:
+        if holding.starts:
+            name = "weights are made, and the engine starts"
+        elif not holding.after and mark.work in WORKS:
             name = WORKS[mark.work]
         else:
-            name = name_moment((kind, path)) if before == phase else f"before the {phase.replace('_', ' ')}"
+            begins = f"before the {phase.removesuffix(SECOND_PASS).replace('_', ' ')}"
+            name = name_moment((kind, path)) if before == phase else begins
         return MemorySnapshot(phase, name, join_lines(tags, phase))
 
     def _add_windows(self, tags: Counter[Tag], phase: str, until: EngineBytes | None) -> None:
@@ -223,7 +231,6 @@ class Kept:
 
 
 STACKS, RECORDINGS, WALKS = Kept(64), Kept(256), Kept(256)
-RUN = frozenset({"forward", "backward", "optimizer_step", "evaluation"})  # the phases that a run goes through
 
 
 def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
@@ -362,17 +369,18 @@ def find_moments(job: Job) -> dict[str, MemorySnapshot]:
 
 
 def measure_ledger(job: Job) -> Ledger:
-    """What a job needs, as its own code takes it. Formulas tell of loading and saving, which no run does, and of all
-    phases where a part of the job has no sizes."""
-    fullest, missing = list_fullest(job), ""
+    """What a job needs, as its own code takes it; by formulas where a part of the job has no sizes."""
     try:
         moments = find_moments(job)
-        cublas = {"cublas_workspace": gpu.compute_cublas(job)}
-        for phase in RUN & moments.keys() & fullest.keys():
-            fullest[phase] = moments[phase]._replace(lines={**moments[phase].lines, **cublas})
     except UnknownOperator as error:
-        missing = str(error)
-    return complete_ledger(job, fullest, missing)
+        return complete_ledger(job, list_fullest(job), str(error))
+    return complete_ledger(job, {phase: _add_cublas(job, moment) for phase, moment in moments.items()})
+
+
+def _add_cublas(job: Job, moment: MemorySnapshot) -> MemorySnapshot:
+    """No product has run when weights are made."""
+    size = 0 if MADE[1] in moment.lines else gpu.compute_cublas(job)
+    return moment._replace(lines={**moment.lines, "cublas_workspace": size})
 
 
 def add_device_lines(job: Job, moment: MemorySnapshot) -> MemorySnapshot:

@@ -16,6 +16,7 @@ from ulysses_cli.plan.ledger.sized.hooks import (  # fmt: skip
     FLUSHED,
     GATHERED,
     GRADIENTS,
+    MADE,
     MASTER,
     MOMENTS,
     PARAMETERS,
@@ -23,6 +24,7 @@ from ulysses_cli.plan.ledger.sized.hooks import (  # fmt: skip
     STEPPED,
     ModuleWeights,
     WeightSize,
+    tagged,
 )
 from ulysses_cli.plan.sizes.tensor import FLOAT32, DType, Running, Storage
 
@@ -154,11 +156,14 @@ class ShardedEngine:
 
     def start(self) -> None:
         """Shares, master weights, gradients and the bucket; then weights that are always whole."""
-        settings, weights = self.settings, list(self.weights.values())
+        settings, weights, meter = self.settings, list(self.weights.values()), Running.meter
         size = weights[0].dtype.itemsize
         for weight in weights:
             weight.is_persistent = weight.numel <= settings.persistence_threshold
-        Running.meter.add_temporary(self._count_making() * size)
+        with tagged(*MADE):
+            meter.add_temporary(self._count_making() * size)
+        for weight in weights:
+            self._make_second(weight)
         if not settings.weights_on_host:
             self.states.append(Storage(sum(map(self.count_share, weights)) * size, PARAMETERS))
         self.groups = list(self._list_groups())
@@ -174,22 +179,33 @@ class ShardedEngine:
         if not settings.states_on_host:
             self.states.append(Storage(sum(map(self.count_share, self.trained)) * settings.kept.itemsize, GRADIENTS))
         self.moments: list[Storage] = []
-        self._gather_persistent()
+        for weight in self.trained:  # for its gradient's hook
+            on_host = self.count_share(weight) * size if settings.weights_on_host else 0
+            meter.add_temporary(self.count_share(weight) * settings.world_size * size + on_host)
 
     def _count_making(self) -> int:
-        """The most elements while weights are made: each is whole before it is divided, and transformers gathers those
-        of a module to draw them. The matrix of a tied head is made too."""
+        """The most elements while weights are made: each is whole before it is divided, and those of a module are
+        gathered to be drawn. The matrix of a tied head is made too."""
         settings, made, held = self.settings, 0, 0
         on_host, ranks = settings.weights_on_host, settings.world_size
         owners = Counter(weight for weights in self.own.values() for weight in weights)
         for weight in sorted(self.weights.values(), key=lambda weight: weight.number):
-            held += 0 if on_host else self.count_share(weight) * owners[weight]
+            held += 0 if on_host else (self.count_share(weight) + self._count_second(weight)) * owners[weight]
             made = max(made, held + weight.numel)
         if ranks == 1 and not on_host:
             return made
-        drawn = max(self.own.values(), key=lambda weights: sum(weight.numel for weight in weights))
+        drawn = max(self._list_drawn(), key=lambda weights: sum(weight.numel for weight in weights))
         arriving = sum(self.count_share(w, settings.replica_size) for w in drawn) if on_host and ranks > 1 else 0
         return max(made, held + sum(weight.numel for weight in drawn) + arriving)
+
+    def _list_drawn(self) -> Iterable[list[Weight]]:
+        """What transformers gathers at once: a module's weights and those of modules right below it."""
+        drawn: dict[str, list[Weight]] = {}
+        for path, weights in self.own.items():
+            module = path.replace(".base_layer", "")
+            for place in (module, module.rpartition(".")[0]):
+                drawn.setdefault(place, []).extend(weights)
+        return drawn.values()
 
     def _list_groups(self) -> Iterable[list[Weight]]:
         """Weights that decay and others, each cut where a group is full."""
@@ -354,11 +370,18 @@ class ShardedEngine:
             self.num_live -= weight.numel
 
     def partition(self, weight: Weight) -> None:
-        settings = self.settings
-        if settings.replica_size < settings.world_size and weight.second is None:
-            size = self.count_share(weight) * settings.world_size // settings.replica_size
-            weight.second = Storage(size * weight.dtype.itemsize, SECOND, on_host=settings.weights_on_host)
+        self._make_second(weight)
         weight.storage, weight.status = None, Status.AWAY
+
+    def _count_second(self, weight: Weight) -> int:
+        settings = self.settings
+        is_made = settings.replica_size < settings.world_size
+        return self.count_share(weight) * settings.world_size // settings.replica_size if is_made else 0
+
+    def _make_second(self, weight: Weight) -> None:
+        size = self._count_second(weight) * weight.dtype.itemsize
+        if size and weight.second is None:
+            weight.second = Storage(size, SECOND, on_host=self.settings.weights_on_host)
 
     def end_evaluation(self) -> None:
         self.forget_coming()
@@ -452,6 +475,13 @@ class ShardedEngine:
         self._gather_persistent()
         for weight in self.trained:
             weight.second = None
+
+    def save(self) -> None:
+        """Weights are gathered one by one, and copied."""
+        if self.settings.world_size > 1:
+            largest = max(self.weights.values(), key=lambda weight: weight.numel)
+            with tagged(*GATHERED):
+                Running.meter.add_temporary(2 * largest.numel * largest.dtype.itemsize)
 
     def _step_group(self, number: int, group: list[Weight]) -> None:
         """Joins the gradients, casts them, and makes the moments where they do not exist yet."""

@@ -101,6 +101,8 @@ class WholeEngine:
 
     def end_evaluation(self) -> None: ...
 
+    def save(self) -> None: ...
+
     # --- gradients
 
     def begin_backward(self) -> None:

@@ -324,7 +324,8 @@ class SizedRun:
         self.step()
         if self.job.evaluates:
             self.evaluate()
-        self.meter.enter(BETWEEN)
+        with self.meter.during("save"):
+            self.hooks.mark("save")
         events, self.meter.events = self.meter.events or (), None
         rename = cache(self.depth.rename)
         named = [(size, phase, (kind, rename(path))) for size, phase, (kind, path) in events]
