@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.json_page import find_undocumented
 from support.paths import TINY_RECIPE
-from support.rank_pool import run_on_ranks
+from support.rank_pool import RankError, run_on_ranks
 from support.tiers import mark_by
 from support.training import make_recipe
 
@@ -155,10 +155,46 @@ def plant_unsharded_evaluation() -> list[Any]:
     ]
 
 
+def plant_longer_prompt() -> list[Any]:
+    """The rejected answer sees the beginning of the chosen one."""
+
+    def make(real: Any) -> Any:
+        def documents(lengths: Any, device: Any, shared: Any, **more: Any) -> Any:
+            return real(lengths, device, shared=tuple(at + 2 if at else 0 for at in shared), **more)
+
+        return documents
+
+    return [patch("ulysses_cli.train.engine.make_documents", make)]
+
+
+def plant_counted_prompt() -> list[Any]:
+    """One token of the prompt counts as one of the answer."""
+
+    def make(real: Any) -> Any:
+        def add_up(self: Any, losses: Any, answers: Any) -> Any:
+            sums = real(self, losses, answers)
+            return replace(sums, targets=sums.targets + 1)
+
+        return add_up
+
+    return [patch("ulysses_cli.train.preferences.PreferenceObjective.sum_answers", make)]
+
+
+def plant_own_sums() -> list[Any]:
+    """Each rank compares what it has of the answers."""
+    from ulysses_cli.train.processes.groups import NO_AXIS
+
+    def make(real: Any) -> Any:
+        return lambda self, losses, answers: real(mock.Mock(axis=NO_AXIS), losses, answers)
+
+    return [patch("ulysses_cli.train.preferences.PreferenceObjective.sum_answers", make)]
+
+
 FAULTS: dict[str, Callable[[], list[Any]]] = {
     "none": list, "mean": plant_mean, "kv gradient": plant_lost_kv_gradient, "boundary": plant_boundary,
     "leak": plant_leak, "positions": plant_local_positions, "window": plant_local_window,
-    "evaluation": plant_unsharded_evaluation,
+    "evaluation": plant_unsharded_evaluation, "longer prompt": plant_longer_prompt,
+    "counted prompt": plant_counted_prompt, "own sums": plant_own_sums,
 }  # fmt: skip
 FOUND_BY = {
     "mean": "gradients", "kv gradient": "gradients", "boundary": "loss", "leak": "leak: the first document",
@@ -183,6 +219,38 @@ def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
 def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
     failed = {row.name for row in prove_with(fault, tmp_path) if row.verdict == "FAIL"}
     assert FOUND_BY[fault] in failed, failed
+
+
+JUDGED = {
+    "a mixture": ("preference.loss=[sigmoid, bco_pair, sft]",),
+    "kto": ("preference.loss=kto", "train.per_device_train_batch_size=2"),
+    "simpo with adapters": ("preference.loss=simpo", "lora.r=4"),
+    "two copies": ("preference.loss=orpo", "preference.share_prompts=false", "data.packing=off"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark_by(False, case != "two copies")) for case in JUDGED])
+def test_preferences_are_proven(case: str, tmp_path: Path) -> None:
+    rows = prove_with("none", tmp_path, *JUDGED[case])
+    assert {row.verdict for row in rows} == {"PASS"}, rows
+
+
+@pytest.mark.parametrize(
+    ("fault", "found_by"),
+    [
+        ("longer prompt", "leak: late tokens"),
+        pytest.param("counted prompt", "loss", marks=pytest.mark.check),
+    ],
+)
+def test_a_planted_fault_of_preferences_fails(fault: str, found_by: str, tmp_path: Path) -> None:
+    failed = {row.name for row in prove_with(fault, tmp_path, "preference.loss=ipo") if row.verdict == "FAIL"}
+    assert {found_by, "gradients"} <= failed, failed
+
+
+@pytest.mark.check
+def test_ranks_that_compare_their_own_parts_of_answers_differ_from_the_reference_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="at step 1, where the model is its own reference"):
+        prove_with("own sums", tmp_path, "preference.loss=ipo")
 
 
 @pytest.mark.full

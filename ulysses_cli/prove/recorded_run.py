@@ -7,14 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ulysses_cli.data.steps import Batching, Rows, make_eval_batching, plan_step, read_micro_batch
-from ulysses_cli.data.store import PackedRows, open_rows
+from ulysses_cli.data.steps import Batching, Rows, get_shared, make_eval_batching, plan_step, read_micro_batch
+from ulysses_cli.data.store import open_rows
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -26,7 +26,7 @@ from ulysses_cli.train.attention.kernels.native import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.model.build import Built, RunLength, assemble_run
+from ulysses_cli.train.model.build import Built, RunLength, assemble_run, choose_objective, choose_references
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups, make_groups
 
@@ -64,12 +64,19 @@ def record_steps(
     plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
     groups = make_groups(plan.layout, GROUP_TIMEOUT)
     rows, held_out = open_rows(prepared, "train"), open_rows(prepared, "eval")
-    run = assemble_run(plan, groups, device, rows, RunLength(num_steps, end), eval_rows=held_out)
+    objective, length = choose_objective(recipe, groups), RunLength(num_steps, end)
+    run = assemble_run(plan, groups, device, rows, length, eval_rows=held_out, objective=objective)
     built, batching = run.built, make_eval_batching(shape, plan.resolved)
-    evaluated = evaluate(built.engine, groups, held_out, batching)
-    probes = _probe_documents(built, groups, held_out, batching, shape.vocab_size)
+    references = choose_references(run, prepared.name, prepared / "reference", held_out, batching)
+    references.fill(run.state, lambda _: None, is_fresh=True)
+    eval_rows = references.eval_rows or held_out
+    evaluated = evaluate(built.engine, groups, eval_rows, batching)
+    probes = _probe_documents(built, groups, eval_rows, batching, shape.vocab_size)
     recorder = StepRecorder(built)
-    run.state.post_step_hooks = (lambda _, result: recorder.results.append((result.loss, result.update.grad_norm)),)
+    run.state.post_step_hooks = (
+        references.check,
+        lambda _, result: recorder.results.append((result.loss, result.update.grad_norm)),
+    )
     train(run.state)
     return RecordedSteps(
         kernel=built.kernel.name,
@@ -148,29 +155,37 @@ def _restore_order(gathered: Tensor, order: Order) -> Tensor:
     return whole
 
 
-def find_learned(rows: PackedRows, row: int) -> list[tuple[int, int, int]]:
-    """(first token, end, last position with a target) of each document of a row that has a target."""
-    lengths, documents, start = rows.get_lengths(row), [], 0
+class Learned(NamedTuple):
+    """A document with a target, and those that read the copy of what they begin with. `late`: tokens of it that only
+    its own later tokens see."""
+
+    start: int
+    stop: int
+    late: tuple[int, int]
+
+
+def find_learned(rows: Rows, row: int) -> list[Learned]:
+    lengths, shared, found, start = rows.get_lengths(row), get_shared(rows, row), list[Learned](), 0
     labels = rows.read(row, 0, sum(lengths)).labels
-    for length in lengths:
-        learned = np.flatnonzero(labels[start : start + length] >= 0)
-        if len(learned):
-            documents.append((start, start + length, start + int(learned[-1])))
-        start += length
-    return documents
+    for length, copied in zip(lengths, shared, strict=True):
+        stop, learned = start + length, np.flatnonzero(labels[start : start + length] >= 0)
+        if copied and found:
+            stem = found.pop()
+            found.append(Learned(stem.start, stop, (max(stem.late[0], stem.start + copied), stem.late[1])))
+        elif len(learned):
+            found.append(Learned(start, stop, ((start + start + int(learned[-1]) + 1) // 2, stop)))
+        start = stop
+    return found
 
 
-def _probe_documents(
-    built: Built, groups: Groups, rows: PackedRows, batching: Batching, vocabulary: int
-) -> list[Probe]:
+def _probe_documents(built: Built, groups: Groups, rows: Rows, batching: Batching, vocabulary: int) -> list[Probe]:
     """Changes the first document of the row with the most documents, then the last, and then late tokens of the first.
     A change shows only in documents that have targets."""
     row = max(range(len(rows)), key=lambda index: len(find_learned(rows, index)))
-    documents, total = find_learned(rows, row), sum(rows.get_lengths(row))
-    (start, end, last), spans = documents[0], {}
+    documents, total, spans = find_learned(rows, row), sum(rows.get_lengths(row)), dict[str, tuple[int, int]]()
     if len(rows.get_lengths(row)) > 1:
-        spans = {"the first document": (start, end), "the last document": documents[-1][:2]}
-    spans["late tokens"] = ((start + last + 1) // 2, end)
+        spans = {"the first document": documents[0][:2], "the last document": documents[-1][:2]}
+    spans["late tokens"] = documents[0].late
     before = _gather_losses(built, groups, rows, batching, row)
     probes = []
     for name, (start, stop) in spans.items():

@@ -6,28 +6,33 @@ for timing they are rows.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ulysses_cli.data.steps import Rows
 from ulysses_cli.data.store import PackedRows
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 
 Numbers = NDArray[np.int64]
-Labelled = tuple[Numbers, Numbers]  # tokens, and the label of each position
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """Tokens, and which of them are targets of the loss."""
+    """Tokens, and which of them are targets of the loss. `is_wanted`: of an answer that has a label."""
 
     tokens: Numbers
     is_target: NDArray[np.bool_]
+    is_wanted: bool = False
+
+    def shift(self) -> Numbers:
+        """The label of each position."""
+        labels = np.full(len(self.tokens), IGNORE_INDEX)
+        labels[:-1] = np.where(self.is_target[1:], self.tokens[1:], IGNORE_INDEX)
+        return labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,35 +66,63 @@ def make_documents(
     return documents
 
 
-def write_documents(file: Path, documents: Sequence[Document]) -> None:
-    """One JSON object per line, as `prepare` reads it: each label is at the position of its own token."""
-    with open(file, "w", encoding="utf-8") as stream:
-        for document in documents:
-            labels = np.where(document.is_target, document.tokens, IGNORE_INDEX)
-            stream.write(json.dumps({"input_ids": document.tokens.tolist(), "labels": labels.tolist()}) + "\n")
+def describe_document(document: Document) -> dict[str, Any]:
+    """A row as `prepare` reads it: each label is at the position of its own token."""
+    labels = np.where(document.is_target, document.tokens, IGNORE_INDEX)
+    return {"input_ids": document.tokens.tolist(), "labels": labels.tolist()}
 
 
-def cut_row(rows: PackedRows, row: int, documents: Sequence[Document]) -> list[Labelled]:
-    """The content of a row, computed from the documents. Of the packer only its choice of pieces is used."""
-    parts = [
-        (documents[index].tokens[start:stop], documents[index].is_target[start:stop])
-        for index, start, stop in rows.pieces(row)
-    ]
-    if rows.is_joined:
-        pieces, flags = zip(*parts, strict=True)
-        parts = [(np.concatenate(pieces), np.concatenate(flags))]
-    labelled = []
-    for tokens, is_target in parts:
-        labels = np.full(len(tokens), IGNORE_INDEX)
-        labels[:-1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
-        labelled.append((tokens, labels))
-    return labelled
+def make_judged(row_tokens: int, num_rows: int, seed: int, *, has_partners: bool) -> list[dict[str, Any]]:
+    """Rows of two answers to a prompt, each so long that no two share a row of tokens even with one copy of the prompt,
+    with one between them that fits beside it; or of one answer with a label."""
+    generator = np.random.default_rng(seed)
+
+    def write(letters: str, size: int) -> str:
+        return "".join(generator.choice([*letters], size))
+
+    rows: list[dict[str, Any]] = []
+    long = (row_tokens // 4, row_tokens // 7, row_tokens // 6)
+    for sizes in [long, (2, 1, 1)] * num_rows if has_partners else [long] * num_rows:
+        prompt, first, second = map(write, ("abcdefgh", "ijklmnop", "qrstuvwx"), sizes)
+        rows.append({"prompt": prompt, "chosen": first, "rejected": second})
+        if not has_partners:
+            rows[-1] = {"prompt": prompt, "completion": first, "label": len(rows) % 3 > 0}
+    return rows
+
+
+def list_answers(rows: Sequence[Mapping[str, Any]], end: int) -> list[Document]:
+    """The two documents of each row, from its letters; `end` is the token that ends an answer. One answer is followed
+    by the same prompt with the answer of the row before."""
+    documents = []
+    for number, row in enumerate(rows):
+        answers = row.get("chosen"), row.get("rejected")
+        if "completion" in row:
+            answers = row["completion"], rows[number - 1]["completion"]
+        for answer in answers:
+            tokens = np.array([*f"{row['prompt']}{answer}".encode(), end])
+            is_target = np.arange(len(tokens)) >= len(row["prompt"])
+            documents.append(Document(tokens, is_target, is_wanted=bool(row.get("label"))))
+    return documents
+
+
+def cut_row(rows: PackedRows, row: int, documents: Sequence[Document]) -> list[Document]:
+    """The documents of a row, computed from those of the source. Of the packer only its choice of pieces is used. What
+    another document's tokens stand for is there again."""
+    parts = []
+    for at, (index, start, stop) in enumerate(rows.pieces(row)):
+        own, shared = documents[index], 0 if rows.is_joined else rows.get_shared(row)[at]
+        kept = slice(start - shared, stop)
+        parts.append(replace(own, tokens=own.tokens[kept], is_target=own.is_target[kept]))
+    if not rows.is_joined:
+        return parts
+    tokens, flags = zip(*((part.tokens, part.is_target) for part in parts), strict=True)
+    return [Document(np.concatenate(tokens), np.concatenate(flags))]
 
 
 class ChangedRows:
     """The same rows, but one has other tokens at [start, stop). All labels are unchanged."""
 
-    def __init__(self, rows: PackedRows, row: int, start: int, stop: int, vocabulary: int) -> None:
+    def __init__(self, rows: Rows, row: int, start: int, stop: int, vocabulary: int) -> None:
         self.rows = rows
         self.row = row
         self.start = start
@@ -104,6 +137,10 @@ class ChangedRows:
 
     def count_targets(self, row: int) -> int:
         return self.rows.count_targets(row)
+
+    def __getattr__(self, name: str) -> Any:
+        """What rows may have beside."""
+        return getattr(self.rows, name)
 
     def read(self, row: int, start: int, stop: int) -> Any:
         part = self.rows.read(row, start, stop)

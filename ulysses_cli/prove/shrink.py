@@ -301,11 +301,8 @@ def make_proof_recipe(
         dropout = _change(notes, "lora.dropout", lora.dropout, 0.0, "since each rank draws its own")
         start = _change(notes, "lora.adapter_name_or_path", lora.adapter_name_or_path, None, "since sizes differ")
         lora = lora.model_copy(update={"dropout": dropout, "adapter_name_or_path": start})
-    if recipe.preference is not None:
-        notes.append("preference: the loss of the next token instead, by the same forward and backward of the model")
     proof = recipe.model_copy(
         update={
-            "preference": None,
             "model": recipe.model.model_copy(update=model),
             "parallel": recipe.parallel.model_copy(update=parallel),
             "data": recipe.data.model_copy(update=_shrink_data(layout.sp_size)),

@@ -5,11 +5,11 @@ with a real run: no engine, kernel, loss or sharding."""
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,19 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ulysses_cli.data.prepare import prepare_data
-from ulysses_cli.data.steps import make_batching, plan_step
+from ulysses_cli.data.steps import NO_ROW, StepPlan, make_batching, plan_step
 from ulysses_cli.data.store import open_rows
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
-from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.recipe.sections import Dataset
+from ulysses_cli.plan.recipe.recipe import Recipe, Train
+from ulysses_cli.plan.recipe.sections import Dataset, Preference
 from ulysses_cli.plan.resolved import choose_layout, find_ring_size, make_layout, resolve
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.prove.ranks import MAX_CPU_RANKS, RankFailureError, run_on_ranks
 from ulysses_cli.prove.recorded_run import RecordedSteps, record_steps
 from ulysses_cli.prove.results import Findings, Report, Row
-from ulysses_cli.prove.rows import Document, Labelled, cut_row, make_documents, write_documents
+from ulysses_cli.prove.rows import Document, cut_row, describe_document, list_answers, make_documents, make_judged
 from ulysses_cli.prove.shrink import (
     LEARNING_RATE,
     NUM_BYTES,
@@ -39,10 +40,11 @@ from ulysses_cli.prove.shrink import (
     make_proof_recipe,
     pick_layers,
 )
-from ulysses_cli.train.loss import TokenLoss
+from ulysses_cli.train.model.build import read_settings
 from ulysses_cli.train.model.loading import load_model_config, stretch_positions
 from ulysses_cli.train.model.loss_model import load_token_loss
 from ulysses_cli.train.model.routers import list_router_layers, list_router_weights
+from ulysses_cli.train.preferences import AnswerPairs, compute_kl, compute_kto_losses, compute_pair_losses
 from ulysses_cli.train.processes.host import count_free_bytes
 
 
@@ -102,30 +104,86 @@ def _quantize(model: Any, kind: str) -> Any:
     return read
 
 
-def compute_document(
-    model: Any, document: Labelled, z_loss_weight: float, token_loss: TokenLoss | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns (sum of losses with the z-loss, sum of cross-entropies without it), both in float64."""
-    tokens, labels = document
-    logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
-    targets = torch.from_numpy(labels)
-    losses = functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
-    squares = torch.where(targets >= 0, logits.logsumexp(-1).square(), 0.0)
-    trained = losses[targets >= 0].sum() if token_loss is None else token_loss(losses[targets >= 0]).sum()
-    return trained + z_loss_weight * squares.sum(), losses.sum()
+def compute_losses(model: Any, document: Document) -> tuple[Tensor, Tensor]:
+    """The logits [N] of a document's targets and their cross-entropies, both in float64."""
+    logits = model(torch.from_numpy(document.tokens)[None], use_cache=False).logits[0].double()
+    targets = torch.from_numpy(document.shift())
+    is_target = targets >= 0
+    return logits[is_target], functional.cross_entropy(logits[is_target], targets[is_target], reduction="none")
+
+
+def count_targets(documents: Sequence[Document]) -> int:
+    return sum(int((document.shift() >= 0).sum()) for document in documents)
+
+
+class PlainTokens:
+    """The mean loss of a step's targets."""
+
+    def __init__(self, train: Train) -> None:
+        self.train, self.token_loss = train, load_token_loss(train.token_loss)
+
+    def count(self, documents: Sequence[Document]) -> int:
+        return count_targets(documents)
+
+    def begin(self, model: Any, documents: Sequence[Document]) -> None:
+        """Called before the first step, without gradients."""
+
+    def compute(self, model: Any, documents: Sequence[Document]) -> Iterator[Tensor]:
+        """Terms of the loss of a micro-step, from all ranks' documents."""
+        for document in documents:
+            logits, losses = compute_losses(model, document)
+            trained = losses.sum() if self.token_loss is None else self.token_loss(losses).sum()
+            yield trained + self.train.z_loss_weight * logits.logsumexp(-1).square().sum()
+
+    def measure(self, model: Any, documents: Sequence[Document]) -> float:
+        """What an evaluation adds up."""
+        return sum(compute_losses(model, document)[1].sum().item() for document in documents)
+
+
+class PlainAnswers:
+    """The mean loss of a step's pairs, or of its answers that have a label, against the model before step 1. A loss's
+    formula is the run's own: tests hold it to TRL's."""
+
+    def __init__(self, preference: Preference) -> None:
+        self.settings, self.preference = read_settings(preference), preference
+        self.reference: dict[Document, Tensor] = {}
+
+    def count(self, documents: Sequence[Document]) -> int:
+        return len(documents) // 2
+
+    def begin(self, model: Any, documents: Sequence[Document]) -> None:
+        if self.preference.has_reference:
+            self.reference |= {document: -compute_losses(model, document)[1].sum() for document in documents}
+
+    def compute(self, model: Any, documents: Sequence[Document]) -> Iterator[Tensor]:
+        if not documents:
+            return
+        sums = torch.stack([-compute_losses(model, document)[1].sum() for document in documents])
+        reference = torch.stack([self.reference.get(document, sums.new_zeros(())) for document in documents])
+        if self.preference.is_unpaired:
+            ratios, is_wanted = sums - reference, torch.tensor([document.is_wanted for document in documents[0::2]])
+            kl = compute_kl(ratios[1::2].sum(), torch.tensor(len(is_wanted)))
+            yield compute_kto_losses(ratios[0::2], is_wanted, kl, self.settings).sum()
+            return
+        counts = torch.tensor([count_targets([document]) for document in documents])
+        halves = (part[at::2] for part in (sums, counts, reference) for at in (0, 1))
+        yield compute_pair_losses(AnswerPairs(*halves), self.settings).sum()
+
+    def measure(self, model: Any, documents: Sequence[Document]) -> float:
+        return sum(term.item() for term in self.compute(model, documents))
 
 
 def train_plainly(
-    recipe: Recipe, shape: ModelShape, steps: Sequence[Sequence[Labelled]], held_out: Sequence[Labelled]
+    recipe: Recipe, shape: ModelShape, steps: Sequence[Sequence[Sequence[Document]]], held_out: Sequence[Document]
 ) -> ReferenceSteps:
-    """The loss of a step is the mean over all its targets; gradients are clipped by their norm; the optimizer is
-    AdamW."""
+    """`steps`: of each step the documents of its micro-steps, over all ranks. Gradients are clipped by their norm; the
+    optimizer is AdamW."""
     model, train = make_plain_model(recipe, shape), recipe.train
-    token_loss = load_token_loss(train.token_loss)
+    goal = PlainTokens(train) if recipe.preference is None else PlainAnswers(recipe.preference)
     model.eval()
     with torch.no_grad():
-        eval_sum = sum(compute_document(model, document, 0.0)[1].item() for document in held_out)
-    eval_tokens = sum(int((labels >= 0).sum()) for _, labels in held_out)
+        goal.begin(model, [*held_out, *(document for step in steps for part in step for document in part)])
+        eval_loss = goal.measure(model, held_out) / max(1, goal.count(held_out))
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {name for name, p in trained.items() if p.dim() >= 2 and not name.endswith("bias")}  # experts' have two
@@ -140,14 +198,12 @@ def train_plainly(
         eps=train.adam_epsilon,
     )
     losses, grads, norms = [], [], []
-    for documents in steps:
+    for step in steps:
         optimizer.zero_grad()
-        count = sum(int((labels >= 0).sum()) for _, labels in documents)
-        total = 0.0
-        for document in documents:
-            loss = compute_document(model, document, train.z_loss_weight, token_loss)[0] / max(1, count)
-            loss.backward()
-            total += loss.item()
+        count, total = max(1, sum(map(goal.count, step))), 0.0
+        for term in (term / count for documents in step for term in goal.compute(model, documents)):
+            term.backward()
+            total += term.item()
         for weight in list_router_weights(model) if train.freeze_router else ():
             weight.grad = None  # the optimizer passes it over
         step_grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
@@ -157,7 +213,7 @@ def train_plainly(
         norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), limit).item())
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in trained.items()}
-    return ReferenceSteps(losses, norms, grads, weights, eval_sum / max(1, eval_tokens), eval_tokens)
+    return ReferenceSteps(losses, norms, grads, weights, eval_loss, count_targets(held_out))
 
 
 NUM_STEPS, NUM_EVAL_ROWS = 2, 3
@@ -284,21 +340,28 @@ class VerifyTask:
 
 def make_task(proof: Recipe, shape: ModelShape, folder: Path) -> VerifyTask:
     """Writes documents to files and prepares them as `train` does."""
-    data, tokens = proof.data, compute_max_length(proof.parallel.sp_size)
-    is_packed, has_long = data.packing != "off", data.excess_length_strategy != "raise"
-    make = partial(make_documents, tokens, vocabulary=NUM_BYTES, is_packed=is_packed, has_long=has_long)
-    per_step = make_batching(proof, shape, resolve(proof, shape)).rows_per_step
-    sources = {"train": make(NUM_STEPS * per_step, seed=5), "eval": make(NUM_EVAL_ROWS, seed=6)}
-    for name, documents in sources.items():
-        write_documents(folder / f"{name}.jsonl", documents)
+    data, tokens, resolved = proof.data, compute_max_length(proof.parallel.sp_size), resolve(proof, shape)
+    counts = {"train": NUM_STEPS * make_batching(proof, shape, resolved).rows_per_step, "eval": NUM_EVAL_ROWS}
+    documents = list[Document]()
+    for seed, (name, num_rows) in enumerate(counts.items(), 5):
+        if proof.preference is not None:
+            rows = make_judged(tokens, num_rows, seed, has_partners=not proof.preference.is_unpaired)
+            made = list_answers(rows, make_bytes_tokenizer().eos_token_id)
+        else:
+            is_packed, has_long = data.packing != "off", data.excess_length_strategy != "raise"
+            made = make_documents(tokens, num_rows, NUM_BYTES, seed, is_packed=is_packed, has_long=has_long)
+            rows = list(map(describe_document, made))
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        documents += made
     sources_here = {
         "datasets": (data.datasets[0].model_copy(update=describe_source(folder / "train.jsonl")),),
         "eval_datasets": (data.datasets[0].model_copy(update=describe_source(folder / "eval.jsonl")),),
         "store_dir": str(folder / "store"),
     }
     proof = proof.model_copy(update={"data": data.model_copy(update=sources_here)})
-    prepared = prepare_data(proof, proof.parallel.sp_size, lambda _: None)
-    return VerifyTask(proof, shape, prepared.path, [*sources["train"], *sources["eval"]])
+    can_share = proof.preference is not None and resolved.shares_prompts
+    prepared = prepare_data(proof, proof.parallel.sp_size, lambda _: None, can_share=can_share)
+    return VerifyTask(proof, shape, prepared.path, documents)
 
 
 def describe_source(file: Path) -> dict[str, Any]:
@@ -314,9 +377,18 @@ def make_reference(task: VerifyTask) -> ReferenceSteps:
     batching = make_batching(task.proof, task.shape, resolve(task.proof, task.shape))
     rows, held_out = open_rows(task.prepared, "train"), open_rows(task.prepared, "eval")
     plans = [plan_step(rows, batching, step * batching.rows_per_step, task.end) for step in range(NUM_STEPS)]
-    steps = [[part for row in plan.rows for part in cut_row(rows, row, task.documents)] for plan in plans]
+    steps = [
+        [[part for row in numbers for part in cut_row(rows, row, task.documents)] for numbers in list_micro_steps(plan)]
+        for plan in plans
+    ]
     evaluated = [part for row in range(len(held_out)) for part in cut_row(held_out, row, task.documents)]
     return train_plainly(task.proof, task.shape, steps, evaluated)
+
+
+def list_micro_steps(plan: StepPlan) -> list[list[int]]:
+    """The rows of each micro-step over all ranks."""
+    shares = [[member for share in plan.shares for member in share[at]] for at in range(plan.num_micro_steps)]
+    return [[plan.rows[member] for member in members if member != NO_ROW] for members in shares]
 
 
 def judge(group: str, recorded: RecordedSteps, expected: ReferenceSteps, shape: ModelShape) -> list[Row]:

@@ -23,6 +23,7 @@ from ulysses_cli.plan.ledger.job import read_adapters
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero.states import size_weight_buffers
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
+from ulysses_cli.plan.recipe.sections import Preference
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.plan.schedule import make_share
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
@@ -415,10 +416,14 @@ def assemble_run(
 def choose_objective(recipe: Recipe, groups: Groups) -> Objective:
     if recipe.preference is None:
         return NextToken()
-    settings = PreferenceSettings(**recipe.preference.model_dump(exclude={"share_prompts"}))
+    settings = read_settings(recipe.preference)
     if recipe.preference.is_unpaired:
         return UnpairedObjective(settings, groups.sp_axis, dist.group.WORLD if groups.layout.world_size > 1 else None)
     return PreferenceObjective(settings, groups.sp_axis)
+
+
+def read_settings(preference: Preference) -> PreferenceSettings:
+    return PreferenceSettings(**preference.model_dump(exclude={"share_prompts"}))
 
 
 def choose_references(
