@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -30,6 +31,7 @@ from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove import bench as subject
 from ulysses_cli.prove.ranks import Interleaving, RankFailureError, compare_pairs, run_interleaved
 from ulysses_cli.prove.results import find_version
+from ulysses_cli.prove.rows import FullRows
 from ulysses_cli.prove.speed import Timed, calibrate
 from ulysses_cli.report.proofs import make_findings_page
 
@@ -271,6 +273,44 @@ def test_a_local_model_without_weights_is_refused_before_ranks_start(tmp_path: P
     assert done.exit_code == 2
     assert "model.name_or_path: " in done.stderr
     assert str(tmp_path) in done.stderr
+
+
+PAIRS = ("preference.loss=sigmoid", "data.datasets.0.type=preference")
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths", "shared", "num_targets"),
+    [
+        ((), (130,), (0,), 129),
+        (PAIRS, (128, 2), (0, 126), 2 + 1),
+        ((*PAIRS, "preference.share_prompts=false"), (65, 65), (0, 0), 2 + 2),
+    ],
+)
+def test_a_timed_row_is_full_and_its_tokens_follow_each_other(
+    words: tuple[str, ...], lengths: tuple[int, ...], shared: tuple[int, ...], num_targets: int
+) -> None:
+    rows = FullRows(make_recipe(*words, "data.max_length=130"), read_model_shape(CONFIG, "test"))
+    assert (rows.get_lengths(0), rows.get_shared(0), rows.count_targets(0)) == (lengths, shared, num_targets)
+    whole, parts = rows.read(0, 0, 136), [rows.read(0, start, start + 8) for start in range(0, 136, 8)]
+    assert np.array_equal(np.concatenate([part.labels for part in parts]), whole.labels)
+    assert (whole.labels >= 0).sum() == num_targets
+    assert (whole.labels[130:] == -100).all()
+    positions = [at for begin, length in zip(shared, lengths, strict=True) for at in range(begin, begin + length)]
+    assert whole.positions.tolist() == [*positions, *range(6)]
+    for at in np.flatnonzero(whole.labels >= 0):
+        assert whole.labels[at] == whole.input_ids[at + 1]
+        assert whole.positions[at + 1] == whole.positions[at] + 1
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("is_beside", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_steps_on_pairs_are_timed(is_beside: bool) -> None:
+    sweep = subject.BenchSweep((128,), (2,), "auto", 1, is_beside, 240.0)
+    findings = subject.bench(make_recipe(*PAIRS), CONFIG, "test", load_hardware(), sweep, lambda _: None)
+    assert {row.verdict for row in findings.rows} == {""}, findings.rows
+    assert findings.rows[0].values["tokens_per_second"] > 0
+    assert any(f"each row is one {'document' if is_beside else 'pair'}" in note for note in findings.notes)
+    assert any("as the Trainer has none of pairs" in note for note in findings.notes) == is_beside
 
 
 @pytest.mark.full

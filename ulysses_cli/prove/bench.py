@@ -114,6 +114,9 @@ def bench(
 ) -> Findings:
     """For a recipe that passed its checks. All cells use the same number of ranks: dp_size is the world by sp_size."""
     findings, device = Findings("bench", subject), find_device(recipe, hardware)
+    if sweep.against_trainer and recipe.preference is not None:
+        findings.notes.append("preference: the loss of the next token on both sides, as the Trainer has none of pairs")
+        recipe = recipe.model_copy(update={"preference": None})
     shape = read_model_shape(config, subject)
     sizes = tuple(size for size in sweep.sp_sizes if size <= device.num_slots)
     for size in sorted(set(sweep.sp_sizes) - set(sizes)):
@@ -137,7 +140,7 @@ def bench(
         if len(sides) > 1 and isinstance(results[0], Timed) and isinstance(results[1], Timed):
             ratios.append(compare(sides, results[0], results[1], is_paired=is_paired))
     findings.rows += ratios
-    _add_notes(findings, sweep, device, world)
+    _add_notes(findings, sweep, device, world, content="one document" if recipe.preference is None else "one pair")
     if device.gpu is not None:
         findings.calibration = calibrate(measured, device.gpu)
     return findings
@@ -336,10 +339,10 @@ def compare(sides: Sequence[Side], ours: Timed, theirs: Timed, *, is_paired: boo
     return Row(group, name, "", values, text)
 
 
-def _add_notes(findings: Findings, sweep: BenchSweep, device: BenchDevice, world: int) -> None:
+def _add_notes(findings: Findings, sweep: BenchSweep, device: BenchDevice, world: int, content: str) -> None:
     medians = f"median of {format_count(sweep.num_steps, 'step')} after {NUM_WARMUP}"
     where = f"{format_count(world, 'rank')} on {device.gpu.name if device.gpu else 'CPU'}"
-    findings.notes.append(f"{where}; levers {sweep.levers}; each row is one document; {medians}")
+    findings.notes.append(f"{where}; levers {sweep.levers}; each row is {content}; {medians}")
     if sweep.against_trainer or sweep.is_paired:
         findings.notes.append("ratios are medians of pairs of neighbouring steps; low and high are their quartiles")
     if device.gpu is None:

@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import Rows
 from ulysses_cli.data.store import PackedRows
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import count_branches
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
+from ulysses_cli.plan.rows.ring import ANSWER_SHARE, list_dearest
 
 Numbers = NDArray[np.int64]
 
@@ -153,28 +157,41 @@ class ChangedRows:
 
 
 class FullRows:
-    """Rows of one document each, as long as the row: the most attention work that a length can have."""
+    """Rows as dear as their length can make them: one document that fills the row; of pairs a prompt that nearly does,
+    with short answers that read one copy of it, or each its own. `num_targets`: of each document, at its end."""
 
-    def __init__(self, row_tokens: int, vocabulary: int, seed: int = 5) -> None:
-        self.tokens = np.random.default_rng(seed).integers(0, vocabulary, row_tokens)
+    def __init__(self, recipe: Recipe, shape: ModelShape) -> None:
+        num_tokens = self.num_targets = recipe.data.max_length
+        self.lengths: tuple[int, ...] = (num_tokens,)
+        self.shared: tuple[int, ...] = (0,)
+        if recipe.preference is not None:
+            self.lengths, self.shared = list_dearest(num_tokens, 1, count_branches(recipe, shape))
+            if len(self.lengths) == 1:
+                self.lengths, self.shared = (num_tokens - num_tokens // 2, num_tokens // 2), (0, 0)
+            self.num_targets = max(1, num_tokens // ANSWER_SHARE)
+        self.tokens = np.random.default_rng(5).integers(0, shape.vocab_size, num_tokens)
 
     def __len__(self) -> int:
         return 1
 
     def get_lengths(self, row: int) -> tuple[int, ...]:
-        return (len(self.tokens),)
+        return self.lengths
+
+    def get_shared(self, row: int) -> tuple[int, ...]:
+        return self.shared
 
     def count_targets(self, row: int) -> int:
-        return len(self.tokens) - 1
+        return sum(min(length - 1, self.num_targets) for length in self.lengths)
 
     def read(self, row: int, start: int, stop: int) -> Any:
         """Padding follows the row's tokens, as a document of its own."""
-        index = np.arange(start, stop)
-        is_inside, has_next = index < len(self.tokens), index + 1 < len(self.tokens)
-        own = self.tokens[np.minimum(index, len(self.tokens) - 1)]
-        following = self.tokens[np.minimum(index + 1, len(self.tokens) - 1)]
+        index, ends = np.arange(start, stop), np.cumsum(self.lengths)
+        document = np.minimum(np.searchsorted(ends, index, "right"), len(ends) - 1)
+        left, last = ends[document] - 1 - index, len(self.tokens) - 1  # left: tokens of the document that follow
+        offset = np.array(self.shared) + self.lengths - ends
+        following = self.tokens[np.minimum(index + 1, last)]
         return Part(
-            np.where(is_inside, own, 0),
-            np.where(has_next, following, IGNORE_INDEX),
-            np.where(is_inside, index, index - len(self.tokens)),
+            np.where(index <= last, self.tokens[np.minimum(index, last)], 0),
+            np.where((left > 0) & (left <= self.num_targets), following, IGNORE_INDEX),
+            np.where(index <= last, index + offset[document], index - len(self.tokens)),
         )

@@ -1,7 +1,7 @@
 """Times steps on a rank: those of the training loop, with the meter and clock of a real run, and those of the Hugging
 Face Trainer with its own Ulysses sequence parallelism, on the same model, rows and ZeRO config. The Trainer is set
 up as its documentation says; no code of this tool runs inside its steps. Turns measured steps into the rates that
-the estimator then uses for this kind of GPU. Each row is one document."""
+the estimator then uses for this kind of GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments, training_args
 
+from ulysses_cli.data.steps import Rows
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import Gpu
@@ -36,7 +37,7 @@ from ulysses_cli.prove.rows import FullRows
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.model.adapters import make_adapter_config
-from ulysses_cli.train.model.build import assemble_run
+from ulysses_cli.train.model.build import assemble_run, choose_objective
 from ulysses_cli.train.model.loading import (
     ModelOptions,
     load_model_config,
@@ -49,6 +50,7 @@ from ulysses_cli.train.optimizer.states import open_folder
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import StartError
 from ulysses_cli.train.processes.groups import make_groups
+from ulysses_cli.train.reference import ReferencedRows
 
 GROUP_TIMEOUT = timedelta(days=1)  # the process that started the ranks ends them at its own time limit
 
@@ -118,8 +120,11 @@ def time_steps(
         problem = open_folder(swap_folder, Path(recipe.run.output_dir), *compute_swap_need(recipe, shape, levers))
         if problem := next(filter(None, gather_values(problem, groups.host_group)), ""):
             raise StartError(problem)
-    rows = FullRows(recipe.data.max_length, shape.vocab_size)
-    state = assemble_run(plan, groups, device, rows, num_warmup + num_steps, swap_folder=swap_folder).state
+    rows: Rows = FullRows(recipe, shape)
+    if recipe.preference is not None and recipe.preference.has_reference:
+        rows = ReferencedRows(rows)  # whatever the reference is, a step takes as long
+    more: dict[str, Any] = {"swap_folder": swap_folder, "objective": choose_objective(recipe, groups)}
+    state = assemble_run(plan, groups, device, rows, num_warmup + num_steps, **more).state
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), peak_tflops, lines.append)
     state.pre_step_hooks = (lambda _: interleaving.wait_for_turn(groups.host_group), meter.start)
@@ -224,7 +229,7 @@ def time_trainer(
     """Collective over all ranks."""
     layout, total = make_layout(recipe), num_warmup + num_steps
     rows_per_step = recipe.train.rows_per_group * layout.dp_size
-    row = FullRows(recipe.data.max_length, shape.vocab_size).read(0, 0, recipe.data.max_length)
+    row = FullRows(recipe, shape).read(0, 0, recipe.data.max_length)
     tokens, places = torch.from_numpy(row.input_ids), torch.from_numpy(row.positions)
     rows: Any = [{"input_ids": tokens, "labels": tokens, "position_ids": places}] * (total * rows_per_step)
     timer = _StepTimer(interleaving, make_groups(layout, GROUP_TIMEOUT).host_group)

@@ -210,10 +210,13 @@ def plan_keys(
     return KeyPlan(tuple(parts), count_tokens(keys[rank]), moves)
 
 
+ANSWER_SHARE = 64  # of a row, the answers that make it dearest
+
+
 def list_dearest(row_tokens: int, num_rows: int, num_branches: int) -> tuple[tuple[int, ...], Shared]:
     """Documents of rows that need the most memory, and how many tokens each shares: one document fills a row; where
     others share what it begins with, that is nearly all of it, and its keys are copied for each of them."""
-    answer = row_tokens // 64
+    answer = row_tokens // ANSWER_SHARE
     if not num_branches or not answer:
         return (row_tokens,) * num_rows, (0,) * num_rows
     lengths = (row_tokens - num_branches * answer, *[answer] * num_branches)
@@ -222,7 +225,9 @@ def list_dearest(row_tokens: int, num_rows: int, num_branches: int) -> tuple[tup
 
 def count_most_shared(num_tokens: int, num_branches: int) -> int:
     """The most tokens that branches share in so many tokens of a row, each counted for each of them."""
-    return sum(list_dearest(num_tokens, 1, num_branches)[1]) if num_tokens >= 64 else num_branches * num_tokens
+    if num_tokens < ANSWER_SHARE:
+        return num_branches * num_tokens
+    return sum(list_dearest(num_tokens, 1, num_branches)[1])
 
 
 def fill_shared(shared: Shared, lengths: Sequence[int]) -> Shared:
