@@ -132,7 +132,7 @@ def test_adapters_learn_which_answers_are_preferred(tmp_path: Path) -> None:
             "chosen": [{"role": "assistant", "content": f"It is {fact}."}],
             "rejected": [{"role": "assistant", "content": f"I would rather not speak of {thing}."}],
         }
-        for number in range(10)
+        for number in range(25)
         for thing, fact in [list(facts.items())[number % 3]]
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

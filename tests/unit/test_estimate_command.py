@@ -229,6 +229,15 @@ def test_a_recipes_price_of_a_gpu_wins() -> None:
     assert "(run.price_per_gpu_hour)" in run(*words).stdout
 
 
+def test_pairs_have_a_forward_before_step_1() -> None:
+    words = ("estimate-memory", str(RECIPES / "dpo-32k-qlora-24gb.yaml"))
+    share = json.loads(run(*words, "--format", "json").stdout)["results"][0]["reference_share"]
+    assert 0.2 < share < 0.4
+    assert f"before step 1 a forward of each row, {share:.0%} of the first epoch's time" in run(*words).stdout
+    (other,) = json.loads(run(*words, "preference.loss=simpo", "--format", "json").stdout)["results"]
+    assert other["reference_share"] is None
+
+
 @pytest.mark.check
 def test_a_plan_says_what_it_leaves_out() -> None:
     words = ("plan", "--model", "Qwen/Qwen3-0.6B", "--format", "json", "--max-length")

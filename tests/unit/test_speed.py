@@ -26,6 +26,7 @@ from ulysses_cli.plan.speed import (
     compute_mlp_flops,
     compute_optimizer_host_seconds,
     compute_projection_flops,
+    compute_reference_seconds,
     compute_speed,
     compute_sum_bytes,
     count_row_pairs,
@@ -189,6 +190,18 @@ def test_accumulation_repeats_all_but_the_optimizer() -> None:
     assert four.tokens_per_step == 4 * once.tokens_per_step
     for part in PARTS:
         assert four.parts[part] == pytest.approx(once.parts[part] * (1 if part == "optimizer" else 4))
+
+
+def test_a_reference_is_a_forward_of_each_step() -> None:
+    """Where products take all the time: a third of a step, a quarter of one that computes its forward twice."""
+    for levers, share in ((Levers(gradient_checkpointing=False), 1 / 3), (Levers("full"), 1 / 4)):
+        job = Job(LLAMA, Layout(1, 1, 1), 8192, levers)
+        seconds, many = compute_reference_seconds(job, H100), replace(job, accumulation=32)
+        assert compute_reference_seconds(many, H100) == pytest.approx(32 * seconds)
+        assert 32 * seconds / compute_speed(many, H100).step_seconds == pytest.approx(share, rel=0.1)
+        far = replace(job, layout=Layout(1, 16, 1))  # two machines: weights come over the network, once
+        rate = H100.network_gb_s * 1e9 * H100.efficiency.network * 8
+        assert compute_reference_seconds(far, H100) >= 2 * LLAMA.num_parameters / rate
 
 
 def test_money_is_hours_times_price() -> None:

@@ -499,14 +499,30 @@ def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float
 
 def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> float:
     """Of a micro-step: computation without one forward. Exchanges are left out."""
+    return sum(parts[name] for name in COMPUTATION) - _compute_forward_seconds(job, gpu)
+
+
+def compute_reference_seconds(job: Job, gpu: Gpu) -> float:
+    """Of the forward by which the model before step 1 judges the answers of one step: it gathers weights once, and
+    exchanges heads and keys as often as one of the passes of a step does."""
+    recomputes = job.levers.gradient_checkpointing == "full"
+    computation, launches = _compute_forward_seconds(job, gpu), compute_host_seconds(job, gpu.host)
+    passes = 2 + int(job.levers.gradient_checkpointing is not False)
+    exchanged, in_rounds = _compute_exchange_seconds(job, gpu, gpu.memory_gb_s * GIGA * gpu.efficiency.memory)
+    gathered = compute_second_gather_seconds(job, gpu)
+    on_device = computation + exchanged / (2 + int(recomputes))
+    on_device += max(0.0, gathered + in_rounds / (3 + int(recomputes)) - MOST_HIDDEN * computation)
+    return job.accumulation * max(on_device, launches / passes)
+
+
+def _compute_forward_seconds(job: Job, gpu: Gpu) -> float:
+    """Of a micro-step, computation alone."""
     share, peak = gpu.efficiency, gpu.tflops * TERA
     products = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job)
     rate, _ = _get_attention(job, gpu)
     forward = products / (peak * share.matmul) + compute_attention_flops(job) / (peak * rate)
     forward += (compute_elementwise_bytes(job) + _compute_loss_bytes(job)) / (gpu.memory_gb_s * GIGA * share.memory)
-    forward += compute_recurrence_seconds(job, gpu)[0]
-    names = ("projections", "attention", "recurrence", "mlp", "head_loss", "other")
-    return sum(parts[name] for name in names) - forward
+    return forward + compute_recurrence_seconds(job, gpu)[0]
 
 
 def _compute_early_seconds(job: Job, gpu: Gpu, window: float) -> float:

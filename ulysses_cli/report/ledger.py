@@ -83,6 +83,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "tokens_per_second": speed.tokens_per_second,
         "tokens_per_second_range": {"low": rates[0], "high": rates[1]},
         "accuracy": estimate.accuracy.reason,
+        "reference_share": estimate.reference_share,
         "gather_over_compute": speed.gather_over_compute,
         "is_host_bound": speed.is_host_bound,
         "host_remedies": [asdict(each) for each in estimate.host_bound.remedies] if estimate.host_bound else [],
@@ -200,6 +201,10 @@ def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
         ("", f"predicted, not measured on this GPU: {accuracy.reason}"),
         ("", shares),
     ]
+    if estimate.reference_share is not None:
+        rows.append(
+            ("", f"before step 1 a forward of each row, {estimate.reference_share:.0%} of the first epoch's time")
+        )
     if estimate.host_bound is not None:
         what, helps = estimate.host_bound.explain()
         rows += [("", f"limited {what}"), ("", helps)]

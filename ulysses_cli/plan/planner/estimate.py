@@ -44,7 +44,7 @@ from ulysses_cli.plan.planner.rings import (
     find_layout_inside,
 )
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.speed import Speed, compute_speed, explain_packed
+from ulysses_cli.plan.speed import Speed, compute_reference_seconds, compute_speed, explain_packed
 
 MORE = 4  # times as many tokens in a micro-step
 LEAST_GAIN = 1.05
@@ -183,6 +183,7 @@ class Estimate:
     own_ring: str = ""  # what the job's ring gains, or why it is needed
     host_bound: HostBound | None = None  # where the GPU waits for the processor
     inside: LayoutInside | None = None  # where rows leave their machine though they need not
+    has_reference: bool = False  # answers are compared with the model before step 1
 
     @cached_property
     def slow_attention(self) -> str:
@@ -202,6 +203,11 @@ class Estimate:
     @cached_property
     def accuracy(self) -> Accuracy:
         return judge_speed(self.job, self.gpu, self.speed)
+
+    @property
+    def reference_share(self) -> float | None:
+        """Of the first epoch's steps, the time of the forward before them; None where there is none."""
+        return compute_reference_seconds(self.job, self.gpu) / self.speed.step_seconds if self.has_reference else None
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
@@ -244,6 +250,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         host_bound=find_host_bound(settled, gpu),
         own_ring=explain_own_ring(settled, gpu),
         inside=find_layout_inside(settled, gpu, job, open_names),
+        has_reference=recipe.preference is not None and recipe.preference.has_reference,
     )
 
 
