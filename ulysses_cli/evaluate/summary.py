@@ -187,6 +187,23 @@ def compare_losses(before: Iterable[Line], after: Iterable[Line]) -> list[dict[s
     return rows
 
 
+def compare_models(losses: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Of models on the same texts: the mean loss of each, and the mean of its differences to the first one, each with
+    Student's 95 % interval over texts. Below 0, it is better than the first. `losses`: a loss for each text."""
+    first = next(iter(losses.values()))
+    rows = []
+    for name, own in losses.items():
+        row: dict[str, Any] = {"model": name, **_describe_interval("loss", estimate_normal_mean(own))}
+        changes = [new - old for old, new in zip(first, own, strict=True)]
+        rows.append(row if own is first else row | _describe_interval("difference", estimate_normal_mean(changes)))
+    return rows
+
+
+def _describe_interval(name: str, interval: Interval) -> dict[str, float | None]:
+    low, high = (value if math.isfinite(value) else None for value in interval[1:])
+    return {name: interval.mean, f"{name}_low": low, f"{name}_high": high}
+
+
 def _group(lines: Iterable[Line]) -> dict[Bucket, dict[str, float]]:
     """By bucket and document: the mean loss."""
     groups: dict[Bucket, dict[str, float]] = defaultdict(dict)

@@ -206,6 +206,8 @@ class RunDisplay:
                 self._eval = values
                 names = ("step", "loss", "perplexity", "rewards/accuracies", "tokens")
                 self._screen.print_line(f"eval {_format_pairs(values, names)}", "bold")
+            case "short_check":
+                self._screen.print_line(f"short texts {_format_pairs(values, ('step', 'loss', 'difference'))}", "bold")
             case "samples":
                 for sample in values.get("samples", ()):
                     said = f"{sample['prompt']!r} continues {sample['text']!r}"

@@ -46,6 +46,7 @@ class RecordedRun:
     evals: list[Line]
     samples: list[Line]
     quality: list[Line]
+    short_checks: list[Line]
     told: list[Line]
     evaluations: list[Line]  # what `ulysses evaluate` found, by name
     spent_seconds: float
@@ -74,7 +75,9 @@ def load_run(folder: Path) -> RecordedRun:
         lines, evals = _load_lines(files[1], notes), _load_lines(files[2], notes)
         told = _load_notifications(folder / "told.jsonl")
         evaluations = _load_evaluations(folder / EVALUATIONS, notes)
-        samples, quality = (_load_lines(folder / f"{name}.jsonl", notes) for name in ("samples", "quality"))
+        samples, quality, checks = (
+            _load_lines(folder / f"{name}.jsonl", notes) for name in ("samples", "quality", "short_check")
+        )
     except OSError as error:
         raise RecipeError([Problem("", f"{error.filename} cannot be read: {error.strerror}")]) from None
     spent = [line["step_seconds"] for line in lines if is_number(line.get("step_seconds")) and line["step_seconds"] > 0]
@@ -85,9 +88,9 @@ def load_run(folder: Path) -> RecordedRun:
     if not metrics:
         notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
     notes += _describe_rises(metrics)
-    evals, samples, quality = (_drop_redone(each) for each in (evals, samples, quality))
+    evals, samples, quality, checks = (_drop_redone(each) for each in (evals, samples, quality, checks))
     return RecordedRun(
-        folder, facts, metrics, evals, samples, quality, told, evaluations, float(sum(spent)), tuple(notes)
+        folder, facts, metrics, evals, samples, quality, checks, told, evaluations, float(sum(spent)), tuple(notes)
     )
 
 
@@ -210,6 +213,23 @@ def list_values(lines: Sequence[Line], name: str) -> list[float]:
     return [line[name] for line in lines if is_number(line.get(name))]
 
 
+SHORT_CHECK_COLUMNS = ("model", "loss", "95 % interval", "difference", "95 % interval")
+
+
+def tabulate_short_check(line: Mapping[str, Any]) -> tuple[str, list[tuple[str, ...]]]:
+    """Of a line of short_check.jsonl: a title, and a row of SHORT_CHECK_COLUMNS for each model."""
+    title = f"Short texts after step {line['step']:,}: nats per token, mean of {line.get('texts')} texts"
+    rows = []
+    for model in line["models"] if isinstance(line.get("models"), list) else ():
+        cells = [mask_text(str(model.get("model", "")))] if isinstance(model, dict) else []
+        for name, form in (("loss", ".4f"), ("difference", "+.4f")) if cells else ():
+            values = [model.get(key) for key in (name, f"{name}_low", f"{name}_high")]
+            mean, low, high = (format(value, form) if is_number(value) else "" for value in values)
+            cells += [mean, f"{low} to {high}" if low and high else ""]
+        rows += [tuple(cells)] if cells else []
+    return title, rows
+
+
 def list_step_parts(run: RecordedRun) -> list[tuple[int, dict[str, float]]]:
     """(step, seconds by part) of the sampled steps. Leaves out values that are not durations."""
     samples = []
@@ -250,6 +270,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
         "loss": _summarize_loss(metrics),
         "eval_loss": _summarize_loss(run.evals),
         **_summarize_pairs(run),
+        "short_check": run.short_checks[-1] if run.short_checks else None,
         **_summarize_choice(run),
         "num_bad_steps": sum(_is_bad(line) for line in metrics),
         "tokens": tokens or None,
@@ -301,6 +322,15 @@ def _summarize_choice(run: RecordedRun) -> dict[str, Any]:
     }
 
 
+def _describe_short_check(line: Mapping[str, Any] | None) -> tuple[str, str, str] | None:
+    """The figure of what short texts lose against the base, or gain."""
+    rows = tabulate_short_check(line)[1] if line is not None else []
+    if not rows or not rows[-1][3]:
+        return None
+    spread = f", 95 % interval {rows[-1][4]}" if rows[-1][4] else ""
+    return "short texts", rows[-1][3], f"nats per token against the base{spread}; below 0 is better"
+
+
 def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, value, remark) of the most important numbers, without those that are not known."""
     loss, evals, figures = summary["loss"], summary["eval_loss"], []
@@ -312,6 +342,8 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
             begin = " before step 1" if losses["first_step"] == 0 else ""
             lowest = f"from {losses['first']:.4g}{begin}, lowest {losses['min']:.4g} at step {losses['min_step']:,}"
             figures.append((name, f"{losses['last']:.4g}", lowest))
+    if figure := _describe_short_check(summary["short_check"]):
+        figures.append(figure)
     if summary["accuracy"] is not None:
         remark = f"pairs whose chosen answer has the higher reward, {summary['accuracy_of']}"
         figures.append(("accuracy", f"{summary['accuracy']:.1%}", remark))

@@ -78,7 +78,16 @@ def _describe_live_run(run_dir: Path, facts: Any, recipe: Mapping[str, Any] | No
 
 
 RESULTS = ("checkpoints", "model")
-RECORDS = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "quality.jsonl", NOTIFICATIONS, "run.json", EVALUATIONS)
+RECORDS = (
+    "metrics.jsonl",
+    "eval.jsonl",
+    "samples.jsonl",
+    "quality.jsonl",
+    "short_check.jsonl",
+    NOTIFICATIONS,
+    "run.json",
+    EVALUATIONS,
+)
 REPLACED = "replaced"
 
 

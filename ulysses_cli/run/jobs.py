@@ -145,9 +145,9 @@ def make_job(
 
 
 def _list_inputs(recipe: Recipe) -> list[str]:
-    """Returns names and paths of the model, its tokenizer and all data."""
+    """Returns names and paths of the model, its tokenizer, all data and the texts of run.short_check."""
     tokenizer = recipe.model.tokenizer
-    names = [recipe.model.name_or_path, tokenizer if tokenizer != "bytes" else None]
+    names = [recipe.model.name_or_path, tokenizer if tokenizer != "bytes" else None, recipe.run.short_check]
     for dataset in (*recipe.data.datasets, *recipe.data.eval_datasets):
         names += [dataset.path] if dataset.path is not None else list(dataset.data_files or ())
     return [name for name in names if name is not None]

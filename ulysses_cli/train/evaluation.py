@@ -50,6 +50,7 @@ from ulysses_cli.train.processes.consistency import compare_facts, gather_values
 from ulysses_cli.train.processes.device import StartError, get_rng_states, set_rng_states
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.record import Record
+from ulysses_cli.train.short_check import ShortCheck
 
 FIRST_BOUND = 2048
 MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows
@@ -391,16 +392,18 @@ class Measures:
     evaluation: Evaluation
     samples: Samples
     suite: EvalSuite
+    short_check: ShortCheck
     eval_steps: int | None = None
     sample_steps: int | None = None
     suite_steps: int | None = None
 
     def list_hooks(self) -> list[Callable[[TrainState, StepResult | None], None]]:
-        """Of the held-out losses, the samples and the questions, in this order."""
+        """Of the held-out losses, the samples, the questions and the short texts, in this order."""
         return [
             every(self.eval_steps, self.evaluation.run),
             every(self.sample_steps, self.samples.run),
             every(self.suite_steps, self.suite.run),
+            every(self.eval_steps, self.short_check.run),
         ]
 
     def measure_again(self, state: TrainState) -> None:
@@ -416,7 +419,7 @@ class Measures:
         """Collective over all ranks, after the last step. Returns the reason to stop that ended it early, or ''."""
         signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
         measures = [self.evaluation.run] if state.last_eval_step != state.step else []
-        for measure in (*measures, self.samples.run, self.suite.run):
+        for measure in (*measures, self.samples.run, self.suite.run, self.short_check.run):
             measure(state, signals)
             if reason := signals.decide(state.groups.host_group):
                 return reason

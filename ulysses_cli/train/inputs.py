@@ -53,6 +53,7 @@ from ulysses_cli.run.resume import (
 )
 from ulysses_cli.train.attention.kernels.trial import measure_mix
 from ulysses_cli.train.checkpoint.collection import Collector, Disks, find_disks
+from ulysses_cli.train.document_losses import CutDocument
 from ulysses_cli.train.loop import StopConditions
 from ulysses_cli.train.model.build import Built, RunLength, make_schedule
 from ulysses_cli.train.model.loading import load_model_config, read_shape
@@ -75,6 +76,7 @@ from ulysses_cli.train.processes.host import (
 from ulysses_cli.train.processes.interruption import Interruption
 from ulysses_cli.train.processes.store import join_ranks
 from ulysses_cli.train.record import Display, Record, list_versions, make_trackers
+from ulysses_cli.train.short_check import read_short_texts
 
 NUM_CALLS, NUM_REPEATS = 4, 100
 
@@ -201,7 +203,7 @@ class Launch:
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """What this rank has read. `resume_point` is set on rank 0 alone, and on one machine; the others receive it when
-    ranks connect."""
+    ranks connect. `short_texts`: those of run.short_check, on rank 0 alone."""
 
     rows: PackedRows
     eval_rows: PackedRows | None
@@ -212,6 +214,7 @@ class Inputs:
     gpu: Gpu | None  # with this rank's memory; None on a CPU
     is_known_gpu: bool
     resume_point: ResumePoint
+    short_texts: tuple[CutDocument, ...]
 
     @cached_property
     def turn_ends(self) -> list[str]:
@@ -254,9 +257,11 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     resume_point = FRESH
     if is_first and not options.dry_run and count_machines() == 1:  # several machines look together, once connected
         resume_point = find_checkpoint(launch, report_restart(launch, warnings.append), warnings.append)
+    path = recipe.run.short_check if is_first else None
+    short_texts = () if path is None else read_short_texts(path, tokenizer)
     inputs = Inputs(
         rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, device, gpu, is_known,
-        resume_point,
+        resume_point, short_texts,
     )  # fmt: skip
     remaining = plan_remaining(launch, inputs, resume_point, warnings.append)
     if is_first:

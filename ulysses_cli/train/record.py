@@ -442,7 +442,7 @@ class Record:
         """Opens the metrics files without the lines after `last_step`: those steps will run again."""
         if self.display is None:
             return
-        for name in ("metrics", "eval", "samples", "quality"):
+        for name in ("metrics", "eval", "samples", "quality", "short_check"):
             cut_lines(self.run_dir / f"{name}.jsonl", last_step)
         for name in ("metrics", "eval"):
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
@@ -485,6 +485,10 @@ class Record:
     def write_quality(self, line: dict[str, Any]) -> None:
         self._open("quality")
         self._write("quality", "quality", "quality", line)
+
+    def write_short_check(self, line: dict[str, Any]) -> None:
+        self._open("short_check")
+        self._write("short_check", "short_check", "short_check", line)
 
     def end(self, model_dir: Path) -> None:
         """All steps are done. A run whose loss is far above its past must not end like one that has learned."""

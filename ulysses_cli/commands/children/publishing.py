@@ -30,7 +30,7 @@ from ulysses_cli.plan.rules.public_names import (
 )
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.plan.units import format_count
-from ulysses_cli.report.run_summary import RecordedRun, list_values, load_run
+from ulysses_cli.report.run_summary import SHORT_CHECK_COLUMNS, RecordedRun, list_values, load_run, tabulate_short_check
 from ulysses_cli.run.checkpoints import MANIFEST, get_folder, read_model_steps
 from ulysses_cli.run.records import note_notification
 
@@ -288,6 +288,7 @@ def complete_card(card: str, name: str, run: RecordedRun, folder: Path, licence:
     sections = [
         *_write_data(run, datasets),
         *_write_losses(run),
+        *_write_short_check(run, folder),
         *_write_layout(run),
         *_write_loading(name, recipe, folder, holds_adapters=holds_adapters),
         *_write_licence(recipe, licence),
@@ -402,6 +403,24 @@ def _write_losses(run: RecordedRun) -> list[str]:
             lines.append(f"| {place} | {_format(loss)} | {f'{tokens:,}' if isinstance(tokens, int) else ''} |")
         lines.append("")
     return lines
+
+
+def _write_short_check(run: RecordedRun, folder: Path) -> list[str]:
+    """Of the step that the model is from."""
+    steps = read_model_steps(folder)
+    lines = [line for line in run.short_checks if steps is None or line["step"] == steps[0]]
+    if not lines:
+        return []
+    title, rows = tabulate_short_check(lines[-1])
+    table = [f"| {' | '.join(row)} |" for row in (SHORT_CHECK_COLUMNS, ("---",) * len(SHORT_CHECK_COLUMNS), *rows)]
+    return [
+        "## Loss on short texts",
+        "",
+        f"{title}, which were not trained on. Differences are to the base, text by text.",
+        "",
+        *table,
+        "",
+    ]
 
 
 def _format(value: object) -> str:

@@ -11,25 +11,28 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ulysses_cli.data.sources import open_source
 from ulysses_cli.data.store import TARGET, WANTED, Batch, Flags, Ids, Weights, count_shared, hash_document
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.lost_parts import LostCounts
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
-from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import get_variables, load_tokenizer
+from ulysses_cli.data.transaction import FileHashes
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Model
-from ulysses_cli.plan.recipe.sections import Data, RowType
+from ulysses_cli.plan.recipe.sections import Data, Dataset, RowType
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 from ulysses_cli.readers.blocks import Block, count_blank, walk_rows
 from ulysses_cli.readers.columns import PLAIN, PlainText, Reading, Sample, has_field, list_columns, rename
@@ -361,3 +364,29 @@ def _exit_with_parent(lifeline: Connection) -> None:
 
 def _encode(block: Block) -> EncodedBlock:
     return encode_block(_encoder, _task.kind, block, _task.reading)
+
+
+def walk_documents(
+    sets: Sequence[Mapping[str, Any]], encoder: Encoder, key: str
+) -> Iterator[tuple[Ids, Flags | None, str]]:
+    """Reads data sets, as a recipe writes them, in this process and without a token store. Yields each document's
+    tokens, their flags, and where it stands. Raises RecipeError for `key`."""
+    hashes = FileHashes(Path(os.devnull))  # hashes are not kept
+    try:
+        for number, settings in enumerate(sets):
+            source = open_source(Dataset(**settings), key, number, hashes)
+            variables = {**get_variables(encoder.tokenizer), **source.variables}
+            kind, reading = source.find_kind(), Reading(source.columns, source.train_field, variables)
+            for block in source.walk_blocks():
+                encoded = encode_block(encoder, kind, block, reading)
+                if encoded.bad:
+                    file, line, message = encoded.bad[0]
+                    hint = "mend the row, or take it out"
+                    raise RecipeError([Problem(key, f"{file}, row {line}: {message}", hint)])
+                batch, end = encoded.batch, 0
+                for size, file, line in zip(batch.lengths, batch.files, batch.lines, strict=True):
+                    flags = None if batch.flags is None else batch.flags[end : end + size]
+                    yield batch.ids[end : end + size], flags, f"{file}:{line}" if source.has_lines else file
+                    end += size
+    except DataError as error:
+        raise RecipeError([Problem(key, each.message, each.hint, each.where) for each in error.problems]) from None

@@ -344,6 +344,12 @@ class Run(Section):
         (), "lengths of prompts of eval_suite; left out: data.max_length", unit="tokens", max_length=16
     )
     eval_suite_samples: int = setting(5, "questions per task and length of eval_suite", unit="questions", ge=1, le=1000)
+    short_check: str | None = text(
+        None,
+        "file or folder of short texts that are not trained on: what they lose by other positions and by training, at "
+        "the end and every eval_steps",
+        unit="path",
+    )
     async_save: bool = setting(False, "write checkpoints while steps go on")
     checkpoint_uri: str | None = text(
         None,

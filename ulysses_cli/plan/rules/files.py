@@ -184,6 +184,20 @@ def check_start(recipe: Recipe) -> Problems:
         yield Problem(key, what, "export the run, and name the exported folder as model.name_or_path")
 
 
+def check_short_check(recipe: Recipe) -> Problems:
+    """The texts are here, and what is trained has a loss per token."""
+    path, key = recipe.run.short_check, "run.short_check"
+    if path is None:
+        return
+    if recipe.preference is not None:
+        yield Problem(key, "compares losses of texts, and a section preference trains on pairs", "leave it out")
+    place = Path(os.path.expanduser(path))
+    if not os.path.exists(place):
+        yield Problem(key, f"{path} does not exist", _suggest_nearby(place))
+    else:
+        yield from _check_content(Dataset(path=path), place, key)
+
+
 def check_checkpoint_uri(recipe: Recipe) -> Problems:
     """The address has a known scheme and holds no key."""
     if (address := recipe.run.checkpoint_uri) is not None:
@@ -409,6 +423,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_start,
     check_mixture,
     check_checkpoint_uri,
+    check_short_check,
     check_folders,
     check_variables,
 )

@@ -20,7 +20,10 @@ HUB_ADDRESS = re.compile(r"hf://(?:datasets/)?([^/]+/[^/@]+)(?:@[^/]+)?/?$")
 PRIVATE_KEYS = {
     "data": ("store_dir",),
     "memory": ("nvme_path",),
-    "run": ("output_dir", "checkpoint_uri", "resume_from_checkpoint", "start_from", "notify_command", "notify_webhook"),
+    "run": (
+        *("output_dir", "checkpoint_uri", "resume_from_checkpoint", "start_from", "short_check"),
+        *("notify_command", "notify_webhook"),
+    ),
 }
 MARKUP = re.compile(r"\{[{%]")  # a template, not the name of its file
 NAMES_OF_MODELS = (("model", "name_or_path"), ("model", "tokenizer"), ("lora", "adapter_name_or_path"))

@@ -1,40 +1,30 @@
-"""The user's documents as rows of exact lengths: reads and tokenizes them as training does, builds a rank's part of
-the model without an optimizer, and measures loss by position with training's sharded forward."""
+"""The user's documents as rows of exact lengths: reads and tokenizes them as training does, and builds a rank's part of
+the model without an optimizer."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ulysses_cli.data.sources import open_source
-from ulysses_cli.data.steps import Batching, make_eval_batching, plan_step, read_micro_batch
-from ulysses_cli.data.store import TARGET, Flags, Ids, RowSlice
+from ulysses_cli.data.steps import Batching, make_eval_batching
+from ulysses_cli.data.store import TARGET, Flags, Ids
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.tokenizer import get_variables, load_tokenizer, read_stop_tokens
-from ulysses_cli.data.tokenizing.workers import encode_block
-from ulysses_cli.data.transaction import FileHashes
-from ulysses_cli.evaluate.prompts import TaskPrompt, name_prompt
-from ulysses_cli.evaluate.summary import TASK, describe_document, list_bounds
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, read_stop_tokens
+from ulysses_cli.data.tokenizing.workers import walk_documents
+from ulysses_cli.evaluate.prompts import TaskPrompt
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.plan.recipe.sections import Dataset
 from ulysses_cli.plan.resolved import choose_layout, settle
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.plan.units import format_count
-from ulysses_cli.readers.columns import Reading
-from ulysses_cli.readers.problems import DataError
+from ulysses_cli.train.document_losses import CutDocument
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.generation.decoding import agree_on_stop_tokens
 from ulysses_cli.train.model.build import build_for_answers
@@ -81,25 +71,6 @@ def _ignore(_: str) -> None:
 
 OPTION = "--path"
 Numbers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class CutDocument:
-    """A document cut to exactly `length` tokens. `targets`: its tokens, with -100 where one is no target."""
-
-    length: int
-    index: int  # among those of this length
-    source: str
-    tokens: Numbers
-    targets: Numbers
-
-    @property
-    def name(self) -> str:
-        return name_prompt(TASK, self.length, self.index)
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.tokens.tobytes() + self.targets.tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -151,26 +122,8 @@ def read_chats(sets: Sequence[Mapping[str, Any]], tokenizer: Any) -> Iterator[tu
 
 
 def _walk(sets: Sequence[Mapping[str, Any]], encoder: Encoder) -> Iterator[tuple[Ids, Flags | None, str]]:
-    """Yields each document's tokens, their flags, and where it stands."""
-    hashes = FileHashes(Path(os.devnull))  # hashes are not kept
     try:
-        for number, settings in enumerate(sets):
-            source = open_source(Dataset(**settings), OPTION, number, hashes)
-            variables = {**get_variables(encoder.tokenizer), **source.variables}
-            kind, reading = source.find_kind(), Reading(source.columns, source.train_field, variables)
-            for block in source.walk_blocks():
-                encoded = encode_block(encoder, kind, block, reading)
-                if encoded.bad:
-                    file, line, message = encoded.bad[0]
-                    hint = "mend the row, or take it out"
-                    raise RecipeError([Problem(OPTION, f"{file}, row {line}: {message}", hint)])
-                batch, end = encoded.batch, 0
-                for size, file, line in zip(batch.lengths, batch.files, batch.lines, strict=True):
-                    flags = None if batch.flags is None else batch.flags[end : end + size]
-                    yield batch.ids[end : end + size], flags, f"{file}:{line}" if source.has_lines else file
-                    end += size
-    except DataError as error:
-        raise RecipeError([Problem(OPTION, each.message, each.hint, each.where) for each in error.problems]) from None
+        yield from walk_documents(sets, encoder, OPTION)
     except RecipeError as error:
         raise RecipeError([_rename(problem) for problem in error.problems]) from None
 
@@ -178,70 +131,3 @@ def _walk(sets: Sequence[Mapping[str, Any]], encoder: Encoder) -> Iterator[tuple
 def _rename(problem: Problem) -> Problem:
     hint = problem.hint.replace(f"{OPTION}.type", "a type in data.eval_datasets of the run")
     return Problem(OPTION, problem.message, hint, problem.where)
-
-
-class DocumentRows:
-    """Documents as rows that training's batching reads: one document is one row."""
-
-    def __init__(self, documents: Sequence[CutDocument]) -> None:
-        self.documents = documents
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def get_lengths(self, row: int) -> tuple[int, ...]:
-        return (self.documents[row].length,)
-
-    def count_targets(self, row: int) -> int:
-        return int((self.documents[row].targets[1:] != IGNORE_INDEX).sum())
-
-    def read(self, row: int, start: int, stop: int) -> RowSlice:
-        """Tokens [start, stop), with padding behind the document. The label of a token is the next one's target."""
-        document, size = self.documents[row], stop - start
-        positions = np.arange(start, stop, dtype=np.int64)
-        positions[max(0, document.length - start) :] -= document.length
-        labels = _fill(document.targets[start + 1 : stop + 1], size, IGNORE_INDEX)
-        return RowSlice(_fill(document.tokens[start:stop], size, 0), labels, positions)
-
-
-def _fill(values: Numbers, size: int, filler: int) -> Numbers:
-    filled = np.full(size, filler, np.int64)
-    filled[: len(values)] = values
-    return filled
-
-
-def measure_documents(
-    model: EvaluatedModel,
-    documents: Sequence[CutDocument],
-    done: Collection[str],
-    record: Callable[[dict[str, Any]], None],
-) -> None:
-    """Collective over all ranks, which pass the same documents and the same `done`: the names of those that are
-    measured already. `record` gets the line of each document; every rank has them."""
-    engine, groups, batching = model.engine, model.groups, model.batching
-    rows = DocumentRows([document for document in documents if document.name not in done])
-    position = 0
-    while position < len(rows):
-        started = time.monotonic()
-        plan = plan_step(rows, batching, position, len(rows))
-        batch = read_micro_batch(rows, plan, groups.dp_index, 0, groups.sp_axis.rank, groups.sp_axis.size)
-        losses, positions = engine.evaluate_micro_batch(batch)
-        step = [rows.documents[row] for row in plan.rows]
-        width = max(len(list_bounds(document.length)) for document in step)
-        sums = torch.zeros(len(step), width, 2, dtype=torch.float64, device=engine.device)
-        own = next(iter(batch.rows), -1)
-        if own >= 0:
-            at = plan.rows.index(own)
-            bounds = torch.tensor(list_bounds(step[at].length), device=positions.device)
-            buckets = torch.bucketize(positions, bounds, right=True)
-            sums[at, :, 0].index_add_(0, buckets, losses.double())
-            sums[at, :, 1].index_add_(0, buckets, torch.ones_like(losses, dtype=torch.float64))
-        totals = engine.sum_over_ranks(sums).cpu().tolist()
-        seconds = (time.monotonic() - started) / len(step)
-        for document, parts in zip(step, totals, strict=True):
-            kept = [{"sum": total, "tokens": int(count)} for total, count in parts[: len(list_bounds(document.length))]]
-            line = describe_document(
-                document.name, document.source, document.digest, document.length, document.index, kept
-            )
-            record({**line, "seconds": round(seconds, 4)})
-        position = plan.next_position

@@ -47,9 +47,10 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.prove.machines import MachinePlace, Machines
-from ulysses_cli.prove.quality.documents import CutDocument, Found, read_chats, read_documents
+from ulysses_cli.prove.quality.documents import Found, read_chats, read_documents
 from ulysses_cli.prove.ranks import run_on_ranks
 from ulysses_cli.prove.results import describe_machine
+from ulysses_cli.train.document_losses import CutDocument
 from ulysses_cli.train.generation.questions import make_call_prompts
 from ulysses_cli.train.record import list_versions
 
@@ -179,7 +180,8 @@ def _pass_on(pipe: Connection, report: Callable[[str], None]) -> None:
 
 def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection, is_on_several: bool) -> dict[str, Any] | None:
     """One rank. Returns rank 0's findings. On several machines rank 0 alone has the questions and the documents."""
-    from ulysses_cli.prove.quality.documents import load_for_evaluation, measure_documents
+    from ulysses_cli.prove.quality.documents import load_for_evaluation
+    from ulysses_cli.train.document_losses import measure_documents
     from ulysses_cli.train.generation.questions import Quiz, ask_questions
     from ulysses_cli.train.processes.consistency import gather_values, scatter_values
 
@@ -196,7 +198,9 @@ def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection, is_on_
     if evaluation.documents:
         # a value that all ranks share: rank 0 alone reads the file of the results
         done = gather_values(own.file.done if own is not None else None, groups.host_group)[0]
-        measure_documents(model, evaluation.documents, done, own.record if own is not None else _ignore)
+        measure_documents(
+            model.engine, model.batching, evaluation.documents, done, own.record if own is not None else _ignore
+        )
     rows: list[dict[str, Any]] = []
     if evaluation.harness is not None:
         from ulysses_cli.prove.quality.harness import load_tasks, run_harness, serve

@@ -20,7 +20,8 @@ from ulysses_cli.data.tokenizing.tokenizer import get_variables
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.plan.units import format_count
-from ulysses_cli.prove.quality.documents import CutDocument, EvaluatedModel, measure_documents
+from ulysses_cli.prove.quality.documents import EvaluatedModel
+from ulysses_cli.train.document_losses import CutDocument, measure_documents
 from ulysses_cli.train.generation.questions import Answer, Question, answer_questions
 from ulysses_cli.train.processes.consistency import scatter_values
 
@@ -201,7 +202,7 @@ def _tell(model: EvaluatedModel, message: tuple[str, Any] | None) -> tuple[str, 
 def _act(model: EvaluatedModel, action: str, content: list[Any] | None, keep: Callable[[Any], None]) -> None:
     """Collective over all ranks, which were told the action."""
     if action == MEASURE:
-        measure_documents(model, content or [], (), keep)
+        measure_documents(model.engine, model.batching, content or [], (), keep)
     else:
         answer_questions(
             model.engine,

@@ -28,7 +28,16 @@ from ulysses_cli.report.page.page import (
     tabulate_lines,
 )
 from ulysses_cli.report.quantities import format_number, format_quantity, is_number
-from ulysses_cli.report.run_summary import Line, RecordedRun, list_figures, list_step_parts, list_values, sum_parts
+from ulysses_cli.report.run_summary import (
+    SHORT_CHECK_COLUMNS,
+    Line,
+    RecordedRun,
+    list_figures,
+    list_step_parts,
+    list_values,
+    sum_parts,
+    tabulate_short_check,
+)
 
 MIN_STEPS_TO_SMOOTH = 200
 MAX_STACKS = 24
@@ -112,6 +121,9 @@ def _show_learning(run: RecordedRun) -> list[Block]:
     blocks += _show_preferences(run) if has_pairs else []
     for key, (title, noun) in LOSS_PARTS.items():
         blocks += _show_losses(run.evals, key, title, noun)
+    if run.short_checks:
+        title, rows = tabulate_short_check(run.short_checks[-1])
+        blocks.append(Table(SHORT_CHECK_COLUMNS, rows, f"{title}; differences to the base, text by text"))
     blocks += _plot_key("Learning rate", run, "learning_rate", "learning rate")
     norms = [value for value in list_values(run.metrics, "grad_norm") if value > 0]
     blocks += _plot_key("Fullest expert", run, "expert_load", "times the mean load, in the most uneven layer")

@@ -255,7 +255,7 @@ def fix_rotary_frequencies(model: Any) -> None:
     """Recomputes rotary frequencies in float32 by the model's own class. Under zero.Init every float tensor that a
     model makes has the weights' dtype: in bfloat16 an angle at position 100,000 is off by whole turns."""
     for module in model.modules():
-        names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        names = _list_frequencies(module)
         if not names:
             continue
         with sharded_loading(None):
@@ -263,6 +263,26 @@ def fix_rotary_frequencies(model: Any) -> None:
         for name in names:
             buffer = getattr(module, name)
             buffer.data = buffers[name].to(buffer.device)
+
+
+@contextlib.contextmanager
+def positions_of(model: Any, config: PretrainedConfig) -> Iterator[None]:
+    """Inside, the model's rotary embeddings are those of another config, such as that of its files."""
+    served = [module for module in model.modules() if _list_frequencies(module)]
+    forwards = [module.forward for module in served]
+    for module in served:
+        with sharded_loading(None):
+            other = type(module)(config)
+        module.forward = other.to(getattr(module, _list_frequencies(module)[0]).device).forward
+    try:
+        yield
+    finally:
+        for module, forward in zip(served, forwards, strict=True):
+            module.forward = forward
+
+
+def _list_frequencies(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
 
 
 @contextlib.contextmanager
