@@ -28,7 +28,8 @@ from ulysses_cli.evaluate.summary import (
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import choose_layout
-from ulysses_cli.prove.quality.documents import DocumentRows, load_for_evaluation, measure_documents, read_documents
+from ulysses_cli.prove.quality.documents import load_for_evaluation, read_documents
+from ulysses_cli.train.document_losses import DocumentRows, measure_documents
 from ulysses_cli.train.model.loading import load_model_config, read_shape
 
 LENGTHS, NUMBER = (301, 600), 3
@@ -81,7 +82,7 @@ def test_documents_are_cut_to_exact_lengths_and_the_rest_is_said(folder: Path) -
 def measure(text: str, folder: str, done: list[str]) -> list[dict[str, Any]]:
     model = load_for_evaluation(text, torch.device("cpu"), lambda _: None)
     lines: list[dict[str, Any]] = []
-    measure_documents(model, read(Path(folder)).documents, done, lines.append)
+    measure_documents(model.engine, model.batching, read(Path(folder)).documents, done, lines.append)
     return lines
 
 

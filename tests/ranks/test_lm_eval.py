@@ -186,7 +186,7 @@ class CountedModel:
             self.count()
             keep(Answer(list(question.tokens[:3]), -float(sum(question.tokens + question.answer)), False, 0.1))
 
-    def measure(self, _: Any, documents: Any, __: Any, keep: Any) -> None:
+    def measure(self, _: Any, __: Any, documents: Any, ___: Any, keep: Any) -> None:
         for document in reversed(documents):
             self.count()
             keep({"index": document.index, "loss": float(document.tokens.sum()), "tokens": document.length})

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -141,6 +142,31 @@ def test_the_hub_shows_what_was_found_on_these_weights_alone(run_dir: Path) -> N
     os.utime(run_dir / "model" / "model.safetensors", (1, 1))  # written again
     (checkpoint / "manifest.json").write_text('{"later": 1}')
     assert "model-index" not in run("push", str(run_dir), "--dry-run").stdout
+
+
+def test_a_card_has_the_short_texts_of_the_step_that_the_model_is_from(run_dir: Path) -> None:
+    def measure(step: int) -> dict[str, Any]:
+        trained = {"model": "trained", "loss": 2.0, "loss_low": 1.9, "loss_high": 2.1}
+        return {"step": step, "texts": 7, "models": [trained | {"difference": step / 1000}]}
+
+    (run_dir / "short_check.jsonl").write_text("".join(json.dumps(measure(step)) + "\n" for step in (300, 1000)))
+    shown = run("push", str(run_dir), "--dry-run").stdout
+    assert "after step 1,000" in shown
+    assert "| trained | 2.0000 | 1.9000 to 2.1000 | +1.0000 |  |" in shown
+    (run_dir / "model" / MODEL_FACTS).write_text('{"step": 300}')
+    shown = run("push", str(run_dir), "--dry-run").stdout
+    assert "| trained | 2.0000 | 1.9000 to 2.1000 | +0.3000 |  |" in shown
+    assert "+1.0000" not in shown
+
+
+def test_a_card_has_the_base_models_loss_by_position(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "eval.jsonl").read_text().splitlines()]
+    first = {**lines[0], "step": 0, "by_position": {"0-2K": {"loss": 3.5, "tokens": 1}, "2K-4K": 2.5}}
+    (run_dir / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    shown = run("push", str(run_dir), "--dry-run").stdout
+    assert "| position in the document | loss | before step 1 | tokens |" in shown
+    rows = dict(re.findall(r"^\| (\S+K) \| [\d.]+ \| (.*) \| 100,000 \|$", shown, flags=re.MULTILINE))
+    assert (rows["0-2K"], rows["2K-4K"], rows["4K-8K"]) == ("3.5000", "2.5000", "not a number")
 
 
 def test_a_dry_run_shows_everything_and_asks_nothing(

@@ -105,6 +105,42 @@ def test_the_score_of_questions_between_steps_is_a_curve(tmp_path: Path) -> None
         assert text in drawn
 
 
+SHORT = {"step": 9, "texts": 2, "tokens": 300, "loss": 2.25, "difference": 0.05, "models": [
+    {"model": "base", "loss": 2.2, "loss_low": 2.1, "loss_high": 2.3},
+    {"model": "trained", "loss": 2.25, "loss_low": None, "loss_high": None,
+     "difference": 0.05, "difference_low": 0.01, "difference_high": 0.09},
+]}  # fmt: skip
+
+
+def test_what_short_texts_lose_is_a_figure_and_a_table(tmp_path: Path) -> None:
+    lines = [{**SHORT, "step": step, "texts": step} for step in (2, 4, 3)]  # a resume has repeated step 3
+    write_lines(tmp_path / "run", *lines, name="short_check.jsonl")
+    summary, page = make(write_lines(tmp_path / "run", {"step": 4, "loss": 1.0}))
+    assert summary["short_check"] == lines[-1]
+    assert not find_undocumented("ulysses report", {"short_check": summary["short_check"]})
+    figure = (
+        "short texts",
+        "+0.0500",
+        "nats per token against the base, 95 % interval +0.0100 to +0.0900; below 0 is better",
+    )
+    assert figure in run_summary.list_figures(summary)
+    caption, rows = run_summary.tabulate_short_check(lines[-1])
+    assert caption.startswith("3 short texts that nobody trained on, after step 3")
+    assert rows == [
+        ("base", "2.2000", "2.1000 to 2.3000", "", ""), ("trained", "2.2500", "", "+0.0500", "+0.0100 to +0.0900")
+    ]  # fmt: skip
+    for text in (caption, "2.1000 to 2.3000", "+0.0500"):
+        assert text in page
+
+
+@pytest.mark.parametrize("models", [None, [], [3], [{"model": [EVIL], "loss": "x", "difference": None}]])
+def test_odd_short_checks_do_not_stop_the_page(tmp_path: Path, models: Any) -> None:
+    write_lines(tmp_path / "run", {"step": 1, "models": models}, name="short_check.jsonl")
+    summary, page = make(write_lines(tmp_path / "run", {"step": 1, "loss": 1.0}))
+    assert "short texts" not in [name for name, *_ in run_summary.list_figures(summary)]
+    assert EVIL not in page
+
+
 def test_pairs_of_answers_have_charts_of_their_rewards(tmp_path: Path) -> None:
     rewards = {"rewards/chosen": 0.5, "rewards/rejected": -0.25, "rewards/margins": 0.75}
     lines = [{"step": step, "loss": 0.5, "rewards/accuracies": 0.25 * step, **rewards} for step in (1, 2, 3)]

@@ -217,8 +217,12 @@ SHORT_CHECK_COLUMNS = ("model", "loss", "95 % interval", "difference", "95 % int
 
 
 def tabulate_short_check(line: Mapping[str, Any]) -> tuple[str, list[tuple[str, ...]]]:
-    """Of a line of short_check.jsonl: a title, and a row of SHORT_CHECK_COLUMNS for each model."""
-    title = f"Short texts after step {line['step']:,}: nats per token, mean of {line.get('texts')} texts"
+    """Of a line of short_check.jsonl: a caption, and a row of SHORT_CHECK_COLUMNS for each model."""
+    number = format_count(line["texts"], "short text") if isinstance(line.get("texts"), int) else "short texts"
+    caption = (
+        f"{number} that nobody trained on, after step {line['step']:,}: mean loss, in nats per token. Differences are "
+        "to the base, text by text."
+    )
     rows = []
     for model in line["models"] if isinstance(line.get("models"), list) else ():
         cells = [mask_text(str(model.get("model", "")))] if isinstance(model, dict) else []
@@ -227,7 +231,7 @@ def tabulate_short_check(line: Mapping[str, Any]) -> tuple[str, list[tuple[str, 
             mean, low, high = (format(value, form) if is_number(value) else "" for value in values)
             cells += [mean, f"{low} to {high}" if low and high else ""]
         rows += [tuple(cells)] if cells else []
-    return title, rows
+    return caption, rows
 
 
 def list_step_parts(run: RecordedRun) -> list[tuple[int, dict[str, float]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.document_losses import CutDocument, measure_documents
 from ulysses_cli.train.loop import StopConditions, TrainState
+from ulysses_cli.train.processes.consistency import gather_values
 
 KEY = "run.short_check"
 MAX_TEXTS, MAX_TOKENS = 256, 1024
@@ -29,28 +31,40 @@ BASE, STRETCHED, TRAINED = "base", "base with the recipe's positions", "trained"
 def read_short_texts(path: str, tokenizer: Any) -> tuple[CutDocument, ...]:
     """The first texts of a file or folder, each cut at MAX_TOKENS. Raises RecipeError."""
     texts: list[CutDocument] = []
-    for ids, flags, source in walk_documents([{"path": path}], Encoder(tokenizer), KEY):
-        tokens = np.asarray(ids, np.int64)[:MAX_TOKENS]
-        targets = tokens if flags is None else np.where(flags[:MAX_TOKENS] & TARGET, tokens, IGNORE_INDEX)
-        if (targets[1:] != IGNORE_INDEX).any():
-            texts.append(CutDocument(len(tokens), len(texts), source, tokens.copy(), targets.copy()))
-        if len(texts) == MAX_TEXTS:
-            break
+    try:
+        for ids, flags, source in walk_documents([{"path": path}], Encoder(tokenizer), KEY):
+            tokens = np.array(ids[:MAX_TOKENS], np.int64)
+            targets = tokens if flags is None else np.where(flags[:MAX_TOKENS] & TARGET, tokens, IGNORE_INDEX)
+            if (targets[1:] != IGNORE_INDEX).any():
+                texts.append(CutDocument(len(tokens), len(texts), source, tokens, targets))
+            if len(texts) == MAX_TEXTS:
+                break
+    except RecipeError as error:
+        raise RecipeError(
+            [replace(each, hint=each.hint.replace(f"{KEY}.path", KEY)) for each in error.problems]
+        ) from None
     if not texts:
-        raise RecipeError([Problem(KEY, f"{path} holds no text of two tokens or more", "name another file")])
+        raise RecipeError([Problem(KEY, f"{path} holds no text with a target", "name another file")])
     return tuple(texts)
 
 
+Positions = Callable[[], AbstractContextManager[None]]
+Write = Callable[[dict[str, Any]], None]
+
+
+def make_short_check(
+    texts: Sequence[CutDocument], state: TrainState, batching: Batching, own_positions: Positions | None, write: Write
+) -> ShortCheck:
+    """Collective over all ranks: rank 0 has read the texts. `own_positions`: inside, the model has those of its files;
+    None where the recipe changes none."""
+    return ShortCheck(gather_values(texts, state.groups.host_group)[0], batching, own_positions, write)
+
+
 class ShortCheck:
-    """A post-step hook. Without texts it does nothing. `own_positions`: inside, the model has those of its files; None
-    where the recipe changes none."""
+    """A post-step hook. Without texts it does nothing."""
 
     def __init__(
-        self,
-        texts: Sequence[CutDocument],
-        batching: Batching,
-        own_positions: Callable[[], AbstractContextManager[None]] | None,
-        write: Callable[[dict[str, Any]], None],
+        self, texts: Sequence[CutDocument], batching: Batching, own_positions: Positions | None, write: Write
     ) -> None:
         self.texts, self.batching, self.own_positions, self.write = texts, batching, own_positions, write
         self.before: dict[str, list[float]] = {}

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
-from ulysses_cli.plan.resolved import changes_positions
 from ulysses_cli.plan.schedule import SCORE_MEASURE
 from ulysses_cli.run.records import name_asker, write_early_stop
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves, open_uploads
@@ -37,14 +36,13 @@ from ulysses_cli.train.model.build import (
     assert_sharded,
     choose_objective,
     choose_references,
+    find_own_positions,
 )
-from ulysses_cli.train.model.loading import load_model_config, positions_of
-from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.interruption import STOP_SHARE
 from ulysses_cli.train.processes.watchdog import WRITING, Watchdog
 from ulysses_cli.train.record import Record, describe_machine, list_base_warnings, list_versions, write_run_file
 from ulysses_cli.train.reference import References
-from ulysses_cli.train.short_check import ShortCheck
+from ulysses_cli.train.short_check import make_short_check
 
 
 def run_worker(launch: Launch, record: Record) -> None:
@@ -173,8 +171,8 @@ def make_measures(
     inputs: Inputs, connected: Connected, assembled: AssembledRun, references: References, saves: Saves, record: Record
 ) -> Measures:
     """Collective over all ranks."""
-    recipe, state, tokenizer = connected.plan.recipe, assembled.state, inputs.tokenizer
-    data, run = recipe.data, recipe.run
+    state, tokenizer = assembled.state, inputs.tokenizer
+    data, run = connected.plan.recipe.data, connected.plan.recipe.run
     best = saves.save if saves.policy.keeps_best else None
     choice = ModelChoice(best, run.early_stopping_patience, run.early_stopping_threshold, record.report)
     evaluation = Evaluation(references.eval_rows, connected.eval_batching, record.write_eval, choice.judge_loss)
@@ -188,19 +186,10 @@ def make_measures(
         run.eval_suite, amount, tokenizer, stop_tokens, record.write_quality, choice.judge_score,
         data.chat_template_kwargs, inputs.eval_rows.walk_documents() if inputs.eval_rows is not None else (),
     )  # fmt: skip
-    return Measures(
-        evaluation, samples, suite, make_short_check(inputs, connected, assembled, record),
-        run.eval_steps, run.sample_steps, run.eval_suite_steps,
-    )  # fmt: skip
-
-
-def make_short_check(inputs: Inputs, connected: Connected, assembled: AssembledRun, record: Record) -> ShortCheck:
-    """Collective over all ranks: rank 0 has read the texts."""
-    recipe, own_positions = connected.plan.recipe, None
-    texts = gather_values(inputs.short_texts, connected.groups.host_group)[0] if recipe.run.short_check else ()
-    if texts and changes_positions(recipe.model.model_dump()):
-        own_positions = partial(positions_of, assembled.built.module, load_model_config(recipe))
-    return ShortCheck(texts, connected.eval_batching, own_positions, record.write_short_check)
+    short_check = make_short_check(
+        inputs.short_texts, state, connected.eval_batching, find_own_positions(assembled), record.write_short_check
+    )
+    return Measures(evaluation, samples, suite, short_check, run.eval_steps, run.sample_steps, run.eval_suite_steps)
 
 
 def check_disk(inputs: Inputs, connected: Connected, run: AssembledRun, saves: Saves) -> None:

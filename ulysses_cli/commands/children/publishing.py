@@ -397,10 +397,15 @@ def _write_losses(run: RecordedRun) -> list[str]:
         buckets = last.get(key)
         if not isinstance(buckets, dict) or not buckets:
             continue
-        lines += [f"| {title} | loss | tokens |", "| --- | --- | --- |"]
+        former = first.get(key) if before else None
+        former = former if isinstance(former, dict) else {}
+        then, line = (" before step 1 |", " --- |") if former else ("", "")
+        lines += [f"| {title} | loss |{then} tokens |", f"| --- | --- |{line} --- |"]
         for place, facts in buckets.items():
             loss, tokens = (facts.get("loss"), facts.get("tokens")) if isinstance(facts, dict) else (facts, None)
-            lines.append(f"| {place} | {_format(loss)} | {f'{tokens:,}' if isinstance(tokens, int) else ''} |")
+            old = former.get(place)
+            then = f" {_format(old.get('loss') if isinstance(old, dict) else old)} |" if former else ""
+            lines.append(f"| {place} | {_format(loss)} |{then} {f'{tokens:,}' if isinstance(tokens, int) else ''} |")
         lines.append("")
     return lines
 
@@ -411,16 +416,9 @@ def _write_short_check(run: RecordedRun, folder: Path) -> list[str]:
     lines = [line for line in run.short_checks if steps is None or line["step"] == steps[0]]
     if not lines:
         return []
-    title, rows = tabulate_short_check(lines[-1])
-    table = [f"| {' | '.join(row)} |" for row in (SHORT_CHECK_COLUMNS, ("---",) * len(SHORT_CHECK_COLUMNS), *rows)]
-    return [
-        "## Loss on short texts",
-        "",
-        f"{title}, which were not trained on. Differences are to the base, text by text.",
-        "",
-        *table,
-        "",
-    ]
+    caption, rows = tabulate_short_check(lines[-1])
+    table = [f"| {' | '.join(row)} |" for row in (SHORT_CHECK_COLUMNS, ["---"] * len(SHORT_CHECK_COLUMNS), *rows)]
+    return ["## Loss on short texts", "", caption, "", *table, ""]
 
 
 def _format(value: object) -> str:

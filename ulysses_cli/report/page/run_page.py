@@ -122,8 +122,8 @@ def _show_learning(run: RecordedRun) -> list[Block]:
     for key, (title, noun) in LOSS_PARTS.items():
         blocks += _show_losses(run.evals, key, title, noun)
     if run.short_checks:
-        title, rows = tabulate_short_check(run.short_checks[-1])
-        blocks.append(Table(SHORT_CHECK_COLUMNS, rows, f"{title}; differences to the base, text by text"))
+        caption, rows = tabulate_short_check(run.short_checks[-1])
+        blocks.append(Table(SHORT_CHECK_COLUMNS, rows, caption))
     blocks += _plot_key("Learning rate", run, "learning_rate", "learning rate")
     norms = [value for value in list_values(run.metrics, "grad_norm") if value > 0]
     blocks += _plot_key("Fullest expert", run, "expert_load", "times the mean load, in the most uneven layer")

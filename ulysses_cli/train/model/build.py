@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero.states import size_weight_buffers
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
 from ulysses_cli.plan.recipe.sections import Preference
-from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.plan.resolved import RunPlan, changes_positions
 from ulysses_cli.plan.schedule import make_share
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
@@ -41,6 +43,7 @@ from ulysses_cli.train.model.loading import (
     BuildError,
     grow_embeddings,
     load_model_config,
+    positions_of,
     sharded_loading,
     stretch_positions,
 )
@@ -437,6 +440,14 @@ def choose_references(
     layout = {"layout": vars(plan.layout), "batching": run.state.batching, "levers": plan.levers}
     files = [ReferenceFile(folder / f"{split}.npz", key, layout) for split in ("train", "eval")]
     return ComputedReferences(eval_rows, eval_batching, run.state, files)
+
+
+def find_own_positions(run: AssembledRun) -> Callable[[], AbstractContextManager[None]] | None:
+    """Inside, the model has the positions of its files; None where the recipe changes none."""
+    recipe = run.plan.recipe
+    if not changes_positions(recipe.model.model_dump()):
+        return None
+    return partial(positions_of, run.built.module, load_model_config(recipe))
 
 
 def assert_sharded(run: AssembledRun, report: Callable[[str], None]) -> None:
