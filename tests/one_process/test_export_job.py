@@ -36,14 +36,16 @@ class MineConfig(Qwen3Config):
 """
 
 
-def make_run(tmp_path: Path, model_type: str) -> tuple[Path, dict[str, Any], Any]:
+def make_run(
+    tmp_path: Path, model_type: str, words: tuple[str, ...] = (), **more: Any
+) -> tuple[Path, dict[str, Any], Any]:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(make_config(model_type))
     model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    recipe = make_recipe("model.config=null", f"model.name_or_path={tmp_path / 'base'}", "lora.r=4", "lora.alpha=8")
-    adapted = get_peft_model(
-        model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), autocast_adapter_dtype=False
-    )
+    named = ("model.config=null", f"model.name_or_path={tmp_path / 'base'}", "lora.r=4", "lora.alpha=8")
+    recipe = make_recipe(*named, *words)
+    settings = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **more})
+    adapted = get_peft_model(model, settings, autocast_adapter_dtype=False)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for parameter in trained.values():
@@ -72,6 +74,23 @@ def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, 
     assert "lora" in (tmp_path / "to" / "README.md").read_text()
     with pytest.raises(ExportError, match="is there already"):
         job.run(tmp_path / "to", messages.append)
+
+
+@pytest.mark.parametrize("is_merged", sample_every(2, [True, False]))
+def test_adapters_of_experts_are_exported_and_what_servers_do_is_said(tmp_path: Path, is_merged: bool) -> None:
+    """What peft reads, and what is merged, computes as peft's own forward does."""
+    first = "experts.gate_up_proj"
+    own = {"target_modules": ["q_proj"], "target_parameters": [first], "rank_pattern": {first: 3}}
+    words = ("lora.target_modules=[q_proj]", "lora.experts=[gate_up]", "lora.expert_r=3")
+    checkpoint, state, adapted = make_run(tmp_path, "qwen3_moe", words, **own)
+    result = ExportJob(checkpoint, state, None, is_merged, trusts_code=False).run(tmp_path / "to", print)
+    assert ("vLLM has left adapters of experts out" in result.get("note", "")) is not is_merged
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / ("to" if is_merged else "base"))
+    loaded = loaded if is_merged else PeftModel.from_pretrained(loaded, tmp_path / "to")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        ours, expected = (one.eval()(ids, use_cache=False).logits for one in (loaded, adapted))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 def run_export(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[dict[str, Any]]]:

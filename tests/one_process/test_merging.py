@@ -47,7 +47,7 @@ def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32, *
     config = make_config(model_type)
     base = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    adapted = get_peft_model(base, LoraConfig(**SETTINGS, **more), autocast_adapter_dtype=False)
+    adapted = get_peft_model(base, LoraConfig(**{**SETTINGS, **more}), autocast_adapter_dtype=False)
     trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for parameter in trained.values():
@@ -57,7 +57,7 @@ def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32, *
 
 
 def make_merging(tmp_path: Path, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype, **more: Any) -> Merging:
-    settings = LoraConfig(**SETTINGS, **more)
+    settings = LoraConfig(**{**SETTINGS, **more})
     return Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), settings, trained, dtype)
 
 
@@ -112,16 +112,21 @@ def test_adapters_on_a_weight_that_layers_share_are_not_merged(tmp_path: Path) -
     assert not (tmp_path / "ours").exists()
 
 
+OF_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": OF_EXPERTS, "rank_pattern": dict.fromkeys(OF_EXPERTS, 2)}
 DORA = {"use_dora": True}
 WHOLE = {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("more", [WHOLE, DORA, {**WHOLE, **DORA}], ids=["whole", "DoRA", "both"])
-@pytest.mark.parametrize("model_type", ["phi3", "qwen3"])
-def test_whole_parts_and_dora_are_merged_as_peft_merges_them(
-    model_type: str, more: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        *((kind, more) for kind in ("phi3", "qwen3") for more in (WHOLE, DORA, {**WHOLE, **DORA})),
+        *((kind, EXPERTS) for kind in ("qwen3_moe", "gpt_oss", "granitemoe")),  # one by one in files, transposed, whole
+    ],
+)
+def test_other_adapters_are_merged_as_peft_merges_them(model_type: str, more: dict[str, Any], tmp_path: Path) -> None:
     config, adapted, checkpoint = adapt(tmp_path, model_type, **more)
     folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32, **more)
     assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text are off by ", output)
@@ -133,6 +138,9 @@ def test_whole_parts_and_dora_are_merged_as_peft_merges_them(
     before = read_all(tmp_path / "base")
     is_changed = not torch.equal(ours["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     assert is_changed == ("modules_to_save" in more)
+    experts = [name for name in before if ".experts." in name or "_linear." in name]
+    assert all(torch.equal(ours[name], before[name]) is name.endswith("bias") for name in experts)
+    assert bool(experts) == ("rank_pattern" in more)
 
 
 @pytest.mark.check

@@ -129,7 +129,7 @@ def test_a_product_in_8_bits_keeps_no_input(plain: Any) -> None:
 def start_from(folder: Path, plain: Any, *more: str) -> dict[str, torch.Tensor]:
     recipe: Recipe = make_recipe(f"lora.adapter_name_or_path={folder}", "lora.r=4", *more, config=SIZES)
     model = copy.deepcopy(plain).float()
-    add_adapters(recipe, model)
+    add_adapters(recipe, read_model_shape(SIZES, "tiny"), model)
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
@@ -148,7 +148,7 @@ def test_a_run_starts_from_adapters_that_peft_has_written(plain: Any, tmp_path: 
         start_from(tmp_path, plain, "lora.alpha=8")
     with pytest.raises(BuildError, match=r"have r 4, and lora\.r is 2"):
         start_from(tmp_path, plain, "lora.r=2")
-    with pytest.raises(BuildError, match=r"no partner for 24 tensors; .* alone: set target_modules and mod"):
+    with pytest.raises(BuildError, match=r"no partner for 24 tensors; .* alone: set target_modules, experts and mod"):
         start_from(tmp_path, plain, "lora.target_modules=[q_proj]")
     with pytest.raises(BuildError, match="cannot be read"):
         start_from(tmp_path / "missing", plain)

@@ -100,7 +100,11 @@ def make_reference(recipe: Recipe) -> Trajectory:
         targets: Any = recipe.lora.target_modules
         targets = targets if isinstance(targets, str) else list(targets)
         torch.manual_seed(recipe.run.seed)
-        get_peft_model(model, LoraConfig(r=recipe.lora.r, lora_alpha=recipe.lora.alpha, target_modules=targets))
+        settings = LoraConfig(r=recipe.lora.r, lora_alpha=recipe.lora.alpha, target_modules=targets)
+        settings.target_parameters = [f"experts.{part}_proj" for part in recipe.lora.experts]
+        if recipe.lora.expert_r != "auto":
+            settings.rank_pattern = dict.fromkeys(settings.target_parameters, recipe.lora.expert_r)
+        get_peft_model(model, settings)
     rows, batching = MemoryRows(ROWS), make_batching(recipe)
     per_step = batching.rows_per_step
     steps = [list(plan_step(rows, batching, step * per_step, 1000).rows) for step in range(NUM_STEPS)]

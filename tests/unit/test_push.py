@@ -262,10 +262,11 @@ def test_odd_metrics_leave_a_card_without_a_trace(run_dir: Path) -> None:
 
 def test_what_vllm_does_not_serve_is_to_be_merged(run_dir: Path) -> None:
     make_adapters(run_dir)
-    change_recipe(run_dir, lora={"r": 8, "use_dora": True, "modules_to_save": ["norm"]})
+    change_recipe(run_dir, lora={"r": 8, "use_dora": True, "modules_to_save": ["norm"], "experts": ["down"]})
     card = run("push", str(run_dir), "--dry-run").stdout
     assert "vllm serve" not in card
-    assert "vLLM does not serve adapters with parts that were trained whole or DoRA beside a base model" in card
+    unserved = "adapters with parts that were trained whole or adapters of experts or DoRA"
+    assert f"vLLM does not serve {unserved} beside a base model" in card
     assert "Positions are stretched by yarn, factor 4.0: base_config/config.json tells transformers" in card
 
 

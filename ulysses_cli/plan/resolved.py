@@ -14,11 +14,13 @@ from typing import Any
 from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.layout import GPUS_PER_NODE, KvHeads, Layout, compute_kv_heads
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.layers import ExpertsMlp
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.recipe.schema import format_value, walk_settings
+from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.rows.ring import MAX_BRANCHES
 
 USUAL_SIZES = (2, 4, 8, 16, 32)  # of sp groups
@@ -200,6 +202,17 @@ def compute_rope_theta(recipe: Recipe, shape: ModelShape) -> float | None:
 def compute_least_theta(max_length: int) -> float:
     """The least base that lets a model of that length prefer similar tokens everywhere (arXiv 2405.14591, figure 1)."""
     return 0.0424 * math.pow(max_length, 1.628)
+
+
+def rank_experts(lora: Lora | None, shape: ModelShape) -> dict[str, int]:
+    """The ranks of the experts' adapters, by the names of parameters that peft finds them by (target_parameters). auto:
+    a token's experts together have the rank of a linear layer's adapter."""
+    mlp = next((layer.mlp for layer in shape.layers if isinstance(layer.mlp, ExpertsMlp)), None)
+    if lora is None or mlp is None:
+        return {}
+    rank = max(1, lora.r // max(1, mlp.num_per_token)) if lora.expert_r == "auto" else lora.expert_r
+    names = {"gate_up": "gate_up_proj" if mlp.is_gated else "up_proj", "down": "down_proj"}
+    return {f"experts.{names[part]}": rank for part in lora.experts}
 
 
 def changes_positions(model: Mapping[str, Any]) -> bool:

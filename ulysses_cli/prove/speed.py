@@ -310,7 +310,7 @@ def make_model(recipe: Recipe, shape: ModelShape, device: torch.device) -> Any:
         return model
     from peft import get_peft_model
 
-    settings = make_adapter_config(recipe)
+    settings = make_adapter_config(recipe, shape)
     settings.exclude_modules = list_router_layers(model) or None
     return get_peft_model(model, settings, autocast_adapter_dtype=False)
 

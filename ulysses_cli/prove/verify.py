@@ -26,7 +26,7 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
 from ulysses_cli.plan.recipe.sections import Dataset, Preference
-from ulysses_cli.plan.resolved import choose_layout, find_ring_size, make_layout, resolve
+from ulysses_cli.plan.resolved import choose_layout, find_ring_size, make_layout, rank_experts, resolve
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.prove.ranks import MAX_CPU_RANKS, RankFailureError, run_on_ranks
 from ulysses_cli.prove.recorded_run import RecordedSteps, record_steps
@@ -69,7 +69,7 @@ def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
     if recipe.lora is not None:
         from peft import LoraConfig, get_peft_model
 
-        lora, targets = recipe.lora, recipe.lora.target_modules
+        lora, targets, ranks = recipe.lora, recipe.lora.target_modules, rank_experts(recipe.lora, shape)
         if lora.quantize_base is not None:
             model = _quantize(model, lora.quantize_base)
         torch.manual_seed(recipe.run.seed)
@@ -77,6 +77,8 @@ def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
             r=lora.r,
             lora_alpha=lora.alpha,
             target_modules=targets if isinstance(targets, str) else list(targets),
+            target_parameters=list(ranks) or None,
+            rank_pattern=ranks,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             modules_to_save=list(lora.modules_to_save) or None,

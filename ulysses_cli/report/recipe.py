@@ -15,7 +15,7 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.schema import Setting, format_value
-from ulysses_cli.plan.resolved import compute_least_theta
+from ulysses_cli.plan.resolved import compute_least_theta, rank_experts
 from ulysses_cli.plan.rules.files import list_distant_data
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.plan.units import format_count, format_parameters
@@ -117,6 +117,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         "method": "lora" if recipe.lora else "full",
         "quantize_base": recipe.lora.quantize_base if recipe.lora else None,
         "use_dora": recipe.lora.use_dora if recipe.lora else False,
+        "expert_ranks": rank_experts(recipe.lora, shape),
         "modules_to_save": list(recipe.lora.modules_to_save) if recipe.lora else [],
         "trust_remote_code": recipe.model.trust_remote_code,
         "distant_data": list_distant_data(recipe),
@@ -211,7 +212,9 @@ def format_plan(plan: Mapping[str, Any], *, with_settings: bool = True, with_def
 def _format_trained(plan: Mapping[str, Any]) -> str:
     if plan["method"] != "lora":
         return "all weights are trained"
-    parts = [f"adapters{' with DoRA' if plan['use_dora'] else ''}", *plan["modules_to_save"]]
+    ranks = set(plan["expert_ranks"].values())
+    of_experts = f" of linear layers and of experts (rank {ranks.pop()})" if ranks else ""
+    parts = [f"adapters{' with DoRA' if plan['use_dora'] else ''}{of_experts}", *plan["modules_to_save"]]
     base = f" on a base in {plan['quantize_base']}" if plan["quantize_base"] else ""
     return f"{' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))} are trained{base}"
 

@@ -41,7 +41,7 @@ SIZES = (
 )
 SHAPING = (
     *(f"model.config.{name}: " for name in SIZES),
-    *(f"lora.{name}: " for name in ("r", "target_modules", "use_dora", "modules_to_save")),
+    *(f"lora.{name}: " for name in ("r", "target_modules", "experts", "expert_r", "use_dora", "modules_to_save")),
     "lora: ",
 )
 

@@ -155,18 +155,24 @@ def _describe_template(variables: Mapping[str, Any], template: str) -> list[str]
     return notes
 
 
-def list_base_warnings(model: Mapping[str, Any]) -> list[str]:
-    """Warnings about the base model that adapters need, where it is not the plain one. `model`: the recipe's
-    section."""
-    base_warnings = []
+EXPERTS_LEFT_OUT = (
+    "vLLM has left adapters of experts out without a word (vllm-project/vllm #41384, #52198): merge them before you "
+    "serve them, by `ulysses export CHECKPOINT --to DIR --merge-lora`"
+)
+
+
+def list_adapter_warnings(model: Mapping[str, Any], lora: Mapping[str, Any]) -> list[str]:
+    """Where adapters need another base model than the plain one, or a server would leave them out. `model`, `lora`:
+    the recipe's sections."""
+    adapter_warnings = [EXPERTS_LEFT_OUT] if lora.get("experts") else []
     if changes_positions(model):
-        base_warnings.append(
+        adapter_warnings.append(
             "adapters do not carry the stretched positions: load the base as the README.md next to them shows, or run "
             "`ulysses export CHECKPOINT --to DIR --merge-lora`"
         )
     if model["config"] is not None:
-        base_warnings.append("the adapters belong to a random model, which is not on disk")
-    return base_warnings
+        adapter_warnings.append("the adapters belong to a random model, which is not on disk")
+    return adapter_warnings
 
 
 WINDOW = 16  # steps in a row that tell a lasting rise from noise

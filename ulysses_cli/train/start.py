@@ -40,7 +40,7 @@ from ulysses_cli.train.model.build import (
 )
 from ulysses_cli.train.processes.interruption import STOP_SHARE
 from ulysses_cli.train.processes.watchdog import WRITING, Watchdog
-from ulysses_cli.train.record import Record, describe_machine, list_base_warnings, list_versions, write_run_file
+from ulysses_cli.train.record import Record, describe_machine, list_adapter_warnings, list_versions, write_run_file
 from ulysses_cli.train.reference import References
 from ulysses_cli.train.short_check import make_short_check
 
@@ -287,6 +287,6 @@ def finish(
         )  # fmt: skip
     run.context.wait()
     saves.finish_uploads(state, launch.run_dir / "model")
-    for warning in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
+    for warning in list_adapter_warnings(recipe.model.model_dump(), recipe.lora.model_dump()) if recipe.lora else []:
         record.warn(warning)
     record.end(launch.run_dir / "model")

@@ -480,9 +480,10 @@ def _describe_positions(rope: Mapping[str, Any]) -> str:
 
 
 def _list_unserved(lora: Mapping[str, Any]) -> str:
-    """What vLLM refuses of adapters (vllm/lora/peft_helper.py)."""
+    """What vLLM refuses of adapters (vllm/lora/peft_helper.py), or has left out silently (vllm #41384, #52198)."""
     whole = ["adapters with parts that were trained whole"] if lora.get("modules_to_save") else []
-    return " or ".join([*whole, *(["DoRA"] if lora.get("use_dora") else [])])
+    experts = ["adapters of experts"] if lora.get("experts") else []
+    return " or ".join([*whole, *experts, *(["DoRA"] if lora.get("use_dora") else [])])
 
 
 def _write_licence(recipe: Mapping[str, Any], licence: Mapping[str, str]) -> list[str]:

@@ -21,7 +21,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import Lora
-from ulysses_cli.plan.resolved import choose_layout, count_branches, make_layout
+from ulysses_cli.plan.resolved import choose_layout, count_branches, make_layout, rank_experts
 from ulysses_cli.plan.rows.ring import Ring, RingShare, measure_ring
 
 Lines = dict[str, int]
@@ -310,7 +310,8 @@ def read_adapters(recipe: Recipe, shape: ModelShape) -> Adapters | None:
     family = FAMILIES.get(shape.model_type)
     targets = tuple(names if family is None else (name_linear(name, family) for name in names))
     saved = tuple(sorted(lora.modules_to_save))
-    return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=saved, has_magnitudes=lora.use_dora)
+    experts = tuple(zip(lora.experts, rank_experts(lora, shape).values(), strict=True))
+    return Adapters(lora.r, targets, lora.dropout > 0, saved, has_magnitudes=lora.use_dora, experts=experts)
 
 
 def make_job(

@@ -45,6 +45,7 @@ class Adapters:
     drops: bool = False
     saved: tuple[str, ...] = ()
     has_magnitudes: bool = False  # DoRA
+    experts: tuple[tuple[str, int], ...] = ()  # which of their matrices are adapted, with the ranks
 
     def adapts(self, *names: str) -> bool:
         """Whether any of these layers has an adapter."""

@@ -229,7 +229,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         return
     yield make(3, "mlp", in_mlp=True)
     if isinstance(layer.mlp, ExpertsMlp):
-        yield from _walk_experts(shape, layer.mlp, make, linear)
+        yield from _walk_experts(shape, layer.mlp, make, linear, adapters.experts if adapters else ())
     elif not layer.mlp.is_gated:
         yield from of_mlp("up_proj", hidden, inner)
         yield make(4, "act_fn", in_mlp=True)
@@ -249,7 +249,11 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
 
 
 def _walk_experts(
-    shape: ModelShape, mlp: ExpertsMlp, make: Callable[..., Module], linear: Callable[..., Iterator[Module]]
+    shape: ModelShape,
+    mlp: ExpertsMlp,
+    make: Callable[..., Module],
+    linear: Callable[..., Iterator[Module]],
+    adapted: Sequence[tuple[str, int]],
 ) -> Iterator[Module]:
     """A router, all experts in two tensors, and before them or after them the expert that every token goes to."""
     family, hidden = FAMILIES[shape.model_type], shape.hidden_size
@@ -260,6 +264,11 @@ def _walk_experts(
         sizes.insert(1, (f"experts.gate_up{BIAS}", num_first * num * inner))
         sizes.append((f"experts.down{BIAS}", num * hidden))
     block = make(4, "experts", *sizes, in_mlp=True)
+    widths = {"gate_up": (hidden, num_first * inner), "down": (inner, hidden)}
+    for name, rank in adapted:
+        for end, width in zip(ADAPTER_NAMES, widths[name], strict=False):
+            weight = f"experts.{name}{end}", num * rank * width
+            yield make(4, weight[0], weight, in_mlp=True, is_trained=True)
     shared = list(_walk_shared(shape, mlp, make, linear)) if mlp.shared_size else []
     if Trait.BESIDE_MLP in shape.traits:
         yield from shared

@@ -275,6 +275,16 @@ class Lora(Section):
         unit="names",
         aliases=("lora_target_modules",),
     )
+    experts: tuple[Literal["gate_up", "down"], ...] = setting(
+        (),
+        "matrices of all experts that get adapters, one for each expert; routers get none",
+        unit="names",
+        max_length=2,
+        spellings={None: (), "none": ()},
+    )
+    expert_r: Annotated[int, Field(ge=1, le=65536)] | Literal["auto"] = setting(
+        "auto", "rank of the experts' adapters; auto = r / experts of a token", unit="dimensions"
+    )
     use_rslora: bool = setting(False, "scale the adapters by alpha / sqrt(r) instead of alpha / r")
     use_dora: bool = setting(False, "also train the length of each row of the adapted weights (DoRA)")
     modules_to_save: tuple[Literal["embed_tokens", "lm_head", "norm"], ...] = setting(

@@ -228,19 +228,20 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
-    """Adapters go on linear layers that the model has. Experts' matrices are parts of one tensor and not layers. A
-    number is also the name of a decoder layer, which peft refuses."""
+    """Adapters go on linear layers that the model has. Experts' matrices are parts of one tensor and not layers; by
+    their old names peft would find them, with other ranks. A number is also the name of a decoder layer, which peft
+    refuses."""
     if recipe.lora is None or not shape.linear_modules:
         return
     if recipe.lora.target_modules == "all-linear":
         if shape.adapts_experts:
-            why = "whose adapters are added to all of their weights in every forward: nothing is saved"
-            message = f"all-linear takes in the experts of {shape.model_type} models, {why}"
+            message = f"all-linear takes in the experts and routers of {shape.model_type} models, as peft reads it"
         else:
             layer = shape.refused_by_peft
             message = f"all-linear takes in {layer} of {shape.model_type} models, on which peft adds no adapter"
         if not shape.adapts_all:
-            yield Problem("lora.target_modules", message, f"use [{', '.join(shape.linear_modules)}]")
+            others = f"; {FOR_EXPERTS}" if shape.adapts_experts else ""
+            yield Problem("lora.target_modules", message, f"use [{', '.join(shape.linear_modules)}]{others}")
         return
     names = [name for name in shape.linear_modules if not name.isdigit()]
     unknown = [name for name in recipe.lora.target_modules if name not in names]
@@ -250,8 +251,34 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
             f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
             f"write a list: [{', '.join(filter(None, (name.strip() for name in unknown[0].split(','))))}]"
             if "," in unknown[0]
-            else f"use {'all-linear, or ' if shape.adapts_all else ''}some of {', '.join(names)}",
+            else f"use {'all-linear, or ' if shape.adapts_all else ''}some of {', '.join(names)}"
+            + (f"; {FOR_EXPERTS}" if shape.num_experts and set(unknown) & EXPERT_NAMES else ""),
         )
+
+
+FOR_EXPERTS = "lora.experts: [gate_up, down] adapts experts"
+EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
+
+
+def check_expert_adapters(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Only a model with experts has them, and peft's adapters of experts are plain ones."""
+    key, lora = "lora.experts", recipe.lora
+    if lora is None:
+        return
+    if not lora.experts:
+        if lora.expert_r != "auto":
+            yield Problem(
+                "lora.expert_r", f"is not used without {key}", "leave it out, or write lora.experts: [gate_up, down]"
+            )
+        return
+    if not shape.num_experts:
+        yield Problem(key, f"{shape.name} has no experts", "leave it out; target_modules names linear layers")
+    if len(set(lora.experts)) < len(lora.experts):
+        yield Problem(key, "names a matrix twice", "name each once")
+    if lora.dropout:
+        yield Problem("lora.dropout", "peft's adapters of experts have no dropout", "set it to 0")
+    if lora.use_dora:
+        yield Problem("lora.use_dora", "peft's adapters of experts train no lengths", "leave it out")
 
 
 def check_shared_prompts(recipe: Recipe, shape: ModelShape) -> Problems:
@@ -388,6 +415,7 @@ def _shares_blocks(shape: ModelShape) -> bool:
 ADAPTER_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_quantized_base,
     check_whole_parts,
+    check_expert_adapters,
     check_dora,
 )
 

@@ -155,6 +155,10 @@ def histc(t: Tensor, bins: int = 100, **_: Any) -> Tensor:
     return make((bins,), t.dtype, on_host=t.storage.on_host)
 
 
+def searchsorted(t: Tensor, values: Tensor, *, out_int32: bool = False, **_: Any) -> Tensor:
+    return make(values.shape, INT32 if out_int32 else INT64, on_host=t.storage.on_host)
+
+
 def read_value(t: Tensor) -> Any:
     """Tensor.item: the numbers of tensors without values are 1, their truth values False."""
     return False if t.dtype is BOOL else 1.0 if t.dtype.is_floating_point else 1
@@ -324,6 +328,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log_softmax": selection.softmax, "logsumexp": selection.logsumexp, "histc": histc,
     # indices
     "topk": selection.topk, "sort": selection.sort, "gather": selection.gather, "one_hot": selection.one_hot,
+    "searchsorted": searchsorted,
     "nonzero": refuse("nonzero"), "unique": refuse("unique"), "masked_select": refuse("masked_select"),
     "bincount": refuse("bincount"),
     # views and copies

@@ -319,7 +319,7 @@ def make_parts() -> Parts:
             recurrent_kernels.replace_kernels(made)
         return made
 
-    def add_adapters(recipe: Any, model: Any) -> Any:
+    def add_adapters(recipe: Any, shape: Any, model: Any) -> Any:
         """peft casts adapters to the base model's dtype when it moves them to a device. It never moves them to this
         one, so that they are made in that dtype. No values are loaded."""
         recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"adapter_name_or_path": None})})
@@ -327,7 +327,7 @@ def make_parts() -> Parts:
         torch.set_default_dtype(getattr(torch, recipe.model.dtype))
         try:
             with torch.device(DEVICE):
-                return adapters.add_adapters(recipe, model)
+                return adapters.add_adapters(recipe, shape, model)
         finally:
             torch.set_default_dtype(default_dtype)
 

@@ -49,7 +49,7 @@ from ulysses_cli.train.model.loading import (
     read_shape,
     stretch_positions,
 )
-from ulysses_cli.train.record import Record, get_own_version, make_card
+from ulysses_cli.train.record import EXPERTS_LEFT_OUT, Record, get_own_version, make_card
 
 
 class ExportError(ValueError):
@@ -87,7 +87,7 @@ class ExportJob:
             raise ExportError(f"{checkpoint}: {error}{hint}") from error
         self.dtype = getattr(torch, dtype or self.recipe.model.dtype)
         shape = read_shape(self.recipe, self.config, self.tokenizer)
-        self.config.vocab_size = shape.vocab_size
+        self.config.vocab_size, self.shape = shape.vocab_size, shape
         stretch_positions(self.config, self.recipe, resolve(self.recipe, shape))
         run_name = self.recipe.run.run_name or checkpoint.resolve().parts[-3]
         self.card = make_card(
@@ -119,7 +119,8 @@ class ExportJob:
 
         checked, carried = list[str](), list[str]()
         merging = self.make_merging() if self.is_merged else None
-        adapter_config = make_adapter_config(self.recipe) if self.recipe.lora is not None and not merging else None
+        holds_adapters = self.recipe.lora is not None and not merging
+        adapter_config = make_adapter_config(self.recipe, self.shape) if holds_adapters else None
         named = self.recipe.model
         base = BaseModel(named.name_or_path, named.revision) if named.name_or_path is not None else None
         if adapter_config is not None:
@@ -145,7 +146,9 @@ class ExportJob:
             merge=merging.write if merging is not None else None, base=base, tell=carried.append,
             turn_ends=self.turn_ends,
         )  # fmt: skip
-        return {"folder": str(to), "checked": checked[0], **({"carried": carried[0]} if carried else {})}
+        result = {"folder": str(to), "checked": checked[0], **({"carried": carried[0]} if carried else {})}
+        is_left_out = holds_adapters and self.recipe.lora is not None and self.recipe.lora.experts
+        return {**result, **({"note": EXPERTS_LEFT_OUT} if is_left_out else {})}
 
     def make_merging(self) -> Merging:
         model = self.recipe.model
@@ -154,8 +157,8 @@ class ExportJob:
         except (OSError, ValueError) as error:
             raise ExportError(f"--merge-lora: {error}") from error
         return Merging(
-            self.checkpoint, files, make_adapter_config(self.recipe), getattr(torch, model.dtype), self.dtype,
-            self.num_own_tokens, BaseModel(str(model.name_or_path), model.revision),
+            self.checkpoint, files, make_adapter_config(self.recipe, self.shape), getattr(torch, model.dtype),
+            self.dtype, self.num_own_tokens, BaseModel(str(model.name_or_path), model.revision),
         )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class TiledBlock:
         self.num_results = 0  # of a block that returns a tuple; all but its first element become None
         self.constants: tuple[Any, ...] = ()  # what it takes besides tensors, such as the layer's number
         block.forward = self._run
-        block.register_forward_pre_hook(_need_gradient)
+        block.register_forward_pre_hook(need_gradient)
 
     def compute(self, *tile: Tensor) -> Tensor:
         """Takes what the block takes for these tokens, returns [N, H]."""
@@ -162,7 +162,7 @@ def _walk_tiles(inputs: Sequence[Tensor], parts: list[slice]) -> Iterator[tuple[
         yield part, [row[part][(None,) * (each.dim() - 2)] for row, each in zip(rows, inputs, strict=True)]
 
 
-def _need_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def need_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Called before a block with its inputs, and before DeepSpeed's own hooks. Behind a frozen embedding, with nothing
     trained between, the inputs of a trained block need no gradient. ZeRO-3 would then reduce the gradients of its
     weights before they are computed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import rank_experts
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.train.model.loading import BuildError, first_line, gather_whole
 from ulysses_cli.train.model.routers import list_router_layers
@@ -25,18 +28,21 @@ from ulysses_cli.train.optimizer.shards import get_shape
 from ulysses_cli.train.tensor_file import WORDS, is_finite
 
 
-def make_adapter_config(recipe: Recipe) -> Any:
+def make_adapter_config(recipe: Recipe, shape: ModelShape) -> Any:
     from peft import LoraConfig
 
     lora = recipe.lora
     if lora is None:
         raise AssertionError("no lora section")
     targets: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    ranks = rank_experts(lora, shape)
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        target_parameters=list(ranks) or None,
+        rank_pattern=ranks,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         modules_to_save=list(lora.modules_to_save) or None,
@@ -45,12 +51,13 @@ def make_adapter_config(recipe: Recipe) -> Any:
     )
 
 
-def add_adapters(recipe: Recipe, model: Any) -> Any:
+def add_adapters(recipe: Recipe, shape: ModelShape, model: Any) -> Any:
     """peft adds adapters to the model in place and freezes the base; the model keeps its own class."""
     from peft import get_peft_model
 
-    settings = make_adapter_config(recipe)
+    settings = make_adapter_config(recipe, shape)
     torch.manual_seed(recipe.run.seed)
+    warnings.filterwarnings("ignore", "The following rank_pattern keys")  # peft looks at linear layers alone
     try:
         adapted = get_peft_model(model, choose_layers(settings, model), autocast_adapter_dtype=False)
     except ValueError as error:
@@ -119,12 +126,15 @@ def load_adapters(adapted: Any, settings: Any, path: str) -> None:
         where = "in the recipe alone" if unmatched[0] in files.values() else f"in {path} alone"
         raise BuildError(
             f"{key}: no partner for {format_count(len(unmatched), 'tensor')}; {unmatched[0]} is {where}: set "
-            "target_modules and modules_to_save"
+            "target_modules, experts and modules_to_save"
         )
     for name, parameter in trained.items():
         weight = weights[files[name]]
         if tuple(get_shape(parameter)) != tuple(weight.shape):
-            raise BuildError(f"{key}: {files[name]} in {path} has the shape {tuple(weight.shape)}: another base model")
+            raise BuildError(
+                f"{key}: {files[name]} in {path} has the shape {tuple(weight.shape)}, and here "
+                f"{tuple(get_shape(parameter))}: another base model, or another lora.expert_r"
+            )
         if not is_finite(weight):
             raise BuildError(f"{key}: {files[name]} in {path} holds {WORDS}")
         with gather_whole(parameter), torch.no_grad():

@@ -167,7 +167,7 @@ def build(
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
     serve_layers(model, plan, groups, device, parts.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
-    adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
+    adapter = parts.add_adapters(recipe, plan.shape, model) if recipe.lora is not None else None
     norms = find_norm_widths(model)
     choice = parts.choose_implementations(plan, groups, device, norms)
     report(describe(choice, serve_elementwise(model, choice.implementations)))
@@ -239,7 +239,7 @@ def build_for_answers(
     serve_layers(model, plan, groups, device, REAL_PARTS.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
     if recipe.lora is not None:
-        REAL_PARTS.add_adapters(recipe, model)
+        REAL_PARTS.add_adapters(recipe, plan.shape, model)
     model.requires_grad_(False)
     head_rule = read_head_rule(config, 0.0)
     module = LossModel(model, apply_levers(model, plan, head_rule, device))

@@ -29,6 +29,7 @@ from ulysses_cli.plan.rows.ring import Ring, deal_row
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.clock import part_of_step, watch_backward
 from ulysses_cli.train.elementwise.operators import Implementation
+from ulysses_cli.train.experts.lora import serve_adapted_experts
 from ulysses_cli.train.loss import HeadRule, Loss, NextToken, Objective, Places, PlainLoss, TokenLoss, apply_rule
 from ulysses_cli.train.memory.checkpointing import Mode, ResultStorage, checkpoint_layers
 from ulysses_cli.train.memory.offload import DiskFile, Offloader
@@ -165,6 +166,7 @@ def apply_levers(
     gather_whole: Callable[[nn.Module], None] | None = None
     if plan.recipe.parallel.zero_stage == 3:
         gather_whole = partial(set_z3_leaf_module, flag=True)
+    serve_adapted_experts(model, gather_whole)
     head = model.get_output_embeddings()
     tokens = plan.recipe.micro_step_tokens // plan.layout.sp_size
     try:

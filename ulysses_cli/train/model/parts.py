@@ -23,6 +23,7 @@ from ulysses_cli.plan.ledger.job import is_known, make_job
 from ulysses_cli.plan.ledger.layer import is_one_kernel
 from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.plan.rows.indexing import RowSizes
@@ -321,7 +322,7 @@ def make_thread(device: torch.device) -> Executor:
 @dataclass(frozen=True)
 class Parts:
     load_weights: Callable[[Recipe, PretrainedConfig, str, torch.device], Any] = load_weights
-    add_adapters: Callable[[Recipe, Any], Any] = add_adapters
+    add_adapters: Callable[[Recipe, ModelShape, Any], Any] = add_adapters
     choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
     choose_implementations: ChooseImplementations = choose_common_implementations
     choose_recurrences: Choose = choose_recurrences

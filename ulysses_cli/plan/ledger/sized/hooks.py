@@ -133,6 +133,7 @@ class Hooks:
         self.root, self.gathers, self.leaves = root, gathers, set(leaves) if gathers else set()
         self.places = {module: path for path, module in root.named_modules() if module.does_work}
         self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
+        self.leaves -= self.inside  # the engine looks into no leaf
         self.names: dict[int, str] = {}
         self.parameters = dict(root.named_parameters())
         for name, parameter in self.parameters.items():

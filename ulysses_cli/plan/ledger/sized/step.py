@@ -25,6 +25,7 @@ from ulysses_cli.plan.ledger.sized.hooks import (
     tagged,
 )
 from ulysses_cli.plan.recipe.sections import Lora
+from ulysses_cli.plan.resolved import rank_experts
 from ulysses_cli.plan.rows.ring import deal_rows, list_dearest
 from ulysses_cli.plan.sizes import nn, selection
 from ulysses_cli.plan.sizes.autograd import Function, grad_mode
@@ -153,9 +154,9 @@ class LinearInt8(QuantizedLinear):
 NAME = "default"
 
 
-def add_adapters(model: Any, lora: Lora, left_out: Sequence[str]) -> None:
+def add_adapters(model: Any, lora: Lora, left_out: Sequence[str], expert_ranks: Mapping[str, int]) -> None:
     """Freezes the model, and puts an adapted layer in the place of each layer that the recipe names. `left_out`: ends
-    of the names of layers that take no adapter."""
+    of the names of layers that take no adapter. `expert_ranks`: ends of names of experts' weights that take one."""
     model.requires_grad_(False)
     head, targets = model.get_output_embeddings(), lora.target_modules
     for path, layer in list(model.named_modules()):
@@ -163,6 +164,12 @@ def add_adapters(model: Any, lora: Lora, left_out: Sequence[str]) -> None:
         if isinstance(layer, Linear) and is_named and not path.endswith(_list_ends(path, left_out)):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, LoraLinear(layer, lora))
+    for name, rank in expert_ranks.items():  # one around the other
+        owner, _, weight = name.rpartition(".")
+        for path, experts in list(model.named_modules()):
+            if path.endswith(f".{owner}"):
+                parent, _, last = path.rpartition(".")
+                setattr(model.get_submodule(parent), last, LoraExperts(experts, weight, rank))
     for name in lora.modules_to_save:
         for path, part in model.named_modules():
             if path.endswith(name):
@@ -204,6 +211,26 @@ class LoraLinear(SizedModule):
         if self.training and isinstance(drop, Dropout):
             t, base_result = drop(t), None
         return result + self.lora_magnitude_vector[NAME](t, first, second, self.base_layer, base_result)
+
+
+class LoraExperts(SizedModule):
+    """peft's ParamWrapper, whose forward is this package's own (train/experts/lora.py). In and out are swapped where
+    weights lie as [experts, out, in]."""
+
+    def __init__(self, base: Any, name: str, rank: int) -> None:
+        super().__init__()
+        self.base_layer, self.parameter_name, self.scaling = base, name, {NAME: 1.0}
+        weight = getattr(self.get_base_layer(), name)
+        self.num_experts, num_out, num_in = weight.shape
+        if self.get_base_layer().is_transposed:
+            num_in, num_out = num_out, num_in
+        rank *= self.num_experts
+        self.lora_dropout = ModuleDict({NAME: Identity()})
+        self.lora_A = ModuleDict({NAME: Linear(num_in, rank, bias=False, dtype=weight.dtype)})
+        self.lora_B = ModuleDict({NAME: Linear(rank, num_out, bias=False, dtype=weight.dtype)})
+
+    def get_base_layer(self) -> Any:
+        return self.base_layer.get_base_layer() if isinstance(self.base_layer, LoraExperts) else self.base_layer
 
 
 class Lengths(SizedModule):
@@ -360,7 +387,8 @@ class SizedRun:
         self._load("attention.interface").serve_rotary(model, self.axis)
         if job.lora is not None:
             with tagged(*PARAMETERS):
-                add_adapters(model, job.lora, self._load("model.routers").list_router_layers(model))
+                left_out = self._load("model.routers").list_router_layers(model)
+                add_adapters(model, job.lora, left_out, rank_experts(job.lora, shape))
         elementwise = self._load("elementwise.interface")
         elementwise.recognise_norm_class = recognise_norm
         elementwise.serve_elementwise(model, FUSED if job.fused_norms else PLAIN)

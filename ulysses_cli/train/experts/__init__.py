@@ -1,0 +1,1 @@
+"""Experts that are stacked in one tensor: their adapters."""
