@@ -147,7 +147,7 @@ def test_a_run_that_ends_late_asks_by_a_signal_alone(monkeypatch: pytest.MonkeyP
     assert any(late.stop.read_flags())
     run: Any = SimpleNamespace(state=late, plan=SimpleNamespace(recipe=None))
     nothing: Any = Mock()
-    measures = Measures(nothing, nothing, Suite())  # type: ignore[arg-type]
+    measures = Measures(nothing, nothing, Suite(), nothing)  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
         finish(nothing, nothing, run, nothing, measures, nothing, "")
     assert not any(asked.value.args[0])
@@ -157,7 +157,7 @@ class Counted:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def run(self, state: Any) -> None:
+    def run(self, state: Any, stop: Any = None) -> None:
         self.steps.append(state.step)
 
 
@@ -179,11 +179,11 @@ def test_a_resumed_run_asks_what_its_end_had_interrupted(
         return False
 
     monkeypatch.setattr(eval_suite, "ask_questions", ask)
-    evaluation, samples = Counted(), Counted()
-    measures = Measures(evaluation, samples, suite, eval_steps=2, sample_steps=2, suite_steps=4)  # type: ignore[arg-type]
+    evaluation, samples, short_check = Counted(), Counted(), Counted()
+    measures = Measures(evaluation, samples, suite, short_check, eval_steps=2, sample_steps=2, suite_steps=4)  # type: ignore[arg-type]
     measures.measure_again(state)
     assert steps == asked
-    assert evaluation.steps == samples.steps == [step] * (step == 4)
+    assert evaluation.steps == samples.steps == short_check.steps == [step] * (step == 4)
 
 
 def test_a_score_that_is_known_is_not_asked_for_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,8 +267,9 @@ def test_a_model_that_has_learned_a_chat_makes_its_calls_in_the_run_and_afterwar
 
 def test_tasks_of_a_run_are_those_that_need_no_file() -> None:
     names = [name for name in get_args(EvalTask) if name != "calls"]  # of held-out chats
-    assert len(plan_suites(names, Sources()).tasks) == len([name for name in names if name not in ("ruler", "niah")])
-    assert {"ruler", "niah", "graphs"} == SEEDED.keys() - {"code"}
+    suites = {"ruler", "niah", "helmet-recall"}
+    assert len(plan_suites(names, Sources()).tasks) == len([name for name in names if name not in suites])
+    assert {*suites, "graphs"} == SEEDED.keys() - {"code"}
 
 
 def test_a_length_that_is_too_short_is_refused_before_the_first_step() -> None:

@@ -11,6 +11,7 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import list_file_notes, read_suite
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.sample import Sample
+from ulysses_cli.evaluate.scoring import score
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.train.generation import questions
@@ -80,6 +81,39 @@ def test_classes_of_length_have_no_effective_length(tmp_path: Path) -> None:
     assert summarize(results)["effective_length"] == {}
     assert [row["length"] for row in summarize(results)["mean"]] == [1024, 4096]
     assert summarize([*results, *seeded])["effective_length"] == {"own": 4096}
+
+
+NQ = {
+    "question": "who?", "answers": ["Ann", ["Bo"]], "id": "q1", "s_pop": 999,
+    "ctxs": [{"title": "T", "text": "Ann did.", "id": "1"}, {"title": "U", "text": "No.", "id": "2"}],
+}  # fmt: skip
+MARCO = {
+    "qid": "q2", "query": "why?",
+    "ctxs": [{"id": name, "text": "a", "label": label} for name, label in (("31", 0), ("5", 1), ("9", 3))],
+}  # fmt: skip
+OBJECT = {
+    "context": '{"k1": "v1", "k2": "v2"}', "question": "k2", "answer": "v2", "depth": 0.5, "num_kvs": 2, "demos": [],
+}  # fmt: skip
+
+
+def test_the_files_of_helmet_are_asked_with_their_documents(tmp_path: Path) -> None:
+    """Rows as HELMET's data.py reads them."""
+    (nq,) = read("helmet-rag", tmp_path / "popqa_test_1000_k20_dep6.jsonl", NQ)
+    assert (nq.task, nq.references, nq.groups) == ("popqa", ("Ann", "Bo"), {"popularity": "below 1,000"})
+    assert nq.content.endswith("Document (Title: U): No.\n\nQuestion: who?")
+    assert [score(nq, answer) for answer in ("bo, I think", "\nMr. Bo\nnot Ann", "Cy\nAnn")] == [1, 1, 0]
+    (marco,) = read("helmet-rerank", tmp_path / "test_reranking_data_k10_dep3.jsonl", MARCO)
+    assert (marco.task, marco.references) == ("msmarco", ("9", "5"))
+    assert marco.content.endswith("[ID: 9] Document: a\n\nQuery: why?")
+    assert [score(marco, answer) for answer in ("ID9 > ID5 > ID31", "31 > 7")] == [1, 0]
+    (found,) = read("helmet-json", tmp_path / "test_k50_dep6.jsonl", OBJECT)
+    assert (found.task, score(found, "v2."), score(found, "v1")) == ("json_kv", 1, 0)
+    for sample in (nq, marco, found):
+        begin, end = sample.context or (0, 0)
+        assert sample.content[begin:end] in sample.content[begin:]
+        assert "?" not in sample.content[begin:end], "the question is not part of the haystack"
+    with pytest.raises(RecipeError, match="lacks ctxs: it is not a row of helmet-rag"):
+        read("helmet-rag", tmp_path / "test_k50_dep6.jsonl", {"question": "", "answers": []})
 
 
 MESSAGES = [("user", "Write a poem."), ("assistant", "Roses."), ("user", "Begin with zz. Give me the first poem.")]

@@ -1,6 +1,7 @@
 """Tasks from a seed at exact lengths, scorers by the rule of each benchmark, files, statistics."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,8 @@ def ask(metric: Any, answer: str, *references: str, **facts: Any) -> float:
         ("set_f1", "Final Answer: []", (), 1),
         ("set_f1", "Final Answer: [a]", (), 0),
         ("set_f1", "a, b", ("a", "b"), 0),
+        ("plain_part", "It is the “Times Square”.\n", ("a times square", "x"), 1),
+        ("plain_part", "It is The Times-Square!", ("times square",), 0),
         ("share_right", "Paragraph 3, or 4", ("Paragraph 3",), 0.5),
         ("sentence", "*The correct answer is (B)*", ("B",), 1),
         ("sentence", "The correct answer is B", ("B",), 1),
@@ -77,13 +80,20 @@ def test_rules_that_depend_on_more_than_the_answer() -> None:
     assert ask("ordered_copy", "k3j poem", "k3j poem", start="k3j ") == 1
     assert ask("ordered_copy", "poem", "k3j poem", start="k3j ") == 0
     assert 0 < ask("ordered_copy", "k3j poet", "k3j poem", start="k3j ") < 1
+    labels = {"7": 3, "12": 1}  # of eleven, the others have 0
+    ideal = 3 / 1 + 1 / math.log2(3)
+    for answer, gain in (
+        ("Ranking: 7 > 12 > 5", ideal), ("[ID: 12] > [ID: 7]", 1 + 3 / math.log2(3)), ("7, then 12", 1),
+        ("2 > 3 > 4 > 5 > 6 > 8 > 9 > 10 > 11 > 13 > 7", 0), ("5 > 5 > 7", 3 / math.log2(3)), ("none", 0),
+    ):  # fmt: skip
+        assert ask("ndcg", answer, "7", "12", labels=labels) == pytest.approx(gain / ideal)
     first = Sample("t", "", ("cat",), "part", 8, first_line=True)
     assert score(first, "\ncat\ndog") == 1
     assert score(first, "dog\ncat") == 0
 
 
 RIGHT = {"graphs": lambda references: f"Final Answer: [{', '.join(references)}]"}
-PLAN = ["ruler", "niah_none", "graphs"]
+PLAN = ["ruler", "niah_none", "graphs", "json_kv"]
 
 
 @pytest.mark.parametrize("kind", sample_cases(["bytes", "llama3", "qwen", "gpt2", "o200k", "llama2"], quick=["llama3"]))
@@ -94,7 +104,7 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
     prompter = make_prompter(tokenizer, letters=list_parting_letters(tokenizer))
     plan, amount = plan_suites(PLAN, Sources()), Amount((2600,), 1)
     prompts = list(make_prompts(plan, prompter, amount, lambda _: None))
-    assert len(prompts) == 13
+    assert len(prompts) == 14
     for prompt in prompts:
         sample = prompt.sample
         assert len(prompt.tokens) + sample.max_new_tokens == prompt.length
@@ -107,7 +117,7 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
     assert [prompt.digest for prompt in again] == [prompt.digest for prompt in prompts[1:]]
 
 
-TEXTS = ["ruler", "niah_none", "graphs", "code_recall", "qa_1"]
+TEXTS = ["ruler", "niah_none", "graphs", "json_kv", "code_recall", "qa_1"]
 
 
 @pytest.mark.parametrize(

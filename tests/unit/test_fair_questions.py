@@ -35,6 +35,17 @@ def test_a_haystack_of_needles_has_the_asked_key_once(task: object) -> None:
         assert sample.content.count(f" for {key} is:") == 1
 
 
+def test_an_object_has_the_asked_key_and_its_value_once() -> None:
+    (task,) = plan_suites(["json_kv"], Sources()).tasks
+    for num_units in (0, 1, 2_000):
+        sample = task.make(make_source(0, "json_kv", 0, num_units), 0)(num_units)
+        begin, end = sample.context or (0, 0)
+        read, (key,) = json.loads(sample.content[begin:end]), re.findall(r"to the key (\S+)\?$", sample.content)
+        assert (len(read), (read[key],)) == (num_units + 1, sample.references)
+        ((first, last),) = sample.evidence
+        assert sample.content[first:last] == f'"{key}": "{read[key]}"'
+
+
 def test_the_nodes_of_a_graph_fit_the_answer() -> None:
     """Also where each character is a token. The answer is that of a search by hand."""
     (task,) = plan_suites(["graphs"], Sources()).tasks

@@ -143,7 +143,8 @@ def evaluate(
     Suites: ruler, niah, graphs, code, loss, calls.
     Tasks of lm-eval: lm-eval:TASK, such as lm-eval:hellaswag.
     \b
-    From files or the hub: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks.
+    From files or the hub: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks, helmet-rag,
+    helmet-rerank, helmet-json.
 
     \b
     Examples:

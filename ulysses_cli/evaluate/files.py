@@ -34,6 +34,9 @@ class SetRule(NamedTuple):
 BRIEFLY = "Answer the question from the text, as briefly as you can."
 SUMMARIZE = "Write a summary of the text."
 CONTINUE = "Complete the next line of the code below.\n"
+FROM_DOCUMENTS = "Answer the question from the documents, in a few words."
+RANK = "Sort the documents by how well they answer the query, the best first. Write their IDs: ID3 > ID1 > ID2"
+POPULAR = 1000
 EXAMPLES = "Go on as the examples do."
 LEAST_LONG = 1024  # tokens for a long answer; more where the right one is longer
 EXACT = ("first_integer", "whole_word", "last_integer")  # metrics of answers that are one short text
@@ -196,9 +199,47 @@ def _read_graphs(row: Row, _: str) -> Sample:
     return Sample(name, str(row["prompt"]), nodes, "set_f1", max(LEAST_LONG, _count_room(nodes)))
 
 
+def _read_helmet_rag(row: Row, name: str) -> Sample:
+    """HELMET asks of popqa those below 1,000 alone; groups tell them apart."""
+    passages = "\n\n".join(f"Document (Title: {each['title']}): {each['text']}" for each in row["ctxs"])
+    content = f"{FROM_DOCUMENTS}\n\n{passages}\n\nQuestion: {row['question']}"
+    answers = [answer for each in row["answers"] for answer in (each if isinstance(each, list) else [each])]
+    groups = (
+        {"popularity": "below 1,000" if float(row["s_pop"]) < POPULAR else "1,000 or more"} if "s_pop" in row else {}
+    )
+    return Sample(
+        re.split("[-_]", name)[0], content, tuple(map(str, answers)), "plain_part", 20, " Answer:", first_line=True,
+        facts={"id": row.get("id")}, context=_find_span(content, passages), groups=groups,
+    )  # fmt: skip
+
+
+def _read_helmet_rerank(row: Row, _: str) -> Sample:
+    titles = [f" (Title: {each['title']})" if "title" in each else "" for each in row["ctxs"]]
+    shown = zip(row["ctxs"], titles, strict=True)
+    passages = "\n\n".join(f"[ID: {each['id']}] Document{title}: {each['text']}" for each, title in shown)
+    content = f"{RANK}\n\n{passages}\n\nQuery: {row['query']}"
+    labels = {str(each["id"]): int(each["label"]) for each in row["ctxs"] if int(each["label"]) > 0}
+    return Sample(
+        "msmarco", content, tuple(sorted(labels, key=labels.__getitem__, reverse=True)), "ndcg", 200, " Ranking:",
+        first_line=True, facts={"id": row.get("qid"), "labels": labels}, context=_find_span(content, passages),
+    )  # fmt: skip
+
+
+def _read_helmet_json(row: Row, _: str) -> Sample:
+    context, key = str(row["context"]), row["question"]
+    content = f"Below is a JSON object.\n{context}\nWhich value does the JSON object give to the key {key}?"
+    return Sample(
+        "json_kv", content, (str(row["answer"]),), "plain_part", 100, f" The value of the key {key} is",
+        facts={"depth": row.get("depth")}, context=_find_span(content, context), has_one_answer=True,
+    )  # fmt: skip
+
+
 def _count_room(answers: Sequence[str]) -> int:
     """Tokens that hold these in a list, after a few words, whatever the tokenizer: a token has a character or more."""
     return 64 + sum(len(answer) + len(", ") for answer in answers)
+
+
+HELMET = "HELMET's data.tar.gz, unpacked"
 
 
 class FileSuite(NamedTuple):
@@ -227,6 +268,9 @@ FILE_SUITES: dict[str, FileSuite] = {
         _read_mrcr, ("prompt", "answer", "random_string_to_prepend", "n_needles"), "the data set openai/mrcr"
     ),
     "graphwalks": FileSuite(_read_graphs, ("prompt", "answer_nodes"), "the data set openai/graphwalks"),
+    "helmet-rag": FileSuite(_read_helmet_rag, ("question", "answers", "ctxs"), f"kilt/*-dev-*.jsonl of {HELMET}"),
+    "helmet-rerank": FileSuite(_read_helmet_rerank, ("query", "ctxs"), f"msmarco/*.jsonl of {HELMET}"),
+    "helmet-json": FileSuite(_read_helmet_json, ("context", "question", "answer"), f"json_kv/*.jsonl of {HELMET}"),
 }
 PACKAGES: dict[Metric, str] = {"chinese_f1": "jieba", "rouge_chinese": "jieba", "code_similarity": "rapidfuzz"}
 

@@ -1,5 +1,5 @@
 """Tasks made from a seed: RULER's eight kinds of needles in a haystack and one whose needle is missing; tracing of
-variables, counting of words, and walks in graphs, whose whole context matters. Reads no file."""
+variables, counting of words, and walks in graphs, whose whole context matters; keys of a JSON object. Reads no file."""
 
 from __future__ import annotations
 
@@ -336,6 +336,29 @@ def _walk(targets: Mapping[str, Sequence[str]], start: str, num_steps: int) -> t
     return frontier, used
 
 
+def look_up_uuids(random: Random, _: int) -> Draft:
+    """A JSON object whose keys and values are all uuids. The question asks for the value of one key."""
+    seed = random.getrandbits(64)
+
+    def render(num_units: int) -> Sample:
+        own = Random(seed)
+        key, value, depth = sample.draw_uuid(own), sample.draw_uuid(own), own.random()
+        pairs = [f'"{sample.draw_uuid(own)}": "{sample.draw_uuid(own)}"' for _ in range(num_units)]
+        at, asked = int(depth * num_units), f'"{key}": "{value}"'
+        pairs.insert(at, asked)
+        head = "Below is a JSON object.\n"
+        text = "{" + ",\n".join(pairs) + "}"
+        begin = len(head) + 1 + sum(len(pair) + 2 for pair in pairs[:at])
+        question = f"\nWhich value does the JSON object give to the key {key}?"
+        return Sample(
+            "json_kv", f"{head}{text}{question}", (value,), "all", 128, f" The value of the key {key} is",
+            ((begin, begin + len(asked)),), context=(len(head), len(head) + len(text)),
+        )  # fmt: skip
+
+    return render
+
+
+JSON_LOOKUP = Task("json_kv", look_up_uuids)
 COUNTING_TASKS = (
     Task("vt", trace_variables, has_one_answer=False),
     Task("cwe", count_common_words, has_one_answer=False),

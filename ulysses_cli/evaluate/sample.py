@@ -99,7 +99,8 @@ def draw_sentence(random: Random) -> str:
 Metric = Literal[
     "all", "part", "line", "none", "set_f1", "token_f1", "chinese_f1", "character_f1", "rouge_sets", "rouge_chinese",
     "rouge_lines", "classes", "share_right", "code_similarity", "sentence", "choice", "debug", "first_integer",
-    "whole_word", "name", "last_integer", "first_number", "first_numbers", "ordered_copy", "calls",
+    "whole_word", "name", "last_integer", "first_number", "first_numbers", "ordered_copy", "calls", "plain_part",
+    "ndcg",
 ]  # fmt: skip
 
 

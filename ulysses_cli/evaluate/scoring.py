@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import string
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 from ulysses_cli.evaluate.sample import Sample
 
 Call = tuple[str, Mapping[str, Any]]
+NUM_RANKED = 10
 NAME = r"[\w.:/-]+"
 ARGUMENTS = ("arguments", "parameters")
 TAGGED = re.compile(
@@ -490,6 +492,25 @@ def score_copy(answer: str, references: Sequence[str], facts: Facts) -> float:
     )
 
 
+def score_plain_part(answer: str, references: Sequence[str], _: Facts) -> float:
+    """HELMET: whether the answer holds a reference, both without case, marks and articles."""
+    text = " ".join(_normalize(answer))
+    return float(any(" ".join(_normalize(reference)) in text for reference in references))
+
+
+def score_ranking(answer: str, _: Sequence[str], facts: Facts) -> float:
+    """HELMET: NDCG of the first ten of the longest `3 > 1 > 2`, by trec_eval's formula. `labels`: of relevant ids."""
+    text = re.sub(r"[\[\]:]", "", answer).lower().replace("id", "")
+    longest = max(re.findall(r"\d+(?:\s*>\s*\d+)*", text), key=len, default="")
+    labels = facts["labels"]
+    found = [labels.get(name, 0) for name in dict.fromkeys(re.findall(r"\d+", longest))]
+    return _sum_gains(found) / _sum_gains(sorted(labels.values(), reverse=True))
+
+
+def _sum_gains(labels: Sequence[int]) -> float:
+    return math.fsum(label / math.log2(place) for place, label in enumerate(labels[:NUM_RANKED], 2))
+
+
 def _leave_out_facts(rule: Callable[[str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Facts], float]:
     return lambda answer, references, _: float(rule(answer, references))
 
@@ -512,6 +533,8 @@ SCORERS: dict[str, Callable[[str, Sequence[str], Facts], float]] = {
     "sentence": score_sentence,
     "ordered_copy": score_copy,
     "calls": score_calls,
+    "plain_part": score_plain_part,
+    "ndcg": score_ranking,
     "choice": _leave_out_facts(score_choice),
     "debug": _leave_out_facts(score_debug),
     "first_integer": _leave_out_facts(score_first_integer),

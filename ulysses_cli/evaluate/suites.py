@@ -16,6 +16,7 @@ from ulysses_cli.evaluate.files import FILE_SUITES, list_file_notes, read_suite
 from ulysses_cli.evaluate.made_tasks import (
     COUNTING_TASKS,
     GRAPHS,
+    JSON_LOOKUP,
     TEXT_TASKS,
     BookHaystack,
     draw_sentences,
@@ -35,6 +36,7 @@ SEEDED: dict[str, tuple[str, ...]] = {
     "ruler": (*NEEDLES, "vt", "cwe", "fwe", *QUESTIONS),
     "niah": (*NEEDLES, "niah_none"),
     "graphs": ("graphs",),
+    "helmet-recall": ("niah_multikey_2", "niah_multikey_3", "niah_multivalue", "json_kv"),
     "code": ("code_recall",),
 }
 DEFAULT_SAMPLES = 20
@@ -121,7 +123,7 @@ def plan_suites(names: Sequence[str], sources: Sources, amount: Amount | None = 
     """Finds the tasks and reads the files. Names of single tasks serve too. What is wrong is said at once."""
     amount = amount or Amount(())
     text = draw_sentences if sources.text is None else BookHaystack(_read_text(sources.text))
-    known = {task.name: task for task in (*list_needle_tasks(text), *COUNTING_TASKS, GRAPHS)}
+    known = {task.name: task for task in (*list_needle_tasks(text), *COUNTING_TASKS, GRAPHS, JSON_LOOKUP)}
     wanted: dict[str, bool] = {}  # by task: whether it was named itself
     samples: list[Sample] = []
     problems, notes = list[Problem](), list[str]()

@@ -398,13 +398,17 @@ class Measures:
     suite_steps: int | None = None
 
     def list_hooks(self) -> list[Callable[[TrainState, StepResult | None], None]]:
-        """Of the held-out losses, the samples, the questions and the short texts, in this order."""
+        """Of losses, the samples and the questions, in this order."""
         return [
-            every(self.eval_steps, self.evaluation.run),
+            every(self.eval_steps, self.measure_losses),
             every(self.sample_steps, self.samples.run),
             every(self.suite_steps, self.suite.run),
-            every(self.eval_steps, self.short_check.run),
         ]
+
+    def measure_losses(self, state: TrainState, stop: StopConditions | None = None) -> None:
+        """Collective over all ranks: of the held-out rows, then of the short texts."""
+        self.evaluation.run(state, stop)
+        self.short_check.run(state)
 
     def measure_again(self, state: TrainState) -> None:
         """Collective over all ranks, after a resume: what is due after the checkpoint's step, as far as a signal or a
@@ -418,8 +422,8 @@ class Measures:
     def measure_last(self, state: TrainState) -> str:
         """Collective over all ranks, after the last step. Returns the reason to stop that ended it early, or ''."""
         signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
-        measures = [self.evaluation.run] if state.last_eval_step != state.step else []
-        for measure in (*measures, self.samples.run, self.suite.run, self.short_check.run):
+        measures = [self.measure_losses] if state.last_eval_step != state.step else []
+        for measure in (*measures, self.samples.run, self.suite.run):
             measure(state, signals)
             if reason := signals.decide(state.groups.host_group):
                 return reason

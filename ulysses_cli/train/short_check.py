@@ -20,7 +20,7 @@ from ulysses_cli.evaluate.summary import compare_models
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.document_losses import CutDocument, measure_documents
-from ulysses_cli.train.loop import StopConditions, TrainState
+from ulysses_cli.train.loop import TrainState
 from ulysses_cli.train.processes.consistency import gather_values
 
 KEY = "run.short_check"
@@ -78,7 +78,7 @@ class ShortCheck:
                 self.before[BASE] = self._measure(state)
         self.before[STRETCHED if self.before else BASE] = self._measure(state)
 
-    def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
+    def run(self, state: TrainState) -> None:
         """Collective over all ranks."""
         if not self.texts:
             return

@@ -157,7 +157,8 @@ class Parallel(Section):
 # Those of ulysses_cli/evaluate/suites.py that need no file, and calls of held-out chats.
 EvalTask = Literal[
     "ruler", "niah", "graphs", "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",
-    "niah_multikey_3", "niah_multivalue", "niah_multiquery", "niah_none", "vt", "cwe", "fwe", "calls",
+    "niah_multikey_3", "niah_multivalue", "niah_multiquery", "niah_none", "vt", "cwe", "fwe", "json_kv",
+    "helmet-recall", "calls",
 ]  # fmt: skip
 SchedulerName = Literal[
     "linear",
