@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -35,7 +35,8 @@ LineType = TypeVar("LineType", "Step", "EvalResult")
 
 @dataclass(frozen=True)
 class Step:
-    """A line of metrics.jsonl: one optimizer step. None where a value was not measured."""
+    """A line of metrics.jsonl: one optimizer step. None where a value was not measured. `measures`: of preferences, by
+    TRL's names, such as rewards/margins."""
 
     step: int
     loss: float | None = None
@@ -59,11 +60,13 @@ class Step:
     router_z_loss: float | None = None
     step_parts: Mapping[str, float] | None = None
     applied: bool = True
+    measures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """A line of eval.jsonl: the loss on held-out documents after a step; step 0 is the base model's."""
+    """A line of eval.jsonl: the loss on held-out documents after a step; step 0 is the base model's. `measures` as in
+    Step."""
 
     step: int
     loss: float | None = None
@@ -72,6 +75,7 @@ class EvalResult:
     by_position: Mapping[str, Any] | None = None
     by_class: Mapping[str, Any] | None = None
     by_turn: Mapping[str, Any] | None = None
+    measures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,9 @@ def _list_words(overrides: Overrides) -> list[str]:
 
 
 def _read_line(kind: type[LineType], line: Mapping[str, Any]) -> LineType:
-    return kind(**{field.name: line[field.name] for field in fields(kind) if field.name in line})
+    names = {each.name for each in fields(kind)}
+    known = {name: value for name, value in line.items() if name in names}
+    return kind(**known, measures={name: value for name, value in line.items() if name not in names})
 
 
 def _read_lines(kind: type[LineType], file: Path) -> tuple[LineType, ...]:

@@ -107,6 +107,14 @@ def test_the_end_of_a_run_names_the_function_that_stopped_it() -> None:
     assert name_asker("a signal", {}) == "a signal"
 
 
+def test_what_a_run_on_preferences_measures_has_trls_names() -> None:
+    line = {"step": 3, "loss": 0.5, "tokens": 7, "rewards/margins": 0.2, "kl": 0.0}
+    for kind in (api.Step, api.EvalResult):
+        read = api._read_line(kind, line)
+        assert (read.step, read.loss, read.tokens) == (3, 0.5, 7)
+        assert read.measures == {"rewards/margins": 0.2, "kl": 0.0}
+
+
 def test_a_callback_that_raises_is_not_called_again() -> None:
     calls: list[int] = []
 
