@@ -394,6 +394,53 @@ def grow_tokenizer(folder: Path) -> str:
     return run_test(*(f"tests/unit/test_bounds.py::{test}" for test in tests))
 
 
+PAIRS = (  # rows, and what prepare says of them
+    ({"prompt": "q", "chosen": "a\ud800", "rejected": "b"}, "half a surrogate"),
+    ({"prompt": "q", "chosen": "a", "rejected": "a"}, "nothing to prefer"),
+    ({"prompt": {"q": 1}, "chosen": "a", "rejected": "b"}, "holds a mapping, not text"),
+    ({"context": "c", "query": ["q"], "win_response": "a", "lose_response": "b"}, "`query` holds a list"),
+    ({"messages": [1], "rejected_response": "b"}, "turn 1 is a number"),
+    ({"chosen": [[["a"]] * 9] * 9, "rejected": [["b"]]}, "turn 1 is a list"),
+    ({"prompt": "q", "chosen": "", "rejected": "b"}, "is empty"),
+)
+
+
+@attack("preferences", "rows that are no pairs, labels that are no numbers")
+def write_odd_pairs(folder: Path) -> str:
+    data = {"datasets": [{"path": "d.jsonl"}]}
+    recipe = write_recipe(folder, data=data, preference={"loss": "sigmoid"})
+    for row, message in PAIRS:
+        (folder / "d.jsonl").write_text(json.dumps(row) + "\n")
+        if result := ulysses(folder, "prepare", recipe).judge(r"d\.jsonl:1:1: ", message):
+            return f"{row}: {result}"
+    (folder / "d.jsonl").write_text('{"prompt": "q", "completion": "a", "label": NaN}\n')
+    return ulysses(folder, "prepare", recipe, "preference.loss=kto").judge(r"d\.jsonl:1:1: ")
+
+
+@attack("preferences", "a row of 300 kB whose answers repeat its prompt to 2 GB, and a pair of 20,000 turns")
+def repeat_prompt(folder: Path) -> str:
+    (folder / "d.jsonl").write_text(json.dumps({"prompt": "p" * 100_000, "completions": ["a"] * 20_000}) + "\n")
+    if result := prepare(folder, datasets=[{"path": "d.jsonl"}]).judge(r"d\.jsonl:1:1: 20,000 answers repeat a prompt"):
+        return result
+    turns = [{"role": role, "content": "w"} for role in ("user", "assistant")] * 10_000
+    answers = {name: [*turns, *write_turns(name)] for name in ("chosen", "rejected")}
+    (folder / "d.jsonl").write_text(json.dumps(answers) + "\n")
+    data = {"datasets": [{"path": "d.jsonl"}], "chat_template": "chatml", "max_length": 1 << 20}
+    data["added_tokens"] = ["<|im_start|>", "<|im_end|>"]
+    config = {**make_settings()["model"]["config"], "max_position_embeddings": 1 << 21}
+    recipe = write_recipe(folder, data=data, preference={"loss": "sigmoid"}, model={"config": config})
+    return ulysses(folder, "prepare", recipe).judge("1 pair of answers", codes=(0,))
+
+
+def write_turns(answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+
+
+@attack("preferences", "a file of references that is cut, a link, a pickle, NaN, of other shapes, or expands to 1 GB")
+def spoil_references(folder: Path) -> str:
+    return run_test("tests/ranks/test_preference_training.py", "-k", "spoilt or another_reference")
+
+
 @attack("data", "texts full of NULs, and keys that stand twice in a row")
 def write_nuls(folder: Path) -> str:
     (folder / "d.txt").write_bytes("UTF-16 without a mark\n".encode("utf-16-le"))

@@ -486,6 +486,42 @@ def test_a_run_that_begins_computes_again_what_another_model_has_left(tmp_path: 
     run_on_ranks(2, start_with_other_values, make_recipe(*LEARNING), str(tmp_path), "begins")
 
 
+def spoil(file: Path, how: str) -> None:
+    """How a file of references may be damaged, or forged by someone who knows its key."""
+    with np.load(file) as stored:
+        content = dict(stored)
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-40])
+    elif how == "a link":
+        shutil.move(file, file.with_name("elsewhere"))
+        file.symlink_to(file.with_name("elsewhere"))
+    elif how == "expands":
+        np.savez_compressed(file, **{**content, "values": np.zeros(1 << 27)})
+    elif how == "a pickle":
+        np.savez(file, **{**content, "values": np.array([Path("x")] * len(content["values"]), object)})
+    elif how == "other shapes":
+        np.savez(file, **{**content, "values": np.ones((len(content["values"]), 2))})
+    elif how == "NaN":
+        np.savez(file, **{**content, "values": content["values"] * np.nan})
+
+
+def start_with_a_spoilt_file(recipe: Recipe, folder: str) -> None:
+    own = start_run(recipe, folder, is_fresh=True).train_state.rows.values.copy()
+    file = Path(folder) / "reference/train.npz"
+    for how in ("cut", "a link", "expands", "a pickle", "other shapes", "NaN"):
+        dist.barrier()
+        if not dist.get_rank():
+            spoil(file, how)
+        dist.barrier()
+        assert np.array_equal(start_run(recipe, folder, is_fresh=False).train_state.rows.values, own), how
+    assert file.with_name("elsewhere").is_file()
+
+
+@pytest.mark.check
+def test_a_spoilt_file_of_references_is_computed_again(tmp_path: Path) -> None:
+    run_on_ranks(2, start_with_a_spoilt_file, make_recipe(*LEARNING), str(tmp_path))
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(("case", "message"), [("late", "at step 1, where the model"), ("goes on", "other weights")])
 def test_another_reference_stops_the_run(tmp_path: Path, case: str, message: str) -> None:

@@ -192,6 +192,13 @@ def test_answers_are_found_by_their_columns_and_a_prompt_is_trained_on_or_evalua
     assert len(read_answers(prepared)) == 4 * len(trained)
 
 
+def test_answers_that_repeat_a_prompt_too_often_are_refused(tmp_path: Path) -> None:
+    """A row of 300 kB would become tokens of 2 GB."""
+    row = {"prompt": "p" * 100_000, "completions": ["a"] * 20_000}
+    with pytest.raises(DataError, match="20,000 answers repeat a prompt, 2,000,000,000 letters in all"):
+        prepare(tmp_path, [row], "data.datasets.0.type=answers")
+
+
 def test_answers_may_be_turns(tmp_path: Path) -> None:
     ask = [{"role": "user", "content": "Is it?"}]
     row = {"prompt": ask, "completions": ["No.", [{"role": "assistant", "content": "Yes."}]], "rewards": [0.5, 2]}

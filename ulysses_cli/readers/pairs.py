@@ -34,6 +34,7 @@ from ulysses_cli.readers.columns import (
 )
 from ulysses_cli.readers.problems import MAX_SHOWN, SOURCE, BadRow, DataError, explain_bad_rows, make_where
 
+MAX_REPEATED = 64 << 20  # as many as a row may hold
 MAX_WEIGHT = 1e30  # sums of float32 stay finite
 OMITTED = "write 0 where nothing is to be learned of it"
 RENAMED = "rename the column where it is no weight of the loss"
@@ -116,6 +117,10 @@ def read_answers(row: Row, reading: Reading = PLAIN) -> Answers:
     if not isinstance(weights, list) or len(weights) != len(answers):
         size = format_count(len(weights), "element") if isinstance(weights, list) else "no list"
         raise BadRow(f"column `weights` has {size} for {format_count(len(answers), 'answer')}")
+    num_letters = len(answers) * len(str(row["prompt"]))
+    if num_letters > MAX_REPEATED:
+        what = f"{len(answers):,} answers repeat a prompt, {num_letters:,} letters in all, more than {MAX_REPEATED:,}"
+        raise BadRow(what, "make several rows of it, each with some of the answers")
     rest = {name: value for name, value in row.items() if name not in ("completions", "weights")}
     samples = []
     for at, (answer, weight) in enumerate(zip(answers, weights, strict=True)):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ulysses_cli.data.steps import NO_ROW, Batching, Rows, StepPlan, get_shared, plan_step, read_micro_batch
+from ulysses_cli.plan.files import open_own
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.loop import StepResult, StopConditions, TrainState
 from ulysses_cli.train.preferences import PreferenceObjective
@@ -27,6 +29,7 @@ from ulysses_cli.train.processes.consistency import compare_facts
 from ulysses_cli.train.processes.groups import Groups
 
 SAVE_SECONDS = 60
+HEADER_BYTES = 1 << 14  # of the file beside its numbers
 TOLERANCE = 0.01  # of a log-probability, for another layout's rounding; another model differs by more
 
 
@@ -92,21 +95,26 @@ class ReferenceFile:
     def _read(
         self, rows: ReferencedRows, *, same_layout: bool
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        most_bytes = rows.values.nbytes + rows.is_known.nbytes + HEADER_BYTES
         try:
-            with np.load(self.path) as stored:
+            with open(self.path, "rb", opener=open_own) as stream, zipfile.ZipFile(stream) as archive:
+                if sum(member.file_size for member in archive.infolist()) > most_bytes:
+                    return None
+                stream.seek(0)
+                stored = np.load(stream)
                 if str(stored["key"]) != self.key or (same_layout and str(stored["layout"]) != self.layout):
                     return None
-                values, is_known = stored["values"], stored["is_known"].astype(np.float64)
-        except (OSError, ValueError, KeyError):
+                values, is_known = (stored[name].astype(np.float64) for name in ("values", "is_known"))
+        except Exception:  # noqa: BLE001 - whatever is wrong with the file, all is computed anew
             return None
-        if len(values) != len(rows.values) or len(is_known) != len(rows):
+        if values.shape != rows.values.shape or is_known.shape != rows.is_known.shape or not np.isfinite(values).all():
             return None
         return values, is_known
 
     def save(self, rows: ReferencedRows) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        with open(partial, "wb") as stream:
+        with open(partial, "wb", opener=open_own) as stream:
             np.savez(stream, key=self.key, layout=self.layout, values=rows.values, is_known=rows.is_known)
             stream.flush()
             os.fsync(stream.fileno())
