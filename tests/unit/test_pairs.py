@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.templates import CHATML
+from support.templates import CHATML, LAST_ROUND
 from support.tiers import count_examples
 from support.tokenizers_trained import train, wrap
 
@@ -251,6 +251,44 @@ def test_a_pair_that_no_row_holds_is_refused_with_what_would_fit(tmp_path: Path)
     assert "set data.max_length to 73 or more, or data.excess_length_strategy: drop" in message
     assert len(read_pairs(prepare(tmp_path, rows, "data.excess_length_strategy=drop"))) == 9
     assert len(read_pairs(prepare(tmp_path, rows, "data.max_length=73", "data.packing=off"))) == 10
+
+
+def think(thought: str, text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "reasoning_content": thought}
+
+
+MASKS = {
+    "data.thoughts=train": ("<think>\nwhy\n</think>\n\nyes", "<think>\nhm\n</think>\n\nno"),
+    "data.thoughts=mask": ("<think>\n\n</think>\n\nyes", "<think>\n\n</think>\n\nno"),
+    "data.thoughts=drop": ("yes", "no"),
+}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("word", MASKS)
+def test_thoughts_are_masked_in_both_answers(tmp_path: Path, word: str, shares: bool) -> None:
+    (tmp_path / "t.jinja").write_text(LAST_ROUND)
+    row = {"prompt": [USER], "chosen": [think("why", "yes")], "rejected": [think("hm", "no")]}
+    assert read_targets(tmp_path, row, word, shares=shares) == list(MASKS[word])
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_turns_that_say_so_are_no_targets_of_either_answer(tmp_path: Path, shares: bool) -> None:
+    (tmp_path / "t.jinja").write_text(LAST_ROUND)
+    first = {"role": "assistant", "content": "wait", "weight": 0}
+    row = {"prompt": [USER], "chosen": [first, USER, *say(YES)], "rejected": [first, USER, *say(NO)]}
+    assert read_targets(tmp_path, row, shares=shares) == [YES, NO]
+
+
+def read_targets(folder: Path, row: dict[str, Any], *words: str, shares: bool) -> list[str]:
+    """The bytes of each document's targets; markers have ids of their own."""
+    words = (f"data.chat_template={folder / 't.jinja'}", CHATML_TOKENS, "data.max_length=512", *words)
+    rows, start, found = open_rows(prepare(folder, [row], *words, shares=shares).path, "train"), 0, []
+    for length in rows.get_lengths(0):
+        labels = rows.read(0, start, start + length).labels
+        found.append(bytes(labels[(labels >= 0) & (labels < 256)].tolist()).decode())
+        start += length
+    return found
 
 
 def test_pairs_need_the_section_that_learns_from_them(tmp_path: Path) -> None:
