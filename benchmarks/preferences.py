@@ -1,5 +1,6 @@
 """Stores what TRL's own code returns for losses of preferences: values, gradients and metrics, from drawn logits in
-float64. A test compares train/preferences.py with them, so that it needs no TRL.
+float64; and what three of its trainers do with a small model: loss, metrics and the gradient of each weight. Tests
+compare with them, so that they need no TRL.
 
 TRL is no dependency. Give its folder, such as `pip download trl==1.16.0 --no-deps` and unzipping leave it:
 
@@ -9,13 +10,22 @@ TRL is no dependency. Give its folder, such as `pip download trl==1.16.0 --no-de
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import defaultdict
+from copy import deepcopy
+from functools import partial
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from datasets import Dataset
 from paths import RESULTS
+from support.small_run import CONFIG
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 NUM_PAIRS, NUM_TOKENS, VOCABULARY = 5, 12, 7
 SETTINGS: list[dict[str, float]] = [{}, {"beta": 0.7, "discopop_tau": 0.3, "gamma": 0.9}]
@@ -183,6 +193,119 @@ def run_kto(batch: Batch, settings: dict[str, float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+TRAINED = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7}
+SIZES = ((14, 5, 8), (9, 7, 3), (20, 4, 4))  # of a prompt and two answers
+POLICY_SEED, REFERENCE_SEED = 3, 5
+
+
+def make_model(seed: int) -> Any:
+    """In float64; transformers' own norms would round to float32."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**deepcopy(CONFIG))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
+    for module in model.modules():
+        if isinstance(module, Qwen3RMSNorm):
+            module.forward = partial(normalize, module)
+    return model
+
+
+def normalize(norm: Any, hidden: Tensor) -> Tensor:
+    return norm.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def make_tokenizer() -> Any:
+    words = {f"w{number}": number for number in range(CONFIG["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2", unk_token="w0")
+
+
+def run_trainer(name: str) -> dict[str, Any]:
+    """One step of a trainer before its update. `rows`: of each document its tokens, the number of its prompt's, whether
+    it is wanted and what the reference gives it; the other answers of kto follow their own."""
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    generator = torch.Generator().manual_seed(5)
+
+    def write(number: int) -> str:
+        return "".join(f"w{word} " for word in torch.randint(3, 64, (number,), generator=generator).tolist())
+
+    written = [[write(size) for size in sizes] for sizes in SIZES]
+    rows: list[Any] = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in written
+    ]
+    if name == "kto":
+        rows = [
+            {"prompt": prompt, "completion": answer, "label": at != 1} for at, (prompt, answer, _) in enumerate(written)
+        ]
+    kinds: Any = {"sigmoid": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "cpo": (CPOTrainer, CPOConfig)}
+    trainer_class, config = kinds[name]
+    known = {key: value for key, value in TRAINED.items() if key == "beta" or name == "kto"}
+    own = {"cpo_alpha": 1.0} if name == "cpo" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        # cpo's cross-entropy is a mean over the tokens of a batch: one pair in each
+        args = config(
+            folder, use_cpu=True, bf16=False, per_device_train_batch_size=1 if name == "cpo" else len(rows),
+            max_length=None, report_to="none", save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
+            **known, **own,
+        )  # fmt: skip
+        sides = [make_model(POLICY_SEED), *([] if name == "cpo" else [make_model(REFERENCE_SEED)])]
+        trainer = trainer_class(
+            *sides, args=args, train_dataset=Dataset.from_list(rows), processing_class=make_tokenizer()
+        )
+        batches = list(trainer.get_train_dataloader())
+        losses = torch.stack([trainer.compute_loss(sides[0].train(), batch).double() for batch in batches])
+        losses.mean().backward()
+    metrics = trainer._stored_metrics if name == "cpo" else trainer._metrics
+    kept = ("rewards/", "logps/", "kl", "nll_loss")
+    documents = [document for batch in batches for document in list_documents(batch)]
+    sums = [] if name == "cpo" else [sum_answer(sides[1], *document[:2]) for document in documents]
+    return {
+        "name": name,
+        "documents": [[tokens, first, is_wanted] for tokens, first, is_wanted in documents],
+        "reference": sums,
+        "loss": losses.mean().item(),
+        "metrics": {key: fmean(map(float, values)) for key, values in metrics["train"].items() if key.startswith(kept)},
+        "gradients": {key: project(weight.grad) for key, weight in sides[0].named_parameters()},
+    }
+
+
+def list_documents(batch: Any) -> list[tuple[list[int], int, bool]]:
+    """Chosen and rejected answers in turn, or answers and those to other prompts."""
+
+    def read(prefix: str, mask: Tensor, parts: slice) -> list[tuple[list[int], int]]:
+        ids, is_text = batch[f"{prefix}input_ids"][parts], batch[f"{prefix}attention_mask"][parts].bool()
+        return [
+            (tokens[text].tolist(), int(own[text].int().argmax()))
+            for tokens, text, own in zip(ids, is_text, mask[parts], strict=True)
+        ]
+
+    if "chosen_labels" in batch:
+        halves = [read(f"{side}_", batch[f"{side}_labels"] >= 0, slice(None)) for side in ("chosen", "rejected")]
+    elif "KL_input_ids" in batch:
+        halves = [read(prefix, batch[f"{prefix}completion_mask"], slice(None)) for prefix in ("", "KL_")]
+    else:
+        half, mask = len(batch["input_ids"]) // 2, batch["completion_mask"]
+        halves = [read("", mask, slice(half)), read("", mask, slice(half, None))]
+    wanted = batch["label"].tolist() if "label" in batch else [True] * len(halves[0])
+    return [(*document, is_wanted) for *both, is_wanted in zip(*halves, wanted, strict=True) for document in both]
+
+
+def sum_answer(model: Any, tokens: list[int], first: int) -> float:
+    with torch.no_grad():
+        log_probs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    own = log_probs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return float(own[first - 1 :].sum())
+
+
+def project(gradient: Tensor) -> list[float]:
+    """Its norm and its products with two vectors that anyone can draw."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randn(2, gradient.numel(), generator=generator, dtype=torch.float64)
+    return [gradient.norm().item(), *(drawn @ gradient.double().flatten()).tolist()]
+
+
 def main() -> None:
     import trl
 
@@ -205,7 +328,10 @@ def main() -> None:
         cases.append({"losses": losses, "settings": settings, **run_dpo(batch, losses, settings)})
     for case in cases:
         print(f"{case['losses']} {case['settings']}: {case['loss']:.6f}")
-    result = {"trl": trl.__version__, "batch": batch.describe(), "cases": cases}
+    trainers = [run_trainer(name) for name in ("sigmoid", "kto", "cpo")]
+    for each in trainers:
+        print(f"the trainer of {each['name']}: {each['loss']:.6f}, {each['metrics']}")
+    result = {"trl": trl.__version__, "batch": batch.describe(), "cases": cases, "trainers": trainers}
     (RESULTS / "preferences-trl.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

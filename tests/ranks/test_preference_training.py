@@ -79,6 +79,28 @@ class JudgedRows(MemoryRows):
         return replace(part, classes=np.where((documents + 2 * row) % 4 == 0, WANTED, 0))
 
 
+class TrainerRows(MemoryRows):
+    """What a trainer of TRL took in one step (benchmarks/preferences.py): pairs in two rows, answers of kto in one."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        documents = case["documents"]
+        rows = [documents] if case["name"] == "kto" else [documents[:4], documents[4:]]
+        super().__init__([[(len(tokens), first) for tokens, first, _ in row] for row in rows])
+        for row, made in zip(rows, self.documents, strict=True):
+            for (tokens, first, _), (ids, labels) in zip(row, made, strict=True):
+                ids[:] = tokens
+                labels[first - 1 : -1] = tokens[first:]
+        self.shared = [
+            [first - 1 if at % 2 else 0 for at, (_, first, _) in enumerate(row)] for row in rows
+        ]  # of one prompt
+        self.wanted = [[is_wanted for *_, is_wanted in row] for row in rows]
+
+    def read(self, row: int, start: int, stop: int) -> Any:
+        wanted = np.repeat(self.wanted[row], self.get_lengths(row))
+        wanted = np.pad(wanted, (0, max(0, stop - len(wanted))))[start:stop]
+        return replace(super().read(row, start, stop), classes=np.where(wanted, WANTED, 0))
+
+
 class WeightedRows(MemoryRows):
     """Documents with a weight each; the last of each row has one of its own for each token, some of them 0: these are
     no targets."""
@@ -186,6 +208,7 @@ def compute_on_rank(
     shared: list[list[int]] | None = SHARED,
     fault: str = "",
     prepared: Path | None = None,
+    trainer: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[list[int]]]:
     shape = read_model_shape(recipe.model.config or {}, "test")
     layout = choose_layout(recipe, shape)
@@ -195,6 +218,9 @@ def compute_on_rank(
         rows = open_rows(prepared, "train")
     elif name == "weights":
         rows = WeightedRows(ROWS, shared)
+    elif trainer is not None:
+        rows = ReferencedRows(TrainerRows(trainer))
+        rows.values[:] = trainer["reference"] or 0.0
     else:
         rows = ReferencedRows(JudgedRows(ROWS, shared=shared))
         rows.values[:] = np.concatenate(draw_references())
@@ -285,6 +311,33 @@ def test_pairs_on_ranks_have_the_losses_and_gradients_of_plain_torch(case: str, 
         for key, value in means.items():
             assert ours[key] == pytest.approx(value, rel=1e-12), (rank, key)
         assert measure_difference(our_grads, grads) < 1e-12, rank
+
+
+STORED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/preferences-trl.json").read_text())
+
+
+def project(gradient: Tensor) -> Tensor:
+    """Its norm and its products with two drawn vectors."""
+    drawn = torch.randn(2, gradient.numel(), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return torch.cat([gradient.norm()[None], drawn @ gradient.flatten()])
+
+
+@pytest.mark.parametrize("ring_size", [1, pytest.param(2, marks=pytest.mark.check)])
+@pytest.mark.parametrize("case", STORED["trainers"], ids=lambda case: case["name"])
+def test_a_step_is_that_of_trls_own_trainer(case: dict[str, Any], ring_size: int) -> None:
+    """DPOTrainer, KTOTrainer and CPOTrainer on one process, with two copies of each prompt; here on two ranks with one.
+    TRL takes log-probabilities in float32."""
+    num_rows = 1 if case["name"] == "kto" else 2
+    words = ("parallel.sp_size=2", f"parallel.ring_size={ring_size}", f"train.gradient_accumulation_steps={num_rows}")
+    for ours, gradients, _ in run_on_ranks(
+        2, compute_on_rank, make_recipe(*words), case["name"], 4, None, "", None, case
+    ):
+        assert ours["loss"] == pytest.approx(case["loss"], rel=1e-6)
+        for name, value in case["metrics"].items():
+            assert ours[name] == pytest.approx(value, rel=1e-6, abs=2e-6), name
+        assert gradients.keys() == case["gradients"].keys()
+        for name, expected in case["gradients"].items():
+            assert (project(gradients[name]) - torch.tensor(expected)).abs().max() < 1e-6 * expected[0] + 1e-9, name
 
 
 @pytest.mark.parametrize("sp_size", [2, pytest.param(4, marks=pytest.mark.check)])
