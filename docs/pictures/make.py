@@ -12,7 +12,7 @@ import argparse
 import html
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import report_page
@@ -34,7 +34,7 @@ DRAWN = {
     "compared": draw_compared,
     "error": draw_error,
 }
-TAKEN = "report-page"
+TAKEN = tuple(report_page.TITLES)
 TEXTS = re.compile(r"<title[^>]*>(.*?)</title>\s*<desc[^>]*>(.*?)</desc>", re.DOTALL)
 
 
@@ -44,21 +44,22 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also run the recipe again, for the report page")
     args = parser.parse_args()
     drawn = {FOLDER / f"{name}-{theme.name}.svg": draw(theme) for name, draw in DRAWN.items() for theme in THEMES}
-    taken = {theme.name: FOLDER / f"{TAKEN}-{theme.name}.png" for theme in THEMES}
+    taken = {name: {theme.name: FOLDER / f"{name}-{theme.name}.png" for theme in THEMES} for name in TAKEN}
     if args.check:
-        return _check(drawn, taken.values())
+        return _check(drawn, taken)
     for path, text in drawn.items():
         path.write_text(text)
-    if args.all or not all(map(_is_current, taken.values())):
-        for theme, picture in report_page.take_pictures().items():
-            taken[theme].write_bytes(picture)
+    for name, paths in taken.items():
+        if args.all or not all(_is_current(name, path) for path in paths.values()):
+            for theme, picture in report_page.take_pictures(name).items():
+                paths[theme].write_bytes(picture)
     INDEX.write_text(_write_index())
     return 0
 
 
-def _check(drawn: Mapping[Path, str], taken: Iterable[Path]) -> int:
+def _check(drawn: Mapping[Path, str], taken: Mapping[str, Mapping[str, Path]]) -> int:
     old = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
-    old += [path for path in taken if not _is_current(path)]
+    old += [path for name, paths in taken.items() for path in paths.values() if not _is_current(name, path)]
     if not old and (not INDEX.exists() or INDEX.read_text() != _write_index()):
         old.append(INDEX)
     for path in old:
@@ -66,8 +67,8 @@ def _check(drawn: Mapping[Path, str], taken: Iterable[Path]) -> int:
     return 1 if old else 0
 
 
-def _is_current(path: Path) -> bool:
-    return path.exists() and report_page.read_texts(path.read_bytes()).get("Inputs") == report_page.compute_inputs()
+def _is_current(name: str, path: Path) -> bool:
+    return path.exists() and report_page.read_texts(path.read_bytes()).get("Inputs") == report_page.compute_inputs(name)
 
 
 def _write_index() -> str:
@@ -77,7 +78,7 @@ def _write_index() -> str:
         "Made by `make pictures` (`docs/pictures/make.py`); a test compares them with what the script makes. Another"
         " page shows a picture with the same lines, and its own path to this folder.",
     ]
-    for name in (*DRAWN, TAKEN):
+    for name in (*DRAWN, *TAKEN):
         light, dark = (next(FOLDER.glob(f"{name}-{theme.name}.*")) for theme in THEMES)
         title, description = _read_texts(light)
         parts += [

@@ -1,5 +1,6 @@
-"""The report page of a real run, as Chromium shows it: the run takes a minute or two, so it is made again only when the
-recipe or the page's style has changed. Both stand as a hash in the PNG, with a title and a description.
+"""Report pages as Chromium shows them: of the tiny recipe, whose run takes a minute or two, and of the real run, whose
+records are kept in benchmarks/results/. A picture is made again only when recipe or records, or the page's style, have
+changed. They stand as a hash in the PNG, with a title and a description.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ from canvas import ROOT, THEMES
 from ulysses_cli.report.page import drawing, page
 
 RECIPE = ROOT / "recipes" / "tiny-cpu.yaml"
-SIZE, SCALE = (896, 772), 1.5  # two charts side by side
-# The picture shows the top of the page: the figures and the first two charts.
-ONLY_TOP = "<style>section:nth-of-type(n+3),figure:nth-of-type(n+3),footer{display:none!important}</style>"
+RECORDS = ROOT / "benchmarks" / "results" / "real-run"
+# Two charts side by side, and a table below them; pixels of the picture in one of the page.
+SIZES = {"report-page": ((896, 772), 1.5), "real-run-page": ((896, 1190), 1.25)}
+# The picture shows the top of the page: the figures, the first two charts, and the table of short texts.
+HIDDEN = {"report-page": "n+3", "real-run-page": "n+4"}
+ONLY_TOP = "<style>section:nth-of-type({}),figure:nth-of-type(n+3),footer{{display:none!important}}</style>"
 POLICY = re.compile('<meta http-equiv="Content-Security-Policy"[^>]*>')  # which allows no style but the page's
 PREFERRED = {"dark": 0, "light": 1}  # Chromium's numbers
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PAGE = "top.html"
-TITLE = "The report page of a run"
+TITLES = {"report-page": "The report page of a run", "real-run-page": "The report page of the real run"}
 KEYS = ("Title", "Description", "Inputs")
 
 
-def compute_inputs() -> str:
-    text = RECIPE.read_text() + page.PAGE_STYLE + drawing.STYLE + repr((SIZE, SCALE, ONLY_TOP))
+def compute_inputs(name: str) -> str:
+    files = [RECIPE] if name == "report-page" else sorted(file for file in RECORDS.rglob("*") if file.is_file())
+    text = "".join(file.read_text() for file in files)
+    text += page.PAGE_STYLE + drawing.STYLE + repr((*SIZES[name], ONLY_TOP.format(HIDDEN[name])))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -42,27 +48,31 @@ def find_chromium() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def take_pictures() -> dict[str, bytes]:
-    """By theme. Runs the recipe in a folder that is gone afterwards."""
+def take_pictures(name: str) -> dict[str, bytes]:
+    """By theme. Works in a folder that is gone afterwards."""
     chromium = find_chromium()
     if chromium is None:
         raise FileNotFoundError("no Chromium here: it takes the picture of the report page")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        recipe = shutil.copy(RECIPE, folder)
-        _run_ulysses(folder, "train", Path(recipe).name)
-        run = next((folder / "runs").glob("*/logs")).parent
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        run = RECORDS if name == "real-run-page" else _train(folder)
         summary = json.loads(_run_ulysses(folder, "report", str(run), "--format", "json", "--output", "report.html"))
         description = _describe(summary)
         whole = POLICY.sub("", (folder / "report.html").read_text())
-        (folder / PAGE).write_text(whole.replace("</head>", ONLY_TOP + "</head>"))
+        (folder / PAGE).write_text(whole.replace("</head>", ONLY_TOP.format(HIDDEN[name]) + "</head>"))
         return {
             theme.name: write_texts(
-                _take_picture(chromium, folder, theme.name),
-                dict(zip(KEYS, (TITLE, description, compute_inputs()), strict=True)),
+                _take_picture(chromium, folder, theme.name, *SIZES[name]),
+                dict(zip(KEYS, (TITLES[name], description, compute_inputs(name)), strict=True)),
             )
             for theme in THEMES
         }
+
+
+def _train(folder: Path) -> Path:
+    recipe = shutil.copy(RECIPE, folder)
+    _run_ulysses(folder, "train", Path(recipe).name)
+    return next((folder / "runs").glob("*/logs")).parent
 
 
 def read_texts(picture: bytes) -> dict[str, str]:
@@ -100,11 +110,11 @@ def _run_ulysses(folder: Path, *words: str) -> str:
     return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def _take_picture(chromium: str, folder: Path, theme: str) -> bytes:
+def _take_picture(chromium: str, folder: Path, theme: str, size: tuple[int, int], scale: float) -> bytes:
     picture = folder / f"{theme}.png"
-    width, height = SIZE
+    width, height = size
     command = [
-        *(chromium, "--headless", "--disable-gpu", "--hide-scrollbars", f"--force-device-scale-factor={SCALE}"),
+        *(chromium, "--headless", "--disable-gpu", "--hide-scrollbars", f"--force-device-scale-factor={scale}"),
         *(f"--blink-settings=preferredColorScheme={PREFERRED[theme]}", f"--window-size={width},{height}"),
         *(f"--user-data-dir={folder / 'browser'}", f"--screenshot={picture}", (folder / PAGE).as_uri()),
     ]
@@ -115,12 +125,16 @@ def _take_picture(chromium: str, folder: Path, theme: str) -> bytes:
 
 
 def _describe(summary: dict) -> str:
-    train, evals = summary["loss"], summary["eval_loss"]
+    train, evals, short = summary["loss"], summary["eval_loss"], summary["short_check"]
+    recipe, table = f"recipes/{RECIPE.name}", "."
+    if short:
+        recipe = "benchmarks/real_run.py"
+        table = f", and a table of what {short['texts']} short texts lose: {short['difference']:+.3f} nats per token."
     return (
-        f"The top of the page that `ulysses report` makes of a run of recipes/{RECIPE.name}. Tiles with the figures"
+        f"The top of the page that `ulysses report` makes of a run of {recipe}. Tiles with the figures"
         f" that matter: step {summary['last_step']} of {summary['num_steps']}; the training loss, from"
         f" {train['first']:.2f} to {train['last']:.2f}; the evaluation loss, from {evals['first']:.2f} to"
         f" {evals['last']:.2f}; {summary['tokens']:,} tokens; tokens per second; peak memory; the part of a step that"
         " takes most time. Below them line charts: the loss by step, and the evaluation loss by position in the"
-        " document."
+        f" document{table}"
     )

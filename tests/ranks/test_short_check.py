@@ -93,6 +93,13 @@ def test_short_texts_are_measured_with_own_positions_with_other_ones_and_trained
     assert load_run(tmp_path / "run").short_checks == lines
 
 
+def test_frequencies_that_follow_a_length_are_put_back(tmp_path: Path) -> None:
+    """Of texts within the model's own length they are its own. The other ranks' documents go on to choose theirs."""
+    write_files(tmp_path)
+    _, stretched, trained = train(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})[-1]["models"]
+    assert abs(stretched["difference"]) < 1e-6 < abs(trained["difference"])
+
+
 def test_without_other_positions_there_is_one_base(tmp_path: Path) -> None:
     texts = write_files(tmp_path)
     last = train(tmp_path)[-1]["models"]

@@ -11,8 +11,10 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
+from support import real_run_page
 from support.combinations import RUN, TRAINED, explain, list_refused
 from support.house import ENTRY_MAY_IMPORT, MAY_IMPORT, MODULES, ORDER, PACKAGE, ROOT, parse
 from ulysses_cli.hub import summarize_table
@@ -160,6 +162,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "models.md": {"families": make_families, "models": make_models, "refused": make_refused_families},
     "attention.md": {"back ends": make_back_ends},
     "compared.md": {"combinations": make_combinations},
+    "real-run.md": {name: partial(make, make_table) for name, make in real_run_page.PARTS.items()},
 }
 
 

@@ -125,7 +125,7 @@ def test_what_short_texts_lose_is_a_figure_and_a_table(tmp_path: Path) -> None:
     )
     assert figure in run_summary.list_figures(summary)
     caption, rows = run_summary.tabulate_short_check(lines[-1])
-    assert caption.startswith("3 short texts that nobody trained on, after step 3")
+    assert caption.startswith("3 short texts that were not trained on, after step 3")
     assert rows == [
         ("base", "2.2000", "2.1000 to 2.3000", "", ""), ("trained", "2.2500", "", "+0.0500", "+0.0100 to +0.0900")
     ]  # fmt: skip

@@ -220,7 +220,7 @@ def tabulate_short_check(line: Mapping[str, Any]) -> tuple[str, list[tuple[str, 
     """Of a line of short_check.jsonl: a caption, and a row of SHORT_CHECK_COLUMNS for each model."""
     number = format_count(line["texts"], "short text") if isinstance(line.get("texts"), int) else "short texts"
     caption = (
-        f"{number} that nobody trained on, after step {line['step']:,}: mean loss, in nats per token. Differences are "
+        f"{number} that were not trained on, after step {line['step']:,}: mean loss in nats per token. Differences are "
         "to the base, text by text."
     )
     rows = []

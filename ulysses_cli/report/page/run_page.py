@@ -61,6 +61,7 @@ def make_run_page(run: RecordedRun, summary: Mapping[str, Any], evaluations: Seq
     sections = [
         ("Summary", head),
         ("Loss", _show_learning(run)),
+        ("Short texts", _show_short_check(run)),
         ("Answers", _show_quality(run)),
         ("Evaluations", list(evaluations)),
         ("Samples", _show_samples(run)),
@@ -121,9 +122,6 @@ def _show_learning(run: RecordedRun) -> list[Block]:
     blocks += _show_preferences(run) if has_pairs else []
     for key, (title, noun) in LOSS_PARTS.items():
         blocks += _show_losses(run.evals, key, title, noun)
-    if run.short_checks:
-        caption, rows = tabulate_short_check(run.short_checks[-1])
-        blocks.append(Table(SHORT_CHECK_COLUMNS, rows, caption))
     blocks += _plot_key("Learning rate", run, "learning_rate", "learning rate")
     norms = [value for value in list_values(run.metrics, "grad_norm") if value > 0]
     blocks += _plot_key("Fullest expert", run, "expert_load", "times the mean load, in the most uneven layer")
@@ -189,6 +187,14 @@ def _show_losses(evals: Sequence[Line], key: str, title: str, noun: str) -> list
     last = [series.ys[-1] for series in curves.values()]
     svg = charts.draw_bars(title, list(curves), last, label)
     return [Chart(svg, "", tabulate_bars(list(curves), {"loss": last}, label, noun))]
+
+
+def _show_short_check(run: RecordedRun) -> list[Block]:
+    """What positions and training cost on texts that were not trained on."""
+    if not run.short_checks:
+        return []
+    caption, rows = tabulate_short_check(run.short_checks[-1])
+    return [Table(SHORT_CHECK_COLUMNS, rows, caption)]
 
 
 def _show_quality(run: RecordedRun) -> list[Block]:

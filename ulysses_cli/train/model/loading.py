@@ -269,7 +269,7 @@ def fix_rotary_frequencies(model: Any) -> None:
 def positions_of(model: Any, config: PretrainedConfig) -> Iterator[None]:
     """Inside, the model's rotary embeddings are those of another config, such as that of its files."""
     served = [module for module in model.modules() if _list_frequencies(module)]
-    forwards = [module.forward for module in served]
+    kept = [vars(module).get("forward") for module in served]  # that of serve_rotary
     for module in served:
         with sharded_loading(None):
             other = type(module)(config)
@@ -277,8 +277,9 @@ def positions_of(model: Any, config: PretrainedConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, forward in zip(served, forwards, strict=True):
-            module.forward = forward
+        for module, forward in zip(served, kept, strict=True):
+            del module.forward
+            vars(module).update({} if forward is None else {"forward": forward})
 
 
 def _list_frequencies(module: nn.Module) -> list[str]:
