@@ -271,6 +271,10 @@ def plant(batch: MicroBatch, fault: str) -> MicroBatch:
         return replace(batch, shared=())
     if fault == "positions are late":
         return replace(batch, positions=batch.positions + (batch.members >= 0) * batch.members % 2)
+    if fault == "the prompt is counted":
+        following, is_same = np.roll(batch.input_ids, -1, 1), np.diff(batch.members, append=-1) == 0
+        is_prompt = is_same & (batch.members >= 0) & (batch.labels < 0)
+        return replace(batch, labels=np.where(is_prompt, following, batch.labels))
     return batch
 
 
@@ -462,6 +466,21 @@ def test_faults_of_shared_prompts_are_found(fault: str) -> None:
         _, grads = compute_plainly("sigmoid", MemoryRows(ROWS, shared=SHARED))
     for _, our_grads, _ in found:
         assert (measure_difference(our_grads, grads) > 1e-6) == bool(fault)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", ["ipo", "kto"])
+def test_a_counted_prompt_is_found(name: str) -> None:
+    """In gradients and in what is logged. Under sigmoid it may cancel: both answers have it."""
+    recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=3")
+    found = run_on_ranks(2, compute_on_rank, recipe, name, None, None, "the prompt is counted")
+    rows = MemoryRows(ROWS)
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        means, grads = compute_kto_plainly(rows, found[0][2]) if name == "kto" else compute_plainly(name, rows)
+    for ours, our_grads, _ in found:
+        assert measure_difference(our_grads, grads) > 1e-3
+        logged = "rewards/chosen" if name == "kto" else "logps/chosen"
+        assert abs(ours[logged] / means[logged] - 1) > 0.1
 
 
 def start_run(recipe: Recipe, folder: str, *, is_fresh: bool) -> RunHarness:

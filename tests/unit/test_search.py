@@ -29,11 +29,13 @@ from ulysses_cli.plan.planner.candidates import (
     write_draft,
 )
 from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.planner.first_recipe import FirstAnswers, make_request
 from ulysses_cli.plan.planner.fit import Verdict, fits, judge, try_levers
 from ulysses_cli.plan.planner.lever_choice import COSTS, find_cheapest, read_levers, spend_what_is_left
 from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.search import _list_layouts, draft_candidate, search, search_longest
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.sections import RowType
 from ulysses_cli.plan.rules.model import check_lora_targets
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.report.planner import describe_search, format_prices, format_search
@@ -232,6 +234,13 @@ def test_the_search_lists_what_an_exhaustive_one_would(
     found = search(request, offers, explains=False)
     assert found.by_cost
     assert (list(found.by_cost), list(found.by_time)) == search_everything(request, offers)
+
+
+@pytest.mark.parametrize("kind", ["chat", "preference", "unpaired"])
+def test_a_plan_for_pairs_has_memory_for_their_prompts_keys(kind: RowType) -> None:
+    answers = FirstAnswers("pairs.jsonl", "meta-llama/Llama-3.1-8B", 2**18, False, num_tokens=10**8, kind=kind)
+    best = search(make_request(LLAMA, answers), offer("h100-80gb:8")).by_cost[0]
+    assert best.job.num_branches == (kind != "chat")
 
 
 def test_a_kind_without_a_price_comes_last_by_cost() -> None:

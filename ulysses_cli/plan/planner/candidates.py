@@ -171,7 +171,7 @@ STATE_BYTES = 14  # of a trained weight in a checkpoint: bfloat16, and three flo
 class PlanRequest:
     """What a plan must do: train rows of `max_length` tokens, `num_tokens` in all. None means no bound.
     `quantize_base`: the format of the base under adapters. `nvme_path`: a folder on a local disk of each machine.
-    `tokens_per_step`: None chooses them."""
+    `tokens_per_step`: None chooses them. `has_pairs`: answers are compared, which read one copy of their prompt."""
 
     shape: ModelShape
     max_length: int
@@ -182,6 +182,7 @@ class PlanRequest:
     quantize_base: str | None = None
     nvme_path: str | None = None
     tokens_per_step: int | None = None
+    has_pairs: bool = False
 
     @property
     def method(self) -> str:

@@ -204,5 +204,6 @@ def make_tiny_config(max_length: int) -> dict[str, object]:
 def make_request(shape: ModelShape, answers: FirstAnswers) -> PlanRequest:
     num_tokens = max(answers.num_tokens or 500 * answers.max_length, answers.max_length)
     return PlanRequest(
-        shape, answers.max_length, num_tokens, answers.is_lora, answers.budget_usd, quantize_base=answers.quantize_base
-    )
+        shape, answers.max_length, num_tokens, answers.is_lora, answers.budget_usd,
+        quantize_base=answers.quantize_base, has_pairs=answers.kind in JUDGED,
+    )  # fmt: skip

@@ -47,6 +47,7 @@ from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, forget_ring,
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.sections import Preference
 from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rules.model import REPLACEABLE, check_quantized_base
 from ulysses_cli.plan.speed import compute_speed
@@ -331,7 +332,8 @@ def make_plan_recipe(request: PlanRequest) -> Recipe:
         quantize_base=request.quantize_base,
         zero_stage=request.zero_stage,
     )
-    return parse_recipe(write_draft(draft)).recipe
+    recipe = parse_recipe(write_draft(draft)).recipe
+    return recipe.model_copy(update={"preference": Preference()}) if request.has_pairs else recipe
 
 
 def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
