@@ -26,7 +26,7 @@ from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.choosing import Choice, Outcome, try_in_child
 from ulysses_cli.train.clock import Clock
 from ulysses_cli.train.memory.checkpointing import DeviceStorage, SavedResults
-from ulysses_cli.train.model.parts import PACKAGES, RecurrencePresence, find_differences
+from ulysses_cli.train.model.parts import PACKAGES, PackagePresence, find_differences
 from ulysses_cli.train.processes.groups import SequenceAxis, make_sequence_axis
 from ulysses_cli.train.recurrence.choice import (
     PackedProbe,
@@ -240,9 +240,9 @@ def test_wrong_and_failing_kernels_leave_torch_with_its_cost() -> None:
     assert "pip install 'ulysses-cli[recurrent]'" in failing.reason
 
 
-def make_presence(machine: str, missing: str = "", **versions: str) -> RecurrencePresence:
+def make_presence(machine: str, missing: str = "", **versions: str) -> PackagePresence:
     known = dict.fromkeys(PACKAGES, "1.0") | {name.replace("_", "-"): version for name, version in versions.items()}
-    return RecurrencePresence(machine, known, {"rule": missing, "scan": ""})
+    return PackagePresence(machine, known, {"rule": missing, "scan": ""})
 
 
 def test_a_kernel_that_ranks_do_not_have_alike_is_passed_over() -> None:

@@ -74,9 +74,10 @@ def train(
 
     --resume continues from a checkpoint, with the same rows and losses as a run that never stopped. What may change:
     train.max_steps and train.num_train_epochs (a longer run; the learning rate follows the longer schedule from there
-    on), model.attn_implementation, model.trust_remote_code, data.store_dir, data.num_workers, data.pad_to_multiple_of,
-    train.gradient_accumulation_steps and train.per_device_train_batch_size (if rows per step stay the same), and all of
-    parallel, memory, deepspeed and run (but run.seed). Any other change needs --resume-anyway.
+    on), model.attn_implementation, model.experts_implementation, model.trust_remote_code, data.store_dir,
+    data.num_workers, data.pad_to_multiple_of, train.gradient_accumulation_steps and
+    train.per_device_train_batch_size (if rows per step stay the same), and all of parallel, memory, deepspeed and run
+    (but run.seed). Any other change needs --resume-anyway.
 
     \b
     Examples:

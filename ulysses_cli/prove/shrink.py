@@ -361,11 +361,15 @@ def _shrink_model(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape, 
     kernel = model.attn_implementation if model.attn_implementation in ("auto", "sdpa") else "auto"
     dtype = _change(notes, "model.dtype", model.dtype, "float32", "so that a fault is not lost in rounding")
     key, reason = "model.attn_implementation", "which computes in float32"
+    experts = "auto" if model.experts_implementation == "sonicmoe" else model.experts_implementation
     return {
         "name_or_path": None,
         "config": shrink_config(config, shape),
         "dtype": dtype,
         "attn_implementation": _change(notes, key, model.attn_implementation, kernel, reason),
+        "experts_implementation": _change(
+            notes, "model.experts_implementation", model.experts_implementation, experts, reason
+        ),
         "rope_scaling": rope,
         "rope_theta": compute_rope_theta(recipe, shape),
         "tokenizer": "bytes",

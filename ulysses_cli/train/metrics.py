@@ -17,6 +17,7 @@ from ulysses_cli.data.steps import NO_ROW
 from ulysses_cli.plan.speed import COMMUNICATION
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.train.clock import Clock
+from ulysses_cli.train.experts.choice import find_experts
 from ulysses_cli.train.loop import StepResult, TrainState
 from ulysses_cli.train.processes.consistency import compare_facts, gather_values
 
@@ -98,7 +99,7 @@ class ExpertLoad:
     rows, which is routed too."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        layers = [module for name, module in model.named_modules() if _are_experts(name, module)]
+        layers = list(find_experts(model).values())
         self.sizes = [int(module.num_experts) for module in layers]
         self.counts = torch.zeros(len(layers), max(self.sizes, default=0), dtype=torch.int64, device=device)
         for layer, module in enumerate(layers):
@@ -122,12 +123,6 @@ def describe_load(counts: Tensor, sizes: list[int]) -> dict[str, float]:
     largest = max((float(load.max() / load.mean()) for load in loads if load.any()), default=0.0)
     idle = sum(int((load == 0).sum()) for load in loads)
     return {"expert_load": largest, "idle_experts": idle / sum(sizes)}
-
-
-def _are_experts(name: str, module: nn.Module) -> bool:
-    """peft puts its layers around the experts, which then are `experts.base_layer`."""
-    last = [part for part in name.split(".") if part != "base_layer"][-1:]
-    return last == ["experts"] and hasattr(module, "num_experts") and not hasattr(module, "base_layer")
 
 
 class BadStepsError(RuntimeError):

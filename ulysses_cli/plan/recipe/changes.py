@@ -17,6 +17,7 @@ from ulysses_cli.plan.secrets import MASK
 DECIDING = ("model", "data", "train", "lora", "preference")
 FREE = {
     "model.attn_implementation",
+    "model.experts_implementation",
     "model.trust_remote_code",
     "data.store_dir",
     "data.num_workers",
@@ -26,7 +27,8 @@ FREE = {
 }
 # what may differ between two stages of a training: values that the weights do not depend on
 STAGES = {
-    *("model.attn_implementation", "model.trust_remote_code", "model.dtype", "model.fused_kernels"),
+    *("model.attn_implementation", "model.experts_implementation", "model.trust_remote_code", "model.dtype"),
+    "model.fused_kernels",
     *("model.rope_scaling", "model.rope_theta", "lora.dropout", "lora.adapter_name_or_path"),
 }
 STARTS = {"run.resume_from_checkpoint"}

@@ -92,6 +92,15 @@ class Model(Section):
         aliases=("sp_attn_implementation", "attention_implementation"),
         refused={"eager": "use auto; eager attention builds a [sequence, sequence] matrix per head: 512 GiB at 512Ki"},
     )
+    experts_implementation: Literal["auto", "grouped_mm", "sonicmoe", "eager"] = setting(
+        "auto",
+        "how experts run; auto takes the fastest of transformers' implementations that is exact for this model on this "
+        "device",
+        refused={
+            "deepgemm": "use auto; its kernels have no backward, so that experts would get no gradients",
+            "batched_mm": "use auto; it copies an expert's weights for each of its tokens",
+        },
+    )
     fused_kernels: bool = setting(
         True,
         "norms, rotary embedding and gated activations in one pass each, where that is as exact and faster",

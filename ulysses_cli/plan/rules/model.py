@@ -173,6 +173,19 @@ def check_frozen_routers(recipe: Recipe, shape: ModelShape) -> Problems:
         yield Problem(key, "adapters leave the weights of routers as they are", "leave it out")
 
 
+def check_experts(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Only a model with experts has a use for an implementation, and adapters of experts run in one way."""
+    key, name = "model.experts_implementation", recipe.model.experts_implementation
+    if name == "auto":
+        return
+    if not shape.num_experts:
+        yield Problem(key, f"{shape.name} has no experts", "leave it out")
+    elif name == "sonicmoe" and recipe.run.device == "cpu":
+        yield Problem(key, "sonicmoe needs a GPU", "use auto")
+    elif name != "grouped_mm" and recipe.lora is not None and recipe.lora.experts:
+        yield Problem(key, f"adapters of experts run beside grouped products, not {name}", "use auto")
+
+
 def check_dropout(recipe: Recipe, shape: ModelShape) -> Problems:
     """Refuses a model's own dropout: one rank and several do not draw the same numbers."""
     for field, rate in (("attention_dropout", shape.attention_dropout), *shape.other_dropouts):
@@ -301,6 +314,7 @@ MODEL_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_packed_layers,
     check_router_loss,
     check_frozen_routers,
+    check_experts,
     check_dropout,
     check_weights,
     check_attention,

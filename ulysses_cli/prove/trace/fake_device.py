@@ -349,7 +349,18 @@ def make_parts() -> Parts:
         kernels[CONVOLUTION] = Choice("by document", "traced")
         return by_name | {name: choice for name, choice in kernels.items() if name in functions}
 
-    return RealParts(make_weights, add_adapters, choose, choose_implementations, choose_recurrences, lambda _: AtOnce())
+    def choose_experts(*_: Any) -> Chosen[str]:
+        return Choice("grouped_mm", "traced")
+
+    return RealParts(
+        make_weights,
+        add_adapters,
+        choose,
+        choose_implementations,
+        choose_recurrences,
+        choose_experts,
+        make_executor=lambda _: AtOnce(),
+    )
 
 
 def replace_parts() -> None:

@@ -48,7 +48,14 @@ from ulysses_cli.train.model.loading import (
     stretch_positions,
 )
 from ulysses_cli.train.model.loss_model import LossModel, apply_levers, check_head, load_token_loss, read_head_rule
-from ulysses_cli.train.model.parts import REAL_PARTS, Parts, describe_plain_norms, describe_sums, serve_layers
+from ulysses_cli.train.model.parts import (
+    REAL_PARTS,
+    Parts,
+    describe_plain_norms,
+    describe_sums,
+    serve_experts,
+    serve_layers,
+)
 from ulysses_cli.train.model.routers import RouterLosses, freeze_routers, list_router_weights
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, unlock
@@ -166,6 +173,7 @@ def build(
     attention = register_attention(groups.ulysses_axis, kernels, chunks, ring=groups.ring_axis)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
     serve_layers(model, plan, groups, device, parts.choose_recurrences, report)
+    serve_experts(model, plan, groups, device, parts.choose_experts, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, plan.shape, model) if recipe.lora is not None else None
     norms = find_norm_widths(model)
@@ -237,6 +245,7 @@ def build_for_answers(
     attention = register_attention(groups.ulysses_axis, kernels, chunks, ring=groups.ring_axis)
     model = _load_model(plan, groups, config, attention, device, ds_config, REAL_PARTS, report)
     serve_layers(model, plan, groups, device, REAL_PARTS.choose_recurrences, report)
+    serve_experts(model, plan, groups, device, REAL_PARTS.choose_experts, report)
     serve_rotary(model, groups.sp_axis)
     if recipe.lora is not None:
         REAL_PARTS.add_adapters(recipe, plan.shape, model)

@@ -22,6 +22,7 @@ from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.ledger.job import is_known, make_job
 from ulysses_cli.plan.ledger.layer import is_one_kernel
 from ulysses_cli.plan.ledger.sized.moments import measure_ledger
+from ulysses_cli.plan.levers import compute_num_mlp_tiles
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -40,6 +41,13 @@ from ulysses_cli.train.attention.kernels.trial import KernelSearch, KernelWorklo
 from ulysses_cli.train.choosing import Choice, Outcome, find_version, try_in_child
 from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice, Widths, choose_implementations
 from ulysses_cli.train.elementwise.formulas import NormKind
+from ulysses_cli.train.experts.choice import (
+    DISTRIBUTIONS,
+    ExpertsProbe,
+    choose_experts,
+    find_experts,
+    find_missing_package,
+)
 from ulysses_cli.train.memory.tiling import adds_in_product
 from ulysses_cli.train.model.adapters import add_adapters, make_quantization_config, quantize_layers, settle_layers
 from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_pretrained, start_from_random
@@ -92,29 +100,29 @@ PACKAGES = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", 
 
 
 @dataclass(frozen=True)
-class RecurrencePresence:
-    """Facts of one rank. `missing`: why each of transformers' functions has no kernel, or ''."""
+class PackagePresence:
+    """Facts of one rank. `missing`: why each function or implementation has no kernel, or ''."""
 
     machine: str
     versions: Mapping[str, str]
     missing: Mapping[str, str]
 
 
-def read_recurrence_presence(functions: Mapping[str, Callable[..., Any]]) -> RecurrencePresence:
-    return RecurrencePresence(
+def read_recurrence_presence(functions: Mapping[str, Callable[..., Any]]) -> PackagePresence:
+    return PackagePresence(
         machine=socket.gethostname(),
         versions={name: find_version([name]) for name in PACKAGES},
         missing={name: find_missing(function) for name, function in functions.items()},
     )
 
 
-def find_differences(ranks: Sequence[RecurrencePresence]) -> dict[str, str]:
+def find_differences(ranks: Sequence[PackagePresence]) -> dict[str, str]:
     """Says for each function why not all ranks can run a kernel alike, or why none can. Says nothing of the others."""
     first = ranks[0]
     differing: dict[str, str] = {}
     for rank, other in enumerate(ranks):
         place = f"{other.machine} (rank {rank})"
-        unlike = [name for name in PACKAGES if other.versions[name] != first.versions[name]]
+        unlike = [name for name, version in first.versions.items() if other.versions[name] != version]
         for name, why in other.missing.items():
             if why:
                 is_everywhere = all(each.missing[name] for each in ranks)
@@ -196,6 +204,44 @@ def _choose_recurrence(
     return choose_recurrence_kernel(probe, dtype, explain_cost, run_trial)
 
 
+def choose_common_experts(experts: Any, plan: RunPlan, groups: Groups, device: torch.device) -> Choice[str]:
+    """Collective over all ranks. Rank 0 tries the implementations that all have alike, on one block like `experts`; all
+    use its choice."""
+    recipe, levers = plan.recipe, plan.levers
+    if recipe.lora is not None and recipe.lora.experts:
+        return Choice("grouped_mm", "adapters run beside it")
+    presence = PackagePresence(
+        machine=socket.gethostname(),
+        versions={name: find_version([name]) for name in DISTRIBUTIONS},
+        missing={"sonicmoe": find_missing_package()},
+    )
+    missing = find_differences(gather_values(presence, groups.host_group))
+    tokens = recipe.micro_step_tokens // plan.layout.sp_size
+    if levers.tiled_mlp:
+        tokens //= compute_num_mlp_tiles(tokens, plan.shape.hidden_size, is_large=levers.large_tiles)
+    chosen, dtype = plan.shape.num_experts_per_token, getattr(torch, recipe.model.dtype)
+    probe = ExpertsProbe(type(experts), experts.config, chosen, device, dtype, tokens)
+    return choose_on_first(groups, lambda: choose_experts(recipe.model.experts_implementation, probe, missing))
+
+
+def serve_experts(
+    model: Any,
+    plan: RunPlan,
+    groups: Groups,
+    device: torch.device,
+    choose: ChooseExperts,
+    report: Callable[[str], None],
+) -> None:
+    """Collective over all ranks. Layers read the name of their implementation from their config."""
+    found = list(find_experts(model).values())
+    if not found:
+        return
+    choice = choose(found[0], plan, groups, device)
+    report(f"experts {choice.name}: {choice.reason}")
+    for experts in found:
+        experts.config._experts_implementation = choice.name
+
+
 def _gather_convolutions(model: nn.Module) -> None:
     """A layer reads its convolution's weights without running the convolution's module, so ZeRO-3 would not gather
     them: it does with the layer."""
@@ -208,6 +254,7 @@ def _gather_convolutions(model: nn.Module) -> None:
                     register_external_parameter(layer, weight)
 
 
+ChooseExperts = Callable[[Any, RunPlan, Groups, torch.device], Choice[str]]
 NormWidths = Mapping[NormKind, Collection[int]]
 ChooseImplementations = Callable[[RunPlan, Groups, torch.device, NormWidths], ElementwiseChoice]
 
@@ -326,6 +373,7 @@ class Parts:
     choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
     choose_implementations: ChooseImplementations = choose_common_implementations
     choose_recurrences: Choose = choose_recurrences
+    choose_experts: ChooseExperts = choose_common_experts
     make_executor: Callable[[torch.device], Executor] = make_thread
 
 
