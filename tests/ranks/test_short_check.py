@@ -44,7 +44,8 @@ def train(folder: Path, *words: str, **model: Any) -> list[dict[str, Any]]:
     (folder / "r.yaml").write_text(yaml.safe_dump(settings))
     trained = run("train", "r.yaml", *words, cwd=folder)
     assert trained.returncode == 0, trained.stderr
-    return [json.loads(line) for line in (folder / "run" / "short_check.jsonl").read_text().splitlines()]
+    name = next((word.partition("=")[2] for word in words if word.startswith("run.output_dir")), "run")
+    return [json.loads(line) for line in (folder / name / "short_check.jsonl").read_text().splitlines()]
 
 
 @torch.no_grad()
@@ -91,6 +92,11 @@ def test_short_texts_are_measured_with_own_positions_with_other_ones_and_trained
     shutil.rmtree(tmp_path / "run" / "model")
     train(tmp_path, "--resume", "auto", rope_theta=BASE)
     assert load_run(tmp_path / "run").short_checks == lines
+
+    # the base of a later stage is the published model, not the run that it starts from
+    later = train(tmp_path, "run.output_dir=later", "run.start_from=run", "run.eval_steps=null", rope_theta=1e8)
+    assert later[-1]["models"][0]["loss"] == lines[-1]["models"][0]["loss"]
+    assert later[-1]["difference"] < lines[-1]["difference"]
 
 
 def test_frequencies_that_follow_a_length_are_put_back(tmp_path: Path) -> None:
