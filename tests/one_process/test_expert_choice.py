@@ -1,6 +1,7 @@
 """How the experts' implementation is chosen: by results and every gradient, of every family, and by reasons."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.choosing import Outcome
 from ulysses_cli.train.experts import choice
-from ulysses_cli.train.experts.choice import ExpertsProbe, choose_experts, compute_in_loop, find_experts, try_experts
+from ulysses_cli.train.experts.choice import (
+    ExpertsProbe,
+    choose_experts,
+    compute_in_loop,
+    find_experts,
+    find_missing_package,
+    try_experts,
+)
 
 NO_GPU = {"sonicmoe": "needs a GPU"}
 WITH_EXPERTS = [kind for kind in FAMILIES if has_experts(kind)]
@@ -107,6 +115,12 @@ def test_a_faulty_implementation_is_passed_over(name: str, monkeypatch: pytest.M
     assert chosen.reason.startswith("exact here; passed over: sonicmoe ")
     with pytest.raises(ValueError, match="no implementation of experts is exact here: sonicmoe "):
         choose_experts("sonicmoe", probe, {}, run_trial=lambda trial: trial())
+
+
+def test_what_is_missing_is_said_in_a_few_words() -> None:
+    assert find_missing_package(torch.device("cpu")) == "needs a GPU"
+    if not torch.cuda.is_available():
+        assert re.fullmatch(r"sonic-moe (kernel )?requires [^.]+", find_missing_package(torch.device("cuda")))
 
 
 def test_one_that_is_named_is_proven_too() -> None:

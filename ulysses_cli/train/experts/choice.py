@@ -202,12 +202,14 @@ def choose_experts(
     return choose_once(facts, SOURCES, choose, SPEED_CLASSES.__contains__)
 
 
-def find_missing_package() -> str:
+def find_missing_package(device: torch.device) -> str:
     """Why SonicMoE's kernels, which the package `kernels` takes from the hub, cannot be loaded here, or ''."""
+    if device.type != "cuda":
+        return "needs a GPU"
     from transformers.integrations.sonicmoe import is_sonicmoe_loadable
 
     try:
         is_sonicmoe_loadable(raise_error=True)
     except ImportError as error:
-        return describe_error(error)
+        return describe_error(error).partition(". ")[0]  # then it says what to set in transformers
     return ""

@@ -213,7 +213,7 @@ def choose_common_experts(experts: Any, plan: RunPlan, groups: Groups, device: t
     presence = PackagePresence(
         machine=socket.gethostname(),
         versions={name: find_version([name]) for name in DISTRIBUTIONS},
-        missing={"sonicmoe": find_missing_package()},
+        missing={"sonicmoe": find_missing_package(device)},
     )
     missing = find_differences(gather_values(presence, groups.host_group))
     tokens = recipe.micro_step_tokens // plan.layout.sp_size
