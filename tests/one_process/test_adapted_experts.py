@@ -146,6 +146,14 @@ def test_peft_reads_the_files_and_so_does_a_run(kind: str, tmp_path: Path) -> No
         load_adapters(other, make_adapter_config(recipe, shape), str(tmp_path))
 
 
+def test_experts_that_a_model_does_not_have_are_an_error() -> None:
+    """Of a shape that is not the model's: peft would adapt the others and say nothing."""
+    content = json.loads(make_model("nemotron_h").config.to_json_string(use_diff=False))
+    recipe = make_recipe("lora.target_modules=[q_proj]", "lora.experts=[gate_up, down]", config=content)
+    with pytest.raises(BuildError, match=r"lora\.experts: this model has no experts\.up_proj"):
+        add_adapters(recipe, read_model_shape(content, "tiny"), make_model("qwen3_moe"))
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("nemotron_h", marks=pytest.mark.check)])
 def test_adapters_on_sizes_are_those_of_a_run(kind: str) -> None:
     recipe, shape, adapted = adapt(kind)

@@ -286,6 +286,8 @@ def check_expert_adapters(recipe: Recipe, shape: ModelShape) -> Problems:
         return
     if not shape.num_experts:
         yield Problem(key, f"{shape.name} has no experts", "leave it out; target_modules names linear layers")
+    elif shape.family is None:
+        yield Problem(key, f"how {shape.model_type} models store their experts is not known here", "leave it out")
     if len(set(lora.experts)) < len(lora.experts):
         yield Problem(key, "names a matrix twice", "name each once")
     if lora.dropout:

@@ -62,6 +62,10 @@ def add_adapters(recipe: Recipe, shape: ModelShape, model: Any) -> Any:
         adapted = get_peft_model(model, choose_layers(settings, model), autocast_adapter_dtype=False)
     except ValueError as error:
         raise BuildError(f"the adapters cannot be added: {first_line(error)}") from error
+    found = adapted.base_model.targeted_parameter_names
+    for name in settings.target_parameters or ():
+        if not any(each.endswith(f".{name}") for each in found):  # peft says nothing as long as it finds one of them
+            raise BuildError(f"lora.experts: this model has no {name}")
     adapted.peft_config["default"].modules_to_save = settings.modules_to_save
     train_whole_parts(model, settings.modules_to_save or ())
     for parameter in adapted.parameters():
