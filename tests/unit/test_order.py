@@ -199,16 +199,21 @@ def test_orders_with_faults_are_refused() -> None:
 Row = tuple[tuple[int, ...], int]
 
 
-def plan_all(lengths: tuple[int, ...], order: Order, max_shares: float) -> list[tuple[Round, ...]]:
-    return [plan_rounds(lengths, order, None, rank, max_shares) for rank in range(len(order))]
+def plan_all(
+    lengths: tuple[int, ...], order: Order, max_shares: float, shared: tuple[int, ...] = ()
+) -> list[tuple[Round, ...]]:
+    return [plan_rounds(lengths, order, None, rank, max_shares, shared) for rank in range(len(order))]
 
 
-@given(rows(), st.sampled_from([0.0, 1.2, MAX_SHARES]), WINDOWS)
-def test_each_query_meets_its_keys_once(row: Row, max_shares: float, window: int | None) -> None:
-    """Also where other layers have a window, which changes the order."""
+@given(rows(), st.sampled_from([0.0, 1.2, MAX_SHARES]), WINDOWS, st.data())
+def test_each_query_meets_its_keys_once(row: Row, max_shares: float, window: int | None, data: st.DataObject) -> None:
+    """Also where other layers have a window, which changes the order, and where documents share what they begin
+    with."""
     lengths, size = row
-    order, attended = deal_row(lengths, Ring(size, ((None, 1), (window, 3)))), list_attended(lengths, None)
-    tokens, all_rounds = list_tokens(order), plan_all(lengths, order, max_shares)
+    shared = draw_shared(data.draw, lengths) if data.draw(st.booleans()) else ()
+    order = deal_row(lengths, Ring(size, ((None, 1), (window, 3))), shared)
+    attended = list_attended(lengths, None, shared)
+    tokens, all_rounds = list_tokens(order), plan_all(lengths, order, max_shares, shared)
     assert len({tuple(each.shift for each in rounds) for rounds in all_rounds}) == 1, "ranks agree on the collectives"
     if not all_rounds[0]:
         return
@@ -249,6 +254,17 @@ def test_little_is_fetched_at_once(lengths: tuple[int, ...], window: int | None)
     """Rounds cost a kernel call for each rank, and a window's end needs all keys of a query in one call."""
     assert plan_rounds(lengths, deal_row(lengths, Ring(4, ((window, 1),))), window, 0) == ()
     assert measure_ring(sum(lengths), lengths[0], Ring(4, ((window, 1),)), window).rounds == ()
+
+
+def test_branches_come_in_rounds_too() -> None:
+    """A rank of four holds a quarter of the keys of a pair at a time, and sends itself what its branch shares."""
+    lengths, shared = (960, 64), (0, 896)
+    rounds = plan_all(lengths, deal_row(lengths, Ring(4), shared), MAX_SHARES, shared)
+    assert {tuple(each.shift for each in own) for own in rounds} == {(0, 1, 2, 3, 4)}
+    assert max(each.num_keys for own in rounds for each in own) == 256
+    assert plan_rounds(lengths, deal_row(lengths, Ring(4), shared), 959, 0, 0.0, shared) == (), (
+        "a window may end inside"
+    )
 
 
 def test_a_window_as_long_as_the_documents_is_none() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, islice, pairwise
+from operator import add
 from typing import NamedTuple
 
 from ulysses_cli.plan.flops import count_pairs
@@ -361,7 +362,8 @@ MAX_SHARES = 1.5  # keys that a rank fetches at once, its own included, over its
 class Round(NamedTuple):
     """The keys of the rank `shift` places before this one in the ring, as far as this rank's queries attend to them:
     `num_keys` in rising order. Meanwhile the rank `shift` places after gets `sent` of this rank's own tokens. In the
-    first round, `shift` 0, keys are this rank's own and queries the last of them; later, queries stand behind all."""
+    first round, `shift` 0, keys are this rank's own and queries the last of them; later, queries stand behind all. In
+    the last one, `shift` the ring's size, a rank sends itself the keys that its branches share with other documents."""
 
     shift: int
     parts: tuple[QueryPart, ...]
@@ -387,19 +389,20 @@ class _Piece(NamedTuple):
 
 @lru_cache(maxsize=64)
 def plan_rounds(
-    lengths: tuple[int, ...], order: Order, window_tokens: int | None, rank: int, max_shares: float = MAX_SHARES
-) -> Rounds:
+    lengths: tuple[int, ...], order: Order, window_tokens: int | None, rank: int, max_shares: float = MAX_SHARES,
+    shared: Shared = (),
+) -> Rounds:  # fmt: skip
     """Returns the rounds of a rank, or none where one fetch is as good: where no rank attends to more keys than
     `max_shares`, and under windows, whose ends no kernel's mask can shift. A round in which no rank needs anything is
     left out on all of them."""
-    if window_tokens is not None and window_tokens < max(lengths):
+    if window_tokens is not None and window_tokens < max(map(add, lengths, fill_shared(shared, lengths))):
         return ()
-    moves, size = plan_keys(lengths, order, None, rank).moves, len(order)
+    moves, size = plan_keys(lengths, order, None, rank, shared).moves, len(order)
     most = max(sum(_count_moved(moves, source, target) for source in range(size)) for target in range(size))
     if most <= max_shares * count_tokens(order[rank]):
         return ()
     starts = list(accumulate(lengths, initial=0))
-    own = list(_list_pieces(order[rank], starts))
+    own, stems = list(_list_pieces(order[rank], starts)), _find_stems(starts, shared)
     rounds = [Round(0, (_join_own(own),), count_tokens(order[rank]), ())]
     for shift in range(1, size):
         if not any(moves[source][(source + shift) % size] for source in range(size)):
@@ -409,8 +412,44 @@ def plan_rounds(
         block = list(_list_pieces(needed, starts))
         sent = tuple(move.source for move in moves[rank][target])
         num_keys = _count_moved(moves, source, rank)
-        rounds.append(Round(shift, tuple(join_parts(_match(own, block))), num_keys, sent))
+        rounds.append(Round(shift, tuple(join_parts(_match_all(own, block, stems))), num_keys, sent))
+    if any(any(_list_own_stems(list(_list_pieces(runs, starts)), stems)) for runs in order if stems):
+        mine = list(_list_own_stems(own, stems))
+        sent = tuple(piece.places for piece in mine)
+        block = list(_list_pieces((piece.tokens for piece in mine), starts))
+        rounds.append(Round(size, tuple(join_parts(_match(own, block, stems))), count_tokens(sent), sent))
     return tuple(rounds)
+
+
+Stems = dict[
+    int, tuple[int, int]
+]  # of each branch, the document that it begins as, and the row's token where that ends
+
+
+def _find_stems(starts: Sequence[int], shared: Shared) -> Stems:
+    stems, stem = Stems(), 0
+    for document, num_shared in enumerate(shared):
+        stem = stem if num_shared else document
+        if num_shared:
+            stems[document] = stem, starts[stem] + num_shared
+    return stems
+
+
+def _list_own_stems(own: Sequence[_Piece], stems: Stems) -> Iterator[_Piece]:
+    """What a rank's own branches share with documents, as far as that is on the rank too."""
+    ends: dict[int, int] = {}
+    for document, end in (stems[piece.document] for piece in own if piece.document in stems):
+        ends[document] = max(end, ends.get(document, 0))
+    for piece in own:
+        stop = min(piece.tokens.stop, ends.get(piece.document, 0))
+        if piece.tokens.start < stop:
+            yield piece._replace(tokens=TokenRun(piece.tokens.start, stop))
+
+
+def _match_all(own: list[_Piece], block: list[_Piece], stems: Stems) -> Iterator[QueryPart]:
+    """With keys of the same document, and of the one that a branch begins as."""
+    yield from _match(own, block)
+    yield from _match(own, block, stems) if stems else ()
 
 
 def _count_moved(moves: Moves, source: int, target: int) -> int:
@@ -438,17 +477,20 @@ def _join_own(own: list[_Piece]) -> QueryPart:
     return QueryPart(whole, whole, counts, counts)
 
 
-def _match(own: list[_Piece], block: list[_Piece]) -> Iterator[QueryPart]:
-    """Pairs queries with the keys of the same document before them. Queries that see the same keys are one piece."""
+def _match(own: list[_Piece], block: list[_Piece], stems: Stems | None = None) -> Iterator[QueryPart]:
+    """Pairs queries with the keys of the same document before them; with `stems` instead branches with the keys that
+    they share. Queries that see the same keys are one piece."""
     by_document: dict[int, list[_Piece]] = {}
     for piece in block:
         by_document.setdefault(piece.document, []).append(piece)
     last: tuple[TokenRun, TokenRun] | None = None
     for piece in own:
-        before = [keys for keys in by_document.get(piece.document, ()) if keys.tokens.start < piece.tokens.start]
-        if not before:
+        reads = (piece.document, piece.tokens.start) if stems is None else stems.get(piece.document)
+        before = [keys for keys in by_document.get(reads[0], ()) if keys.tokens.start < reads[1]] if reads else []
+        if not reads or not before:
             continue
-        queries, keys = piece.places, TokenRun(before[0].place, before[-1].places.stop)
+        kept = before[-1]._replace(tokens=TokenRun(before[-1].tokens.start, min(before[-1].tokens.stop, reads[1])))
+        queries, keys = piece.places, TokenRun(before[0].place, kept.places.stop)
         if last is not None and last[1] == keys and last[0].stop == queries.start:
             queries = TokenRun(last[0].start, queries.stop)
         elif last is not None:

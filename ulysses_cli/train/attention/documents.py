@@ -39,7 +39,7 @@ class Documents:
     For a model's forward they are the documents of the tokens of all ranks, and `order` says which of these tokens each
     rank of a ring holds; a rank that attends to the keys of more than `max_shares` of them gets these in rounds. With
     several rows in a batch, the rows' documents follow each other: row 0's, then row 1's. `shared`: documents whose
-    first tokens are those of another one (plan/rows/ring.py); a ring then fetches all keys at once.
+    first tokens are those of another one (plan/rows/ring.py).
     """
 
     lengths: tuple[int, ...]
@@ -115,8 +115,8 @@ class Documents:
             return KernelCalls(None, self._list_calls(parts, heads))
         check_order(order, self.num_tokens)
         rounds: Rounds = ()
-        if not self.shared:
-            rounds = plan_rounds(self.lengths, order, window_tokens, ring.rank, self.max_shares)
+        if ring.size > 1:
+            rounds = plan_rounds(self.lengths, order, window_tokens, ring.rank, self.max_shares, self.shared)
         if rounds:
             return KernelCalls(rounds=tuple((each, self._list_calls(each.parts, heads)) for each in rounds))
         plan = plan_keys(self.lengths, order, window_tokens, ring.rank, self.shared)
