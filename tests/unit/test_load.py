@@ -65,6 +65,7 @@ def test_every_alias_is_accepted_and_shown() -> None:
     samples = {
         "model.dtype": "float32", "data.added_tokens": "[a]", "lora.target_modules": "[q_proj]",
         "lora.modules_to_save": "[norm]", "lora.dropout": "0.5", "data.chat_template_kwargs": "{a: 1}",
+        "preference.loss": "ipo",
     }  # fmt: skip
     num_aliases = 0
     for setting in walk_settings():
