@@ -71,6 +71,7 @@ class Case:
 
 
 KEEPS = "memory.gradient_checkpointing=false"
+LEAF = "memory.leaf_layers=true"
 LORA = ("lora.r=4", "lora.target_modules=all-linear")
 CASES = {
     "plain": Case((KEEPS,)),
@@ -102,8 +103,13 @@ HELD_OUT = {
     "full, lora, exchange": Case((FULL, *LORA), sp_size=2),
     "full, qwen3, exchange": Case((FULL,), sp_size=4, config="qwen3"),
 }  # fmt: skip
+# Beside the same cases without leaf modules, in a process of their own.
+LEAVES = {
+    f"{name}, leaf": replace(CASES[name], words=(*CASES[name].words, LEAF))
+    for name in ("plain", "full", "save_attention")
+}
 ALL = CASES | HELD_OUT
-PLACES = {
+PLACES: dict[tuple[int, int], list[str]] = {
     (8, 3): list(ALL),
     (64, 3): ["plain", "full"],
     (8, 2): ["plain", "full"],
@@ -261,7 +267,7 @@ def measure_place(world_size: int, stage: int, names: list[str], num_repeats: in
     return {
         "world_size": world_size,
         "zero_stage": stage,
-        "cases": {name: measure_case(ALL[name], stage, world_size, num_repeats) for name in names},
+        "cases": {name: measure_case((ALL | LEAVES)[name], stage, world_size, num_repeats) for name in names},
     }
 
 
@@ -411,12 +417,19 @@ def derive_costs(result: dict[str, Any]) -> dict[str, float]:
         "adapters": differ("lora", "plain") / plain[8, 3],
         "exchange": differ("exchange", "plain"),
         "head_chunk": differ("4 chunks", "2 chunks") / 2,
+        "leaf_layers": 1 - statistics.mean(list_leaf_shares(result["leaves"]["cases"])),
         "tile": differ("8 tiles", "2 tiles") / 6,
         "loss_tile": call * (count("8 loss tiles") - count("2 loss tiles")) / 6,
         "offloaded_layer": differ("offloaded", "save_attention"),
         "offload_optimizer": differ("offload_optimizer", "plain"),
     }
     return {name: float(f"{value:.2g}") for name, value in costs.items()}
+
+
+def list_leaf_shares(cases: dict[str, dict[str, float]]) -> list[float]:
+    """Of a layer's time, what is left where layers are leaf modules."""
+    times = {name: case["layer_ms"] / case["yardstick_ms"] for name, case in cases.items()}
+    return [times[name] / times[name.partition(",")[0]] for name in LEAVES]
 
 
 def predict_layer(case: Case, stage: int, world_size: int, costs: Any) -> float:
@@ -458,8 +471,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path, default=RESULTS / "host-cpu.json")
-    parser.add_argument("--place", help="for a child process: its world size and ZeRO stage")
-    parser.add_argument("--cases", default="")
+    parser.add_argument("--place", help="one world size and ZeRO stage, such as 8,3: prints JSON")
+    parser.add_argument("--cases", default="", help="of that place, such as 'plain;leaf'")
     options = parser.parse_args()
     if options.place:
         world_size, stage = map(int, options.place.split(","))
@@ -477,6 +490,8 @@ def main() -> None:
                 flush=True,
             )
         options.json.write_text(json.dumps(result, indent=1) + "\n")
+    names = [each for name in LEAVES for each in (name.partition(",")[0], name)]
+    result["leaves"] = run_place(8, 3, names, options.repeats)
     result["costs"] = derive_costs(result)
     result["errors"] = list_errors(result, HostCosts(**result["costs"]))
     options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The yardstick of estimates: 204 recipes that have every family, lever, stage, adapter, ring and place of offloading
+"""The yardstick of estimates: 207 recipes that have every family, lever, stage, adapter, ring and place of offloading
 in nearly every pair, each with a trace of torch's tensors without data under the real engine.
 
     python benchmarks/yardstick.py                       compares formulas and runs on sizes with the stored traces

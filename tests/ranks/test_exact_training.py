@@ -135,6 +135,13 @@ LEVERS = {
     "cpu adam": ("memory.offload_optimizer=cpu", "memory.tiled_loss=true"),
     "host": ("memory.offload_optimizer=cpu", "memory.offload_param=cpu"),
 }
+LEAF = "memory.leaf_layers=true"
+LEAVES = {
+    "all": (LEAF, *LEVERS["all"]),
+    "full": (LEAF, *LEVERS["full"]),
+    "none": (LEAF, *LEVERS["none"]),
+    "host": (LEAF, *LEVERS["host"]),
+}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +156,22 @@ LEVERS = {
 )
 def test_levers_through_the_engine_change_nothing(levers: str, name: str, lora: bool) -> None:
     check_training(name, 2, 3, lora, *LEVERS[levers])
+
+
+@pytest.mark.parametrize(
+    ("levers", "name"),
+    [
+        pytest.param(levers, name, marks=mark_by((levers, name) == ("all", "2x1"), (levers, name) == ("none", "2x2")))
+        for levers in LEAVES
+        for name in ("2x1", "2x2")
+    ],
+)
+def test_layers_that_are_gathered_at_once_change_nothing(levers: str, name: str) -> None:
+    check_training(name, 2, 3, False, *LEAVES[levers])
+
+
+def test_experts_in_layers_that_are_gathered_at_once() -> None:
+    check_training("2x2", 2, 3, False, LEAF, config=make_sinks_config())
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.check)])

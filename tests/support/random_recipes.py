@@ -21,8 +21,9 @@ import yaml
 from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import walk_snapshots
+from ulysses_cli.plan.ledger.ledger import list_fullest
 from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, measure_step
+from ulysses_cli.plan.levers import explain_no_leaves
 from ulysses_cli.plan.models.families import FAMILIES, list_traits
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -107,6 +108,10 @@ def _draw_flags(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator
         yield f"memory.large_tiles={_draw_flag('large tiles', seed, number)}"
     if memory["offload_optimizer"] == "cpu" and parallel["zero_stage"] == 3:
         yield f"memory.overlap_optimizer={_draw_flag('early steps', seed, number)}"
+    shape = read_model_shape(settings["model"]["config"], "the drawn model")
+    has_adapters, place = settings.get("lora") is not None, memory["offload_param"]
+    if not explain_no_leaves(shape, parallel["zero_stage"], has_adapters=has_adapters, offload_param=place):
+        yield f"memory.leaf_layers={_draw_flag('leaves', seed, number)}"
 
 
 def _draw_disk(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -295,9 +300,11 @@ def make_drawn_job(drawn: DrawnRecipe) -> Job:
 
 
 def predict_phases(job: Job) -> dict[str, int]:
-    """Returns the formulas' bytes of what a trace sees, in each phase at its fullest."""
+    """Returns the formulas' bytes of what a trace sees, in each phase of a step at its fullest."""
     phases: dict[str, int] = {}
-    for snapshot in walk_snapshots(job):
+    for snapshot in list_fullest(job).values():
+        if snapshot.phase == "load":
+            continue
         seen = sum(size for line, size in snapshot.lines.items() if line not in UNSEEN)
         phases[snapshot.phase] = max(seen, phases.get(snapshot.phase, 0))
     return phases

@@ -10,6 +10,7 @@ from support.recipes import VALID, load, make_shape
 from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
@@ -50,6 +51,7 @@ def test_each_lever_is_what_the_recipe_says() -> None:
         "attention_head_chunks": 2, "activation_offloading": 3, "activation_offload_device": "nvme",
         "gradient_checkpointing": "full", "tiled_mlp": "true", "tiled_loss": "true", "offload_optimizer": "cpu",
         "offload_param": "cpu", "large_tiles": "true", "overlap_optimizer": 5, "nvme_path": "/tmp",
+        "leaf_layers": "true",
     }  # fmt: skip
     levers, open_names = read_levers(
         load(*(f"memory.{name}={value}" for name, value in words.items())).recipe, LLAMA_8B
@@ -64,16 +66,49 @@ def test_each_lever_is_what_the_recipe_says() -> None:
 
 def test_none_is_on_where_none_is_needed() -> None:
     choice = choose("data.max_length=16Ki")
-    assert choice.levers == Levers(gradient_checkpointing=False)
+    assert choice.levers == Levers(gradient_checkpointing=False, leaf_layers=True)
     reasons = dict(choice.reasons)
     assert reasons.pop("gradient_checkpointing").startswith("the GPU has room for all that layers save: the peak is ")
     assert reasons.pop("large_tiles") == "nothing is tiled"
     assert reasons.pop("early_groups") == "the optimizer is not in host memory"
+    assert reasons.pop("leaf_layers") == "the GPU would wait for the processor"
     assert set(reasons) == {
         "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
         "offloaded_to",
     }  # fmt: skip
     assert all(reason.startswith("not needed: the peak is ") for reason in reasons.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "why"),
+    [
+        ((), H100, "the GPU would wait for the processor"),
+        (("memory.leaf_layers=false",), H100, None),
+        (("parallel.zero_stage=2",), H100, "ZeRO stage 2 gathers no weights"),
+        (("lora.r=8",), H100, "below the first adapter a layer's input has no gradient"),
+        (("parallel.sp_size=1", "parallel.dp_shard_size=1"), H100, "one rank gathers nothing"),
+        (("data.max_length=64Ki",), H100, "the GPU does not wait for the processor"),
+    ],
+)
+def test_layers_are_gathered_at_once_where_the_gpu_would_wait(
+    words: tuple[str, ...], gpu: Gpu, why: str | None
+) -> None:
+    """Of a small model with short rows."""
+    recipe = load("parallel.sp_size=1", "parallel.dp_shard_size=8", "data.max_length=4Ki", *words).recipe
+    choice = choose_levers(recipe, get_shape("Qwen/Qwen3-0.6B"), gpu)
+    assert choice.fit is not None
+    assert choice.fit.verdict == "fits"
+    assert choice.levers.leaf_layers is (why == "the GPU would wait for the processor")
+    assert choice.reasons.get("leaf_layers", "").startswith(why or "")
+
+
+def test_a_layer_is_not_gathered_at_once_where_its_gradients_have_no_room() -> None:
+    words = ("data.max_length=4Ki", "memory.gradient_checkpointing=true")
+    without = choose(*words, "memory.leaf_layers=false").fit
+    assert without is not None
+    room = replace(H100, memory_bytes=without.gpu_peak_bytes + without.uncertainty_bytes + (64 << 20))
+    found = choose_levers(load(*EIGHT, *words).recipe, LLAMA_8B, room)
+    assert (found.levers.leaf_layers, found.reasons["leaf_layers"]) == (False, "the GPU has no room for them")
 
 
 def test_no_layer_is_computed_twice_where_the_gpu_has_room() -> None:
@@ -90,7 +125,8 @@ def test_no_layer_is_computed_twice_where_the_gpu_has_room() -> None:
     at_once = replace(chosen["64Ki"], tiled_loss=False)
     job = make_job(load(*EIGHT, "data.max_length=64Ki").recipe, LLAMA_8B, at_once)
     assert judge(job, measure_ledger(job), H100).verdict != "fits"
-    assert choose("data.max_length=16Ki", "memory.gradient_checkpointing=true").levers == Levers()
+    given = choose("data.max_length=16Ki", "memory.gradient_checkpointing=true", "memory.leaf_layers=false").levers
+    assert given == Levers()
 
 
 def test_every_lever_that_is_on_is_needed() -> None:

@@ -48,6 +48,7 @@ class HostCosts:
     part_recomputation: float = 0.0
     head_norms: float = 0.0
     adapters: float = 0.0
+    leaf_layers: float = 0.0
     exchange: float = 0.0
     head_chunk: float = 0.0
     tile: float = 0.0

@@ -36,6 +36,22 @@ class Levers:
     large_tiles: bool = False  # of tiled_mlp and tiled_loss; spends memory and saves time
     early_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
     offloaded_to: Device = "cpu"  # where what offloaded layers save waits
+    leaf_layers: bool = False  # a layer's weights are gathered at once; spends memory and saves the host's time
+
+
+def explain_no_leaves(shape: ModelShape, zero_stage: int, *, has_adapters: bool, offload_param: Offload | str) -> str:
+    """Why layers cannot be leaf modules, or ''. DeepSpeed reduces a leaf's gradients when that of its input is there,
+    which for an input without a gradient, as below the first adapter, is before they are made."""
+    if zero_stage < 3:
+        return f"ZeRO stage {zero_stage} gathers no weights"
+    if has_adapters:
+        return "below the first adapter a layer's input has no gradient, at which its own would be reduced"
+    if offload_param == "nvme":
+        return "weights on a disk are read in fewer buffers"
+    shares = shape.family is not None and shape.family.shares_blocks
+    if shares or shape.per_layer_embeddings or any(mixer.shares_kv for mixer in shape.attentions):
+        return "layers of this model read weights or keys of others"
+    return ""
 
 
 def count_most_offloaded(shape: ModelShape) -> int:

@@ -74,6 +74,8 @@ def compute_host_seconds(job: Job, costs: HostCosts) -> float:
     if levers.gradient_checkpointing:
         is_full = levers.gradient_checkpointing == "full"
         layer += costs.recomputation if is_full else costs.part_recomputation
+    if levers.leaf_layers:
+        layer *= 1 - costs.leaf_layers
     if job.layout.sp_size > 1:
         layer += costs.exchange
     layer += costs.head_chunk * (levers.head_chunks - 1)

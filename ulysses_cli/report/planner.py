@@ -394,6 +394,7 @@ def format_levers(levers: Levers) -> str:
         "no recompute": not levers.gradient_checkpointing,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",
+        "leaf layers": levers.leaf_layers,
         "early steps": levers.early_groups > 0,
         f"weights on {levers.offload_param}": levers.offload_param != "none",
     }

@@ -4,6 +4,7 @@ snapshot, and the lines of a snapshot add up to it. Each line is a function in p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ from ulysses_cli.plan.ledger.modules import VECTOR_EMBEDDING
 from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
 from ulysses_cli.plan.ledger.weights import INPUT_NORM
 from ulysses_cli.plan.ledger.zero import gradients, states
-from ulysses_cli.plan.ledger.zero.gathering import Gathered, compute_gathered
+from ulysses_cli.plan.ledger.zero.gathering import Gathered, compute_gathered, find_leaves
 from ulysses_cli.plan.ledger.zero.gradients import find_filled, list_last_filled
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import Layer
@@ -435,6 +436,16 @@ def list_fullest(job: Job) -> dict[str, MemorySnapshot]:
         size = snapshot.num_bytes
         if size > sizes[snapshot.phase]:
             sizes[snapshot.phase], fullest[snapshot.phase] = size, snapshot
+    if job.levers.leaf_layers:  # about a layer more is gathered, and its gradients wait
+        whole = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp)
+        sizes_of: Counter[int] = Counter()
+        for module in job.weights.modules:
+            if module.layer >= 0 and not (module.in_mlp and module.layer in whole):
+                sizes_of[module.layer] += sum(numel for _, numel in module.weights)
+        size = job.dtype_bytes * max(sizes_of.values())
+        for phase, times in (("forward", 1), ("backward", 2)):
+            lines = {**fullest[phase].lines, "leaf_layers": times * size}
+            fullest[phase] = fullest[phase]._replace(lines=lines)
     return fullest
 
 

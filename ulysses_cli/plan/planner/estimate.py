@@ -111,7 +111,8 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
         and levers.offload_param == "none"
         and layout.dp_replicate_size == 1
     ):
-        yield "parallel.zero_stage: 1", replace(job, zero_stage=1, levers=replace(levers, early_groups=0))
+        whole = replace(levers, early_groups=0, leaf_layers=False)
+        yield "parallel.zero_stage: 1", replace(job, zero_stage=1, levers=whole)
     for words, changed in (
         ("memory.gradient_checkpointing: false", {"gradient_checkpointing": False, "offloaded_layers": 0}),
         ("memory.large_tiles: true", {"large_tiles": True}),

@@ -17,7 +17,14 @@ from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
 from ulysses_cli.plan.ledger.zero.states import list_sub_groups
-from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded, get_key, swaps_activations
+from ulysses_cli.plan.levers import (
+    ALL_GROUPS,
+    Levers,
+    count_most_offloaded,
+    explain_no_leaves,
+    get_key,
+    swaps_activations,
+)
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import (
     ROW_MULTIPLE,
@@ -47,7 +54,7 @@ COSTS = {
     "offloaded_to": 256,
 }
 RECOMPUTING = "gradient_checkpointing"
-SPENDING = ("large_tiles", "early_groups")  # what costs memory and no time, if there is some left
+SPENDING = ("large_tiles", "leaf_layers", "early_groups")  # what costs memory and no time, if there is some left
 EVERY = (*COSTS, *SPENDING)
 NO_ROOM = "the GPU has no room for them"
 OFF = Levers()
@@ -59,12 +66,26 @@ def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Collectio
     levers = _stop_recomputing(job, gpu, levers, open_names)
     most: dict[str, Any] = {
         "large_tiles": int(levers.tiled_mlp or levers.tiled_loss),
+        "leaf_layers": 0,
         "early_groups": 0 if _find_no_overlap(replace(job, levers=levers)) else count_groups(job) - 1,
     }
     for name in open_names:
+        if name == "leaf_layers":  # of which tiles change the gain
+            most[name] = int(_explain_no_leaves(replace(job, levers=levers), gpu) == "")
         if name in SPENDING:
             levers = _spend_most(job, gpu, levers, name, most[name])
     return levers
+
+
+def _explain_no_leaves(job: Job, gpu: Gpu) -> str:
+    levers, place = job.levers, job.levers.offload_param
+    if why := explain_no_leaves(job.shape, job.zero_stage, has_adapters=job.adapters is not None, offload_param=place):
+        return why
+    if job.world_size == 1:
+        return "one rank gathers nothing"
+    tried = (replace(job, levers=replace(levers, leaf_layers=each)) for each in (True, False))
+    with_them, without = (compute_speed(each, gpu).step_seconds for each in tried)
+    return "" if with_them < without else "the GPU does not wait for the processor"
 
 
 def _stop_recomputing(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str]) -> Levers:
@@ -138,6 +159,11 @@ def explain_spending(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
         if not levers.tiled_mlp and not levers.tiled_loss:
             return "nothing is tiled"
         return f"the peak is {fit.gpu_peak_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB" if value else NO_ROOM
+    if name == "leaf_layers":
+        if value:
+            return "the GPU would wait for the processor"
+        off = replace(job, levers=replace(levers, leaf_layers=False))
+        return _explain_no_leaves(off, gpu) or NO_ROOM
     if reason := _find_no_overlap(job):
         return reason
     room = f"of {format_count(count_groups(job), 'group')}; the host has room for copies, from which they are undone"

@@ -280,6 +280,11 @@ class Memory(Section):
     large_tiles: bool | Literal["auto"] = setting(
         "auto", "tiles of at least 2,048 tokens, 4,096 for small models; auto = where the GPU has room"
     )
+    leaf_layers: bool | Literal["auto"] = setting(
+        "auto",
+        "gather a layer's weights at once, which spares most of ZeRO-3's hooks; auto = where the GPU would wait for "
+        "the processor and has room for a layer's gradients",
+    )
     overlap_optimizer: bool | Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = setting(
         "auto",
         "with offload_optimizer: cpu, groups of 125 million weights that are updated while the backward goes on; each "

@@ -9,6 +9,7 @@ from typing import Literal
 from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import is_known
+from ulysses_cli.plan.levers import explain_no_leaves
 from ulysses_cli.plan.models.families import FAMILIES, UNSERVED
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape
@@ -90,6 +91,14 @@ def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Problems:
             f"({shape.common_heads} / {num_ranks})",
             f"use auto, {_list_choices(list_divisors(local))}",
         )
+
+
+def check_leaf_layers(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Layers are leaf modules where DeepSpeed then computes the same."""
+    stage, lora, place = recipe.parallel.zero_stage, recipe.lora, recipe.memory.offload_param
+    why = explain_no_leaves(shape, stage, has_adapters=lora is not None, offload_param=place)
+    if recipe.memory.leaf_layers is True and why:
+        yield Problem("memory.leaf_layers", f"cannot be true: {why}", "leave it out")
 
 
 def check_offloading(recipe: Recipe, shape: ModelShape) -> Problems:
@@ -310,6 +319,7 @@ MODEL_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_heads,
     check_convolutions,
     check_head_chunks,
+    check_leaf_layers,
     check_offloading,
     check_exactness,
     check_attention_kind,

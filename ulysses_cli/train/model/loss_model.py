@@ -31,7 +31,7 @@ from ulysses_cli.train.clock import part_of_step, watch_backward
 from ulysses_cli.train.elementwise.operators import Implementation
 from ulysses_cli.train.experts.lora import serve_adapted_experts
 from ulysses_cli.train.loss import HeadRule, Loss, NextToken, Objective, Places, PlainLoss, TokenLoss, apply_rule
-from ulysses_cli.train.memory.checkpointing import Mode, ResultStorage, checkpoint_layers
+from ulysses_cli.train.memory.checkpointing import Mode, ResultStorage, checkpoint_layers, list_layers
 from ulysses_cli.train.memory.offload import DiskFile, Offloader
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 from ulysses_cli.train.memory.tiled_mlp import ShardedLinear, run_in_pieces, save_before_last_products, tile_mlps
@@ -190,6 +190,9 @@ def apply_levers(
                 save_before_last_products(model, sharded)
     except ValueError as error:
         raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error
+    if levers.leaf_layers and gather_whole is not None:
+        for layer in list_layers(model):
+            gather_whole(layer)
     loss: Loss = PlainLoss(head, rule)
     if levers.tiled_loss:
         vocabulary, hidden = plan.shape.vocab_size, plan.shape.hidden_size

@@ -130,7 +130,9 @@ class Hooks:
     def __init__(
         self, root: SizedModule, leaves: Collection[SizedModule], made: Iterable[Parameter], *, gathers: bool, kept: int
     ) -> None:
-        self.root, self.gathers, self.leaves = root, gathers, set(leaves) if gathers else set()
+        self.root, self.gathers = root, gathers
+        nested = {inner for leaf in leaves for inner in leaf.modules() if inner is not leaf}
+        self.leaves = set(leaves) - nested if gathers else set()
         self.places = {module: path for path, module in root.named_modules() if module.does_work}
         self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
         self.leaves -= self.inside  # the engine looks into no leaf
@@ -194,12 +196,15 @@ class Hooks:
         self._fetch(module, is_forward=True)
         self.remaining[module] = 0
         args = tuple(self._watch_input(module, each) if isinstance(each, Tensor) else each for each in args)
-        if module in self.leaves and Running.grad:
-            args = tuple(_LeafHook(self, module).watch(each) if isinstance(each, Tensor) else each for each in args)
+        leaf_hook = _LeafHook(self, module) if module in self.leaves and Running.grad else None
+        if leaf_hook is not None:
+            args = tuple(leaf_hook.watch(each) if isinstance(each, Tensor) else each for each in args)
         self.running.append(module)
         out = module.forward(*args, **named)
         del args
         self.running.pop()
+        if leaf_hook is not None:
+            out = leaf_hook.keep(out)
         self._release(module, is_forward=True)
         if isinstance(out, tuple):
             return tuple(self._watch_output(module, each) if isinstance(each, Tensor) else each for each in out)
@@ -304,15 +309,28 @@ def watch(t: Tensor, run: Callable[[Node, list[Any]], Any]) -> Tensor:
 
 
 class _LeafHook:
-    """Of a module that is gathered whole: its gradients are reduced when that of an input is there."""
+    """Of a module that is gathered whole: its gradients are reduced when that of an input is there. Until then torch's
+    hook keeps the gradients of what the module returned (torch/utils/hooks.py: BackwardHook)."""
 
     def __init__(self, hooks: Hooks, module: SizedModule) -> None:
         self.hooks, self.module, self.is_done = hooks, module, False
+        self.kept: list[Any] = []
 
     def watch(self, t: Tensor) -> Tensor:
         return watch(t, self._run) if t.requires_grad else t
 
+    def keep(self, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return tuple(map(self.keep, out))
+        return watch(out, self._keep) if isinstance(out, Tensor) and out.requires_grad else out
+
+    def _keep(self, _: Node, grads: list[Any]) -> Any:
+        if not self.is_done:
+            self.kept += grads
+        return grads
+
     def _run(self, _: Node, grads: list[Any]) -> Any:
+        self.kept = []
         if not self.is_done:
             self.is_done = True
             for parameter in self.hooks.of_leaf[self.module]:
