@@ -98,7 +98,7 @@ package: install  ## dist/: the sdist, and the wheel that is built from it
 
 bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/data.py
-	python benchmarks/train_cpu.py && python benchmarks/elementwise.py && python benchmarks/recomputation.py && python benchmarks/hybrid.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
+	python benchmarks/train_cpu.py && python benchmarks/elementwise.py && python benchmarks/recomputation.py && python benchmarks/experts.py && python benchmarks/hybrid.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
 	python benchmarks/evaluate.py
 

@@ -286,6 +286,7 @@ SUITES: dict[str, tuple[Part, ...]] = {
     "more": (
         Part("a run of 0.5B, rows of 32Ki", run_half, 160, read=read_half),
         make_tests("norms and gates on a GPU", "test_gpu_elementwise.py", 120),
+        make_tests("experts on a GPU", "test_gpu_experts.py", 120),
         make_tests("attention by packages on a GPU", "test_gpu_kernels.py", 120, "-k", "flash"),  # may end its process
         make_tests("training over NCCL", "test_gpu_training.py", 240),
         make_tests("more than 2^31 elements on a GPU", "test_gpu_indexing.py", 150),
