@@ -22,12 +22,13 @@ CASES: list[tuple[str, str, int, tuple[str, ...]]] = [
     *(("qwen3_moe", "2x1", stage, (*words, RING)) for stage, words in ((1, ()), (3, TILED))),
     ("qwen3_moe", "2x1", 3, (*TILED, "lora.experts=[down]")),
     *((kind, "2x1", 3, words) for kind in ("gpt_oss", "mixtral", "gemma4_text") for words in ((), TILED)),
+    ("cohere2_moe", "2x1", 3, ("lora.target_modules=[o_proj]",)),  # the first experts read a frozen input
 ]
-CHECKED = [CASES[3], CASES[4], CASES[12], ("gpt_oss", "2x1", 3, TILED)]
+CHECKED = [CASES[3], CASES[4], CASES[12], ("gpt_oss", "2x1", 3, TILED), CASES[-1]]
 
 
 def describe(kind: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(make_config(kind, **SHAPES[kind]).to_json_string(use_diff=False))
+    content: dict[str, Any] = json.loads(make_config(kind, **SHAPES.get(kind, {})).to_json_string(use_diff=False))
     return {**content, "model_type": kind, "tie_word_embeddings": False}
 
 
