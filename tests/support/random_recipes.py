@@ -303,8 +303,6 @@ def predict_phases(job: Job) -> dict[str, int]:
     """Returns the formulas' bytes of what a trace sees, in each phase of a step at its fullest."""
     phases: dict[str, int] = {}
     for snapshot in list_fullest(job).values():
-        if snapshot.phase == "load":
-            continue
         seen = sum(size for line, size in snapshot.lines.items() if line not in UNSEEN)
         phases[snapshot.phase] = max(seen, phases.get(snapshot.phase, 0))
     return phases

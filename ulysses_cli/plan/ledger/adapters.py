@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job, Lines, name_linear
-from ulysses_cli.plan.ledger.layer import PROOF_TOKENS, count_mlp_tile_tokens, is_tiled, list_adapter_saved, saves_input
+from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens, is_tiled, list_adapter_saved, saves_input
 from ulysses_cli.plan.ledger.weights import Weights, is_fused_mlp
 from ulysses_cli.plan.models.layers import Layer
 
@@ -69,7 +69,7 @@ def _compute_own_dora_saved(job: Job, linear: AdaptedLinear, tokens: int) -> int
     return DORA_SAVED * job.dtype_bytes * linear.num_out * tokens
 
 
-def compute_dora_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bool, trains: bool = True) -> int:
+def compute_dora_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bool) -> int:
     """The larger of two times: the base's result, while the adapters' product, its scaled copy and the weight with it
     are measured, b (o S + 3 i o); and then, with that product, 5 b o S. `keeps`: the identity that the product was made
     of is saved for a backward, and lives as long as the product."""
@@ -77,31 +77,21 @@ def compute_dora_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bo
     identity = i * i
     making = o * tokens + identity + product
     measuring = o * tokens + identity * keeps + 3 * product
-    drops = trains and job.adapters is not None and job.adapters.drops  # the frozen layer runs again on what is left
+    drops = job.adapters is not None and job.adapters.drops  # the frozen layer runs again on what is left
     scaling = identity * keeps + product + (DORA_AT_ONCE + int(drops)) * o * tokens
     return job.dtype_bytes * max(making, measuring, scaling)
-
-
-def compute_dora_proof(job: Job) -> int:
-    """The most of its work before training, when the model runs on a few tokens."""
-    works = (
-        compute_dora_work(job, linear, PROOF_TOKENS, keeps=False)
-        for kind in job.shape.layer_kinds
-        for linear in list_adapted(job, kind)
-    )
-    return max(works, default=0)
 
 
 def compute_dora_gradients(job: Job, linear: AdaptedLinear, tokens: int) -> int:
     return DORA_GRADIENTS * job.dtype_bytes * linear.num_out * tokens
 
 
-def list_dora_forward(job: Job, kind: Layer, *, trains: bool) -> Iterator[tuple[str, int, int]]:
+def list_dora_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
     """(Place in a layer, bytes around an adapted layer, bytes of its work) of a forward: what was projected before, and
     what the block holds. An evaluation drops nothing."""
-    keeps = trains and job.levers.gradient_checkpointing is False
+    keeps = job.levers.gradient_checkpointing is False
     b, h, done = job.dtype_bytes, job.shape.hidden_size, 0
-    drops = trains and job.adapters is not None and job.adapters.drops  # and its copy of the input is there
+    drops = job.adapters is not None and job.adapters.drops  # and its copy of the input is there
     for linear in list_adapted(job, kind):
         if linear.in_mlp:
             tokens = count_mlp_tile_tokens(job)
@@ -112,9 +102,7 @@ def list_dora_forward(job: Job, kind: Layer, *, trains: bool) -> Iterator[tuple[
             tokens, is_last = job.local_tokens, linear.name == "o_proj"
             around = b * (job.query_width if is_last else h + max(done, _count_queries(job, kind, linear))) * tokens
             done += linear.num_out
-        work = compute_dora_work(job, linear, tokens, keeps=keeps, trains=trains) + (
-            b * linear.num_in * tokens if drops else 0
-        )
+        work = compute_dora_work(job, linear, tokens, keeps=keeps) + (b * linear.num_in * tokens if drops else 0)
         yield "mlp" if linear.in_mlp else "attention", around, work
 
 

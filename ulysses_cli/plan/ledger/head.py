@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
-    PROOF_TOKENS,
     compute_norm_backward,
     compute_norm_forward,
     compute_norm_saved,
@@ -49,13 +48,7 @@ def compute_final_norm_backward(job: Job) -> int:
     return compute_norm_backward(job, hidden) + (2 if saves_norm_input(job) else is_cast) * b * hidden * tokens
 
 
-def compute_proof_logits(job: Job) -> int:
-    """Before training the head is checked on a few tokens: the model's logits and those of the loss, in float32, and
-    those in the model's dtype or transformed (train/model/loss_model.py: check_head)."""
-    return PROOF_TOKENS * job.shape.vocab_size * (8 + (4 if _transforms_logits(job) else job.dtype_bytes % 4))
-
-
-def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
+def compute_loss_forward(job: Job) -> int:
     """Logits in float32 and log-softmax: 8 V S (train/loss.py). A divisor or a softcap works while the logits in the
     model's dtype, b V S, exist: a divisor makes another 4 V S; a softcap divides, takes the tanh and scales, and saves
     the tanh, 4 V S. A z-loss sums exponentials, of which torch makes 4 V S (ReduceOps.cpp: logsumexp_out_impl). In
@@ -66,7 +59,7 @@ def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
     if job.levers.tiled_loss:
         return (b + _count_copies(job) + capped) * vocab * tokens
     in_transform = original + (4 + capped + 4 * _transforms_logits(job)) * _transforms_logits(job)
-    return max(in_transform, 8 + capped + (4 if job.has_z_loss and trains else 0)) * vocab * tokens
+    return max(in_transform, 8 + capped + (4 if job.has_z_loss else 0)) * vocab * tokens
 
 
 def compute_loss_backward(job: Job) -> int:

@@ -30,7 +30,7 @@ Lines = dict[str, int]
 LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
 HEAD_SNAPSHOTS = ("final norm", LEAVES, HEAD_SENT)
 EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
-MAKING, BETWEEN, RECOMPUTATION = "master weights are made", "between micro-steps", "recomputation"
+BETWEEN, RECOMPUTATION = "between micro-steps", "recomputation"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
 BEFORE_ATTENTION = ("the MLP's last matrix", "gate and up", "mlp", "norm")
 

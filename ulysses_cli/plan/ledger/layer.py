@@ -16,7 +16,6 @@ from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.rows.indexing import LINEAR, runs_in_pieces
 
 DROPOUT_MASK_BYTES = 1  # of an element
-PROOF_TOKENS = 8  # train/model/loss_model.py: PROBE_TOKENS
 
 
 def compute_layer_input(job: Job) -> int:

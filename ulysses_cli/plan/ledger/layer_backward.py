@@ -25,7 +25,6 @@ from ulysses_cli.plan.ledger.job import (
     HEAD_SNAPSHOTS,
     LAST_SENT,
     LEAVES,
-    MAKING,
     PASSES,
     RECOMPUTATION,
     Job,
@@ -398,12 +397,12 @@ def settle(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
 
 
 def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
-    """With replicas, weights that were released since the last step have a second shard; frozen ones keep it. The check
-    of the head goes through the model twice; so do accumulated micro-steps, and an evaluation and the step after it."""
-    if job.layout.dp_replicate_size == 1 or snapshot.name == MAKING:
+    """With replicas, weights that were released since the last step have a second shard; frozen ones keep it.
+    Accumulated micro-steps, and an evaluation and the step after it, go through the model twice."""
+    if job.layout.dp_replicate_size == 1:
         return snapshot
     repeats = lower_stages.accumulates(job) or job.evaluates
-    goes_again = snapshot.phase == "load" or (snapshot.phase in PASSES and repeats) or job.adapters is not None
+    goes_again = (snapshot.phase in PASSES and repeats) or job.adapters is not None
     gathered_bytes = 0 if goes_again else snapshot.lines.get("parameters_gathered", 0)
     if snapshot.phase == "backward":  # fetched again, a weight has a second shard from its release in the forward
         gathered_bytes = min(gathered_bytes, job.dtype_bytes * compute_gathered(job).never_released)

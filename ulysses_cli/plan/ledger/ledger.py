@@ -1,6 +1,6 @@
-"""The ledger: bytes per rank on the GPU and per node on the host, by phase and by line. Walks every time at which a
-rank's memory may be fullest, in the order of a run: load, step, evaluation, save. A phase is as large as its fullest
-snapshot, and the lines of a snapshot add up to it. Each line is a function in plan/ledger/. Takes a Job."""
+"""The ledger: bytes per rank on the GPU and per node on the host, by phase and by line. For a search, formulas walk
+every time of a step at which a rank's memory may be fullest; a run on sizes (sized/) knows load, evaluation and save
+too. A phase is as large as its fullest snapshot, and the lines of a snapshot add up to it. Takes a Job."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from functools import cached_property
 
 from ulysses_cli.plan.ledger import head, layer, machine, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import (
-    compute_dora_proof,
     compute_quantized_work,
-    compute_restored_weights,
     list_dora_forward,
 )
 from ulysses_cli.plan.ledger.job import (
@@ -23,7 +21,6 @@ from ulysses_cli.plan.ledger.job import (
     HEAD_SENT,
     LAST_SENT,
     LEAVES,
-    MAKING,
     RECOMPUTATION,
     Job,
     Lines,
@@ -58,7 +55,6 @@ def walk_snapshots(job: Job) -> Iterator[MemorySnapshot]:
 
 def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     gathered = compute_gathered(job)
-    yield from _walk_load(job, gathered)
     held, saved_results = _list_held(job, gathered), list_saved(job)
     yield from _walk_start(job, held, gathered, "forward")
     inside = {**saved_results, "embedded": count_embedded(job)}
@@ -140,11 +136,11 @@ def _walk_start(job: Job, held: Lines, gathered: Gathered, phase: str) -> Iterat
         yield MemorySnapshot(phase, name, {**held, **embedded, **lines})
 
 
-def _list_forward_work(job: Job, kind: Layer, *, trains: bool = True) -> Iterator[tuple[str, Lines]]:
+def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     """(Place in a layer, tensors in use there) of a forward."""
     job = job.view(kind)
     yield "attention", {"attention": mixers.compute_forward(job, kind)}
-    for place, around, work in list_dora_forward(job, kind, trains=trains):
+    for place, around, work in list_dora_forward(job, kind):
         yield place, {place: around, "lora": work}
     if kind.shared:
         yield "mlp", {"mlp": mixers.compute_block_mlp_forward(job, kind)}
@@ -239,7 +235,7 @@ def _walk_loss(job: Job, at_loss: Lines, of_logits: Lines) -> Iterator[MemorySna
 
 
 def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
-    """After the layers' backward: the embedding's gradient, the optimizer's step, evaluation and saving."""
+    """After the layers' backward: the embedding's gradient and the optimizer's step."""
     b, embedding = job.dtype_bytes, head.compute_embedding_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding, **states.list_unswapped(job, -1)}
     end["retained_gradients"] = gradients.compute_retained_gradients(job, job.weights.num_trained)
@@ -272,10 +268,6 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     if job.zero_stage == 3 and job.world_size > 1:  # all in one collective (_allgather_params_coalesced)
         shares = {"parameters_arriving": states.compute_arriving(job, gathered.persistent)}
         yield MemorySnapshot("optimizer_step", "persistent weights are gathered", {**between, **shares})
-    if job.evaluates:
-        yield from _walk_evaluation(job, held, compute_gathered(job, trains=False))
-    largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
-    yield MemorySnapshot("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})
 
 
 def _walk_vectors_backward(job: Job, end: Lines) -> Iterator[MemorySnapshot]:
@@ -306,7 +298,7 @@ def compute_prefill(job: Job) -> int:
         + max(
             sum(work.values()) + (0 if "mlp" in work else _compute_beside_mixer(job.view(kind)))
             for kind in job.shape.layer_kinds
-            for _, work in _list_forward_work(job, kind, trains=False)
+            for _, work in _list_forward_work(job, kind)
         )
     )
 
@@ -314,45 +306,6 @@ def compute_prefill(job: Job) -> int:
 def _compute_beside_mixer(job: Job) -> int:
     result = job.dtype_bytes * job.query_width * job.local_tokens if job.layout.ulysses_size > 1 else 0
     return layer.compute_layer_input(job) + result
-
-
-def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
-    """A forward that saves only the embedding's output and a layer's input."""
-    residual = {
-        "residual": 2 * layer.compute_layer_input(job),
-        **layer.list_vectors_used(job),
-        **mixers.list_kept_embedding(job),
-    }
-    yield from _walk_start(job, held, gathered, "evaluation")
-    works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind, trains=False))
-    for kind, place, work in works:
-        maxima = gathered.list_maxima("forward", place, job.shape.numbers_of_kind[kind])
-        most = {"parameters_gathered": job.dtype_bytes * (maxima[-1][1] if maxima else 0)}
-        yield MemorySnapshot("evaluation", place, {**held, **residual, **most, **work})
-    loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
-    at_loss = {**_list_logits(job, gathered), "residual": layer.compute_layer_input(job)}
-    yield MemorySnapshot("evaluation", "loss", {**held, **at_loss, **loss})
-    all_came = {"parameters_gathered": job.dtype_bytes * gathered.end}
-    yield MemorySnapshot("evaluation", "gathered weights are let go", {**held, **all_came})
-
-
-def _walk_load(job: Job, gathered: Gathered) -> Iterator[MemorySnapshot]:
-    loaded = {**_list_loaded(job, gathered), "parameters_persistent": 0}  # the first step gathers them
-    if job.zero_stage == 3:
-        parameters = {"parameters": loaded["parameters"], "weight_made": states.compute_weight_made(job)}
-        yield MemorySnapshot("load", "weights are made and drawn", parameters)
-    made = {name: size for name, size in loaded.items() if name not in ("gradients", "reduce_bucket")}
-    yield MemorySnapshot("load", MAKING, {**made, "load_transients": states.compute_load_transients(job)})
-    if job.levers.offload_param != "none":
-        largest, by_hook = job.weights.largest, job.weights.largest_trained
-        one = by_hook if job.world_size == 1 else largest
-        hook = {"parameters_arriving": states.compute_arriving(job, one), "parameters_gathered": job.dtype_bytes * one}
-        yield MemorySnapshot("load", "a weight is gathered alone", {**loaded, **hook})
-    proof = {"parameters_gathered": job.dtype_bytes * gathered.proof, "logits": head.compute_proof_logits(job)}
-    yield MemorySnapshot("load", "the head is proven", {**loaded, **proof, "lora": compute_dora_proof(job)})
-    restored = max((compute_restored_weights(job.view(kind), kind) for kind in job.shape.layer_kinds), default=0)
-    if restored and job.quantized == "nf4":  # on a few tokens 8 bits restore nothing
-        yield MemorySnapshot("load", "a weight is restored", {**loaded, "restored_weights": restored})
 
 
 def _list_fetched(job: Job, num_elements: int, num_arriving: int) -> Lines:
@@ -424,7 +377,8 @@ class Ledger:
 
 
 def compute_ledger(job: Job) -> Ledger:
-    """By formulas alone, which a search asks hundreds of times."""
+    """By formulas alone, which a search asks hundreds of times. They know a step, which takes at least what an
+    evaluation takes, and nearly always more than a load or a save."""
     return complete_ledger(job, list_fullest(job))
 
 
@@ -457,7 +411,8 @@ def complete_ledger(job: Job, fullest: Mapping[str, MemorySnapshot], missing: st
         "expandable_segments": machine.compute_allocator(job, allocated, expandable=True),
         "fixed_segments": machine.compute_allocator(job, allocated, expandable=False),
     }
-    return Ledger(phases, list_host_phases(job, phases), fragmentation, missing)
+    in_host = [phase for phase in PHASES if phase != "evaluation" or job.evaluates]
+    return Ledger(phases, list_host_phases(job, in_host), fragmentation, missing)
 
 
 def _complete(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:

@@ -64,7 +64,6 @@ class Weights:
     num_frozen: int
     largest: int  # elements of the largest weight
     largest_trained: int
-    largest_module: int  # all weights that are gathered to draw one module
     persistent_sizes: tuple[int, ...]
 
     def __hash__(self) -> int:
@@ -116,24 +115,8 @@ def list_weights(shape: ModelShape, adapters: Adapters | None) -> Weights:
     counted, known = sum(trained) + sum(frozen), shape.num_parameters
     biases = 0 if known is None or adapters is not None else known - counted
     everything = tuple(size for size, _ in sizes.values())
-    largest = max(everything), max(trained, default=0), _find_largest_drawn(shape)
+    largest = max(everything), max(trained, default=0)
     return Weights(modules, sum(trained) + biases, sum(frozen), *largest, everything)
-
-
-@lru_cache(maxsize=64)
-def _find_largest_drawn(shape: ModelShape) -> int:
-    """Elements of a module and of those directly inside it, except for whole models (transformers/integrations/
-    deepspeed.py: initialize_weights_zero3). Adapters are added later."""
-    modules = tuple(_walk_modules(shape, None))
-    sizes = [sum(size for _, size in module.weights) for module in modules]
-    most, path = max(sizes), [0]
-    together = list(sizes)
-    for number, module in enumerate(modules):
-        del path[module.depth :]
-        if path and module.layer >= 0 and module.depth > 2:
-            together[path[-1]] += sizes[number]
-        path.append(number)
-    return max(most, *together)
 
 
 def name_weight(name: str) -> str:

@@ -283,17 +283,6 @@ class Coordinator:
         if not self.gathers[number]:
             self.held -= self.flat[number]
 
-    def count_after_all_gathers(self) -> int:
-        """The most elements in memory while all gathers in flight are waited for, one after another
-        (_clean_inflight_param_registry)."""
-        held = peak = self.held
-        for number in dict.fromkeys(self.in_flight.values()):
-            if number in self.copied:
-                held -= self.flat[number]
-            else:
-                peak = max(peak, held + self.flat[number])
-        return peak
-
     def count_never_released(self) -> int:
         """Elements of the gathered weights that have not been released since the step began."""
         return sum(self.sizes[name] for name in self._list_gathered() - self.was_released)

@@ -39,12 +39,10 @@ ByLayer = tuple[tuple[int, int], ...]
 class Gathered:
     """Gathered elements, without the persistent ones, which are always there.
 
-    `forward`, `backward`: by place in a layer, (layer, elements), from the last layer down. `proof`: the most before
-    training, when DeepSpeed does not know the order of modules: in the forward that checks the head, or of one trained
-    weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final`: in the final norm's
-    forward; `head`: while the head is fetched; `logits`: when it has been left; `loss`: in its backward; `norm`: in the
-    final norm's backward; `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all
-    gathers in flight. `start`: while embeddings are fetched; `vectors`: while layers' own vectors are normed.
+    `forward`, `backward`: by place in a layer, (layer, elements), from the last layer down. `final`: in the final
+    norm's forward; `head`: while the head is fetched; `logits`: when it has been left; `loss`: in its backward; `norm`:
+    in the final norm's backward; `embedding`: at the end of the step. `start`: while embeddings are fetched; `vectors`:
+    while layers' own vectors are normed.
     `never_released`: of weights that the forward has kept from their first gather on. `left`: when the backward is
     over, until the optimizer's step releases all.
     `at_gradients`: by weight, when its gradient is made, just before its module is left.
@@ -52,14 +50,12 @@ class Gathered:
 
     forward: dict[str, ByLayer]
     backward: dict[str, ByLayer]
-    proof: int = 0
     final: int = 0
     head: int = 0
     logits: int = 0
     loss: int = 0
     norm: int = 0
     embedding: int = 0
-    end: int = 0
     start: int = 0
     vectors: int = 0
     persistent: int = 0
@@ -94,16 +90,14 @@ class Gathered:
 NONE = Gathered({}, {})
 
 
-def compute_gathered(job: Job, *, trains: bool = True) -> Gathered:
+def compute_gathered(job: Job) -> Gathered:
     """Steps on one rank gather nothing, unless the weights are on the host; below stage 3 nothing is gathered at all. A
     product with a transposed weight saves a view of it for the backward, which keeps it in memory even if DeepSpeed
     releases it (transformers: integrations/moe.py, _grouped_linear)."""
-    if job.zero_stage < 3:
+    if job.zero_stage < 3 or (job.world_size == 1 and job.levers.offload_param == "none"):
         return NONE
-    if job.world_size == 1 and job.levers.offload_param == "none":
-        return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
-    saves_experts = trains and not (recomputes or is_tiled(job)) and Trait.TRANSPOSED_EXPERTS not in job.shape.traits
+    saves_experts = not (recomputes or is_tiled(job)) and Trait.TRANSPOSED_EXPERTS not in job.shape.traits
     options = {"splits": job.world_size > 1, "saves_experts": saves_experts}
     disk = find_on_disk(job)
     return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, disk, **options)
@@ -138,7 +132,6 @@ def _replay(
         "loss": 0,
         "norm": 0,
         "embedding": 0,
-        "end": 0,
         "start": 0,
         "vectors": 0,
     }
@@ -170,7 +163,6 @@ def _replay(
                 layers[module.layer] = max(layers.get(module.layer, 0), peak)
         elif module.part == HEAD and event.enters:
             most["head"] = max(most["head"], peak)
-            most["end"] = coordinator.count_after_all_gathers() if not event.is_backward else most["end"]
             if event.is_backward:
                 name = "norm" if module.name == "norm" else "loss"
                 most[name] = max(most[name], coordinator.held)
@@ -188,22 +180,12 @@ def _replay(
     return Gathered(
         forward={place: by_layer for (phase, place), by_layer in by_place.items() if phase == "forward"},
         backward={place: by_layer for (phase, place), by_layer in by_place.items() if phase == "backward"},
-        proof=max(
-            weights.largest_trained,
-            *(count_proof(module, splits=splits) for module in modules),
-        ),
         persistent=persistent,
         never_released=never_released or 0,
         left=coordinator.count_left(),
         at_gradients=at_gradients,
         **most,
     )
-
-
-def count_proof(module: Module, *, splits: bool) -> int:
-    """One module's weights at a time: several arrive in one buffer and are copied out of it, except on a single rank.
-    Those that stay from then on arrive for the first time, too."""
-    return sum(size for _, size in module.weights) * (1 + (splits and len(module.weights) > 1))
 
 
 def name_place(module: Module, event: HookEvent, *, in_experts: bool) -> str:

@@ -334,17 +334,6 @@ def list_layers_below(job: Job) -> dict[int, int]:
     return {weight.layer - 1: weight.num_before + weight.num_elements for weight in large if weight.layer > 0}
 
 
-def compute_load_transients(job: Job) -> int:
-    """In addition to weights and master: a flat copy of the weights, b N, before the master is made or, with the
-    optimizer on the host, before the buffer for gradients; then, with the master, zeros of its size
-    (initialize_optimizer_states)."""
-    flat = job.dtype_bytes * job.weights.num_trained
-    if job.levers.offload_optimizer != "none":
-        return flat - job.dtype_bytes * _count_largest(job)
-    master = 4 * count_shard(job.weights.num_trained, job.world_size)
-    return max(flat - master, master)
-
-
 def compute_step_transients(job: Job) -> int:
     """The norm casts one gradient of this rank's share at a time to float64 (get_grad_norm_direct). Then the share is
     concatenated, b N / W, and cast, 4 N / W; a flat buffer needs neither."""

@@ -347,34 +347,6 @@ def compute_step_transients(job: Job) -> int:
     return max(norm, per_weight * count_largest_group(job))
 
 
-def compute_weight_made(job: Job) -> int:
-    """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last. Or all
-    weights of a module, which are gathered to be initialized (transformers/integrations/deepspeed.py:
-    initialize_weights_zero3); from the host, together with their shards. A single rank has them whole and gathers none
-    (partition_parameters.py: _no_gather_coalesced). A tied head is made too, b V h / W, with replicas also its
-    second shard, and released later."""
-    head = job.shape.vocab_size * job.shape.hidden_size
-    is_here = job.shape.tie_word_embeddings and job.levers.offload_param == "none"
-    tied = count_shard(head, job.world_size) if is_here else 0
-    if job.layout.dp_replicate_size > 1:
-        tied *= 1 + job.layout.dp_replicate_size
-    drawn = job.weights.largest_module if job.world_size > 1 or job.levers.offload_param != "none" else 0
-    arriving = compute_arriving(job, drawn) if job.world_size > 1 else 0
-    return max(job.dtype_bytes * head, job.dtype_bytes * drawn + arriving) + job.dtype_bytes * tied
-
-
-def compute_load_transients(job: Job) -> int:
-    """4 n_s: a sub-group's weights are cast to float32, and the cast is cloned (stage3.py: _create_fp32_partitions).
-    The clone is the master, whose line counts all of it: this returns the most beyond that line, reached while the last
-    sub-groups are made. With the optimizer on the host both are there."""
-    if job.zero_stage < 3:
-        return gradients.compute_load_transients(job)
-    if job.levers.offload_optimizer != "none" or job.dtype_bytes == 4:
-        return 0
-    groups = list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
-    return 4 * (max(made + group for made, group in zip(accumulate(groups), groups, strict=True)) - sum(groups))
-
-
 def compute_host_optimizer_pinned(job: Job) -> int:
     """Per rank: gradients g N / W and their float32 copies 4 N / W, page-locked (stage3.py:
     initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe, instead of the copies: DeepSpeed's four buffers
