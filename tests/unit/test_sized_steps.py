@@ -104,6 +104,14 @@ def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pyt
         assert join(each, 0).measure() == found
 
 
+def test_a_formula_knows_the_first_layer_that_is_trained_behind_a_window() -> None:
+    """Beside an MLP, where the last projection alone has adapters."""
+    row = next(row for row in ROWS if row["recipe"]["model"]["config"]["model_type"] == "cohere2_moe")
+    settings = {**row["recipe"], "lora": {"r": 8, "target_modules": ["o_proj"]}}
+    job = make_drawn_job(read_recipe(settings))
+    assert compute_ledger(job).gpu_peak_bytes == pytest.approx(measure_ledger(job).gpu_peak_bytes, rel=0.01)
+
+
 def test_what_a_run_refutes_is_proposed_anew() -> None:
     """Of one recipe formulas say 2 % less than its own code takes."""
     drawn = [row["recipe"] for row in ROWS if row["recipe"]["model"]["config"]["model_type"] == "falcon_h1"]

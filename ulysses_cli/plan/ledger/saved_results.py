@@ -122,7 +122,7 @@ def _is_trained_in_first_mixer(job: Job, module: Module) -> bool:
 
 def _compute_whole_mixer(job: Job) -> int:
     """What the mixer of the first layer that saves anything would save, with its result and the norm before it."""
-    kind = job.shape.layers[job.weights.first_trained]
+    kind = job.shape.layers[job.weights.first_trained].without_window()
     view = job.view(kind)
     return mixers.compute_saved(view, kind) + mixers.compute_result(view, kind)
 
