@@ -98,17 +98,17 @@ def train_by_score(patience: int) -> tuple[list[int], int, dict[int, float]]:
         patch.setattr(eval_suite, "summarize", made_up)
         state.post_step_hooks = (*state.post_step_hooks, every(1, suite.run))
         train(state)
-    return saved, state.step, state.eval_lacks
+    return saved, state.step, state.evaluated[SCORE_MEASURE]
 
 
 @pytest.mark.full
 def test_all_ranks_choose_by_the_score_that_rank_0_has() -> None:
     first, second = run_on_ranks(2, train_by_score, 3)
     assert first == second
-    saved, last, lacks = first
+    saved, last, known = first
     assert saved == [1, 2], "the higher score is better, the earlier of equal ones"
     assert last == 5
-    assert lacks == {step: 1 - score for step, score in enumerate(SCORES[:5], 1)}
+    assert known == {step: -score for step, score in enumerate(SCORES[:5], 1)}
 
 
 def ask_late() -> tuple[int, int]:
@@ -170,8 +170,8 @@ def test_a_resumed_run_asks_what_its_end_had_interrupted(
     steps = list[int]()
     suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), lambda _: None)
     state: Any = SimpleNamespace(
-        step=step, num_steps=8, last_eval_step=step - 1, eval_lacks=known, stop=StopConditions(), engine=None,
-        groups=SimpleNamespace(is_first=False),
+        step=step, num_steps=8, last_eval_step=step - 1, evaluated={SCORE_MEASURE: known}, stop=StopConditions(),
+        engine=None, groups=SimpleNamespace(is_first=False),
     )  # fmt: skip
 
     def ask(*_: Any) -> bool:
@@ -190,7 +190,7 @@ def test_a_score_that_is_known_is_not_asked_for_again_at_the_end(monkeypatch: py
     """A run that was killed while it wrote the model has asked the last questions already."""
     suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), print)
     monkeypatch.setattr(eval_suite, "ask_questions", Mock(side_effect=AssertionError("asked again")))
-    done: Any = SimpleNamespace(step=8, eval_lacks={8: 0.5})
+    done: Any = SimpleNamespace(step=8, evaluated={SCORE_MEASURE: {8: 0.5}})
     suite.run(done, StopConditions())
 
 

@@ -619,7 +619,10 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
         parallel={"sp_size": 2},
         data={"datasets": [{"path": "pairs.jsonl"}], "eval_split": 0.2, "max_length": 192},
         train={"max_steps": 6, "learning_rate": 0.01, "adam_epsilon": 1e-8},
-        run={"eval_steps": 3, "save_steps": 3, "save_total_limit": None},
+        run={
+            **{"eval_steps": 3, "save_steps": 3, "save_total_limit": None},
+            **{"keep_best": "rewards/accuracies", "export_best": True},
+        },
     )
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({**recipe, "preference": {"loss": "sigmoid"}}))
     err = train(tmp_path)
@@ -631,12 +634,16 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
     assert metrics[0]["rewards/chosen"] == metrics[0]["rewards/rejected"] == evaluations[0]["rewards/margins"] == 0
     assert evaluations[-1]["rewards/accuracies"] > 0.9
     assert evaluations[-1]["loss"] < evaluations[1]["loss"] < evaluations[0]["loss"]
+    exported = tmp_path / "run" / "model" / "ulysses.json"
+    assert [line["rewards/accuracies"] for line in evaluations[1:]] == [1, 1]
+    assert json.loads(exported.read_text())["step"] == 3, "the earlier of equal accuracies; the loss is lowest at 6"
     for lost in ("checkpoints/step-6", "model", "reference"):
         shutil.rmtree(tmp_path / "run" / lost)
     train(tmp_path, "--resume", "auto")
     again, evaluated = ([json.loads(line) for line in file.read_text().splitlines()] for file in read.values())
     assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
     assert evaluated == evaluations
+    assert json.loads(exported.read_text())["step"] == 3
     shutil.rmtree(tmp_path / "run" / "model")  # a kill after the last save: no step is left, but the evaluation
     read["eval"].write_text("".join(f"{json.dumps(line)}\n" for line in evaluations[:-1]))
     train(tmp_path, "--resume", "auto")

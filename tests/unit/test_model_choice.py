@@ -4,25 +4,31 @@ stopping is compared in tests/one_process/test_run_parts.py."""
 import json
 import math
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from support.checkpoints import make_checkpoint
 
-from ulysses_cli.plan.schedule import SCORE_MEASURE, choose_best, describe_stall
+from ulysses_cli.plan.recipe.recipe import Run
+from ulysses_cli.plan.schedule import MEASURES, SCORE_MEASURE, choose_best, describe_stall
 from ulysses_cli.report.run_summary import list_figures, load_run, summarize_run
 from ulysses_cli.run.bucket import Bucket
 from ulysses_cli.run.checkpoints import (
     CheckpointError,
     choose_checkpoint,
-    dump_losses,
+    dump_measured,
+    load_measured,
     name_share,
     prune_checkpoints,
-    read_losses,
 )
 from ulysses_cli.run.remote_checkpoints import Sending, bring_newest, list_remote_steps, prune_remote
 from ulysses_cli.run.resume import find_resume_point
 
 LOSSES = {2: 2.0, 4: 1.0, 6: math.inf, 8: 3.0}
+
+
+def dump_losses(losses: dict[int, float]) -> dict[str, float | None]:
+    return {str(step): loss if math.isfinite(loss) else None for step, loss in losses.items()}
 
 
 def list_steps(run_dir: Path) -> list[str]:
@@ -41,8 +47,12 @@ def test_the_best_is_the_lowest_finite_loss_of_those_that_are_there() -> None:
     assert choose_best(LOSSES, [2, 6, 8, 9]) == 2
     assert choose_best({2: 1.0, 4: 1.0}, [4, 2]) == 2
     assert choose_best(LOSSES, [6, 9]) is None
-    assert read_losses({"eval_losses": json.loads(json.dumps(dump_losses(LOSSES)))}) == LOSSES
-    assert read_losses({}) == {}  # of an older version
+    measured = {"eval_loss": LOSSES, "eval_suite": {4: -0.3}, "eval_rewards/margins": {2: -0.1, 4: math.inf}}
+    saved = json.loads(json.dumps(dump_measured(measured)))
+    assert saved["eval_losses"] == dump_losses(LOSSES)
+    assert (saved["eval_scores"], saved["eval_margins"]) == ({"4": 0.3}, {"2": 0.1, "4": None}), "scores as they are"
+    assert load_measured(saved) == {**measured, "eval_rewards/accuracies": {}}
+    assert not any(load_measured({}).values())  # of an older version
 
 
 def test_pruning_keeps_the_best_beside_the_newest(tmp_path: Path) -> None:
@@ -59,10 +69,12 @@ def test_a_resumed_run_knows_the_losses_of_its_state_and_of_its_file(tmp_path: P
     make_checkpoint(tmp_path, 8, eval_losses=dump_losses({2: 2.0, 6: math.inf}))
     write_evaluations(tmp_path, {0: 0.01, 8: 3.0, 10: 0.1})
     point = find_resume_point(tmp_path, "auto", 0, lambda _: None)
-    assert (point.eval_losses, point.best_step) == ({2: 2.0, 6: math.inf, 8: 3.0}, 2), "not the base's of step 0"
+    assert (point.measured["eval_loss"], point.best_step) == ({2: 2.0, 6: math.inf, 8: 3.0}, 2), (
+        "not the base's of step 0"
+    )
     assert [point.has_stalled(patience, 0.0) for patience in (1, 2, 3, None)] == [True, True, False, False]
     other = find_resume_point(tmp_path / "other", str(tmp_path / "checkpoints" / "step-8"), 0, lambda _: None)
-    assert (other.eval_losses, other.best_step) == ({2: 2.0, 6: math.inf}, None)
+    assert (other.measured["eval_loss"], other.best_step) == ({2: 2.0, 6: math.inf}, None)
 
 
 def test_the_best_of_a_run_is_chosen_for_export(tmp_path: Path) -> None:
@@ -104,8 +116,8 @@ def test_a_score_decides_where_the_run_goes_by_it(tmp_path: Path) -> None:
         make_checkpoint(tmp_path, step, recipe=recipe, **state)
     (tmp_path / "quality.jsonl").write_text('{"step": 8, "score": 0.75}\n{"step": 9, "score": 1.0}\n')
     point = find_resume_point(tmp_path, "auto", 0, lambda _: None, "eval_suite")
-    assert (point.eval_lacks, point.best_step) == ({2: 0.75, 4: 0.5, 8: 0.25}, 8)
-    assert point.eval_losses == LOSSES
+    assert (point.measured["eval_suite"], point.best_step) == ({2: -0.25, 4: -0.5, 8: -0.75}, 8)
+    assert point.measured["eval_loss"] == LOSSES
     assert [point.has_stalled(patience, threshold) for patience, threshold in ((1, 0.0), (1, 0.3))] == [False, True]
     by_loss = find_resume_point(tmp_path, "auto", 0, lambda _: None, "eval_loss")
     assert (by_loss.best_step, by_loss.has_stalled(2, 0.0)) == (4, True)
@@ -116,6 +128,46 @@ def test_a_score_decides_where_the_run_goes_by_it(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": recipe}))
     figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
     assert figures["best model"] == ("step 9", "eval_suite score 1; its checkpoint is kept")
+
+
+@pytest.mark.parametrize(("measure", "value"), [("eval_rewards/accuracies", "0.875"), ("eval_rewards/margins", "2.5")])
+def test_the_highest_metric_of_pairs_decides_where_the_run_goes_by_it(tmp_path: Path, measure: str, value: str) -> None:
+    """The loss is lowest at step 4, and the base's metric is the highest. A metric that is none is never the best."""
+    recipe = {"model": {}, "data": {}, "run": {"seed": 0, "keep_best": measure}}
+    recipe["train"] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    kept = {"eval_accuracies": {"2": 0.875, "4": 0.5}, "eval_margins": {"2": 2.5, "4": 0.5}}
+    for step in (2, 4, 8):
+        make_checkpoint(tmp_path, step, recipe=recipe, eval_losses=dump_losses(LOSSES), **kept)
+    lines = [{"step": step, "loss": 1.0, measure.removeprefix("eval_"): one} for step, one in ((0, 9.0), (8, None))]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    point = find_resume_point(tmp_path, "auto", 0, lambda _: None, measure)
+    assert point.best_step == 2
+    assert point.measured[measure] == {2: -float(value), 4: -0.5, 8: math.inf}
+    assert [point.has_stalled(patience, 0.0) for patience in (2, 3)] == [True, False]
+    told: list[str] = []
+    assert choose_checkpoint(tmp_path, told.append, wants_best=True).name == "step-2"
+    assert told[-1].endswith(f"checkpoints/step-2, with {measure} {value}")
+    summary = summarize_run(load_run(write_run(tmp_path, {"keep_best": measure})))
+    assert (summary["best_step"], summary["best_measure"]) == (None, None), "the file of this folder has no good one"
+
+
+def write_run(run_dir: Path, settings: dict[str, Any]) -> Path:
+    (run_dir / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
+    (run_dir / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": {"run": settings}}))
+    return run_dir
+
+
+def test_the_report_names_the_highest_metric_of_pairs(tmp_path: Path) -> None:
+    margins = {0: 9.0, 2: 0.5, 4: 0.25, 8: 1.25}
+    lines = [{"step": step, "loss": 1 / (step + 1), "rewards/margins": one} for step, one in margins.items()]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarize_run(load_run(write_run(tmp_path, {"keep_best": "eval_rewards/margins"})))
+    assert (summary["best_step"], summary["best_measure"]) == (8, "eval_rewards/margins 1.25")
+
+
+def test_a_recipe_may_name_each_measure() -> None:
+    annotation = Run.model_fields["keep_best"].annotation
+    assert set(get_args(get_args(annotation)[0])) == set(MEASURES)
 
 
 def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path) -> None:
@@ -134,6 +186,6 @@ def test_an_end_without_enough_progress_names_the_threshold() -> None:
     losses = {2: 3.5, 4: 3.2}
     assert describe_stall(None, losses, 5.0) == "evaluation loss has not improved by more than 5 for 1 evaluation"
     assert (
-        describe_stall(SCORE_MEASURE, {2: 0.5, 4: 0.5}, 0.0)
+        describe_stall(SCORE_MEASURE, {2: -0.5, 4: -0.5}, 0.0)
         == "the score of eval_suite has not improved for 1 evaluation"
     )

@@ -5,7 +5,10 @@ those of transformers by its names, with its numbers, but for the first step of 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from ulysses_cli.plan.units import format_count
 
@@ -94,21 +97,50 @@ _AFTER_WARMUP: dict[str, Callable[[int, int, Mapping[str, float], float], Share]
 }
 
 
-SCORE_MEASURE = "eval_suite"
+LOSS_MEASURE, SCORE_MEASURE, ACCURACY_MEASURE = "eval_loss", "eval_suite", "eval_rewards/accuracies"
+Measured = Mapping[str, Mapping[int, float]]  # by measure and step; lower is better
 
 
-def invert_score(score: float) -> float:
-    """Returns 1 - score, so that lower is better, as with a loss. The same call turns it back into the score."""
-    return 1.0 - score
+@dataclass(frozen=True)
+class Measure:
+    """What run.keep_best may name: `key` of the lines of a run's `file`, kept in a checkpoint's state under
+    `state_key`. Of a score the highest is the best."""
+
+    title: str
+    key: str
+    state_key: str
+    file: str = "eval.jsonl"
+    is_score: bool = True
+
+    def order(self, value: float) -> float:
+        """Turns a score around, so that lower is better, as with a loss, and turns it back."""
+        return -value if self.is_score else value
+
+    def read(self, line: Mapping[str, Any]) -> float | None:
+        """What a line says, so that lower is better; infinity where that is no finite number. None: nothing."""
+        if self.key not in line:
+            return None
+        value = line[self.key]
+        is_known = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+        return self.order(float(value)) if is_known else math.inf
+
+
+MEASURES: Mapping[str, Measure] = {
+    LOSS_MEASURE: Measure("evaluation loss", "loss", "eval_losses", is_score=False),
+    SCORE_MEASURE: Measure("eval_suite score", "score", "eval_scores", "quality.jsonl"),
+    ACCURACY_MEASURE: Measure(ACCURACY_MEASURE, "rewards/accuracies", "eval_accuracies"),
+    "eval_rewards/margins": Measure("eval_rewards/margins", "rewards/margins", "eval_margins"),
+}
 
 
 def name_measure(measure: str | None) -> str:
-    return "the score of eval_suite" if measure == SCORE_MEASURE else "evaluation loss"
+    return "the score of eval_suite" if measure == SCORE_MEASURE else MEASURES[measure or LOSS_MEASURE].title
 
 
-def describe_measure(measure: str | None, loss: float) -> str:
+def describe_measure(measure: str | None, value: float) -> str:
     """`evaluation loss 1.5` or `eval_suite score 0.75`."""
-    return f"eval_suite score {invert_score(loss):.4g}" if measure == SCORE_MEASURE else f"evaluation loss {loss:.4g}"
+    known = MEASURES[measure or LOSS_MEASURE]
+    return f"{known.title} {known.order(value):.4g}"
 
 
 def describe_stall(measure: str | None, losses: Mapping[int, float], threshold: float, verb: str = "has") -> str:

@@ -16,12 +16,12 @@ from ulysses_cli.plan.files import read_regular, write_whole
 from ulysses_cli.plan.hardware import compute_price
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.schedule import (
-    SCORE_MEASURE,
+    LOSS_MEASURE,
+    MEASURES,
     choose_best,
     describe_measure,
     describe_stall,
     has_stalled,
-    invert_score,
 )
 from ulysses_cli.plan.secrets import mask_secrets, mask_text
 from ulysses_cli.plan.speed import PARTS
@@ -302,17 +302,15 @@ def _is_bad(line: Mapping[str, Any]) -> bool:
 
 
 def _summarize_choice(run: RecordedRun) -> dict[str, Any]:
-    """The step with the lowest evaluation loss where the run keeps it, and why the run ended early."""
+    """The step with the best evaluation where the run keeps it, and why the run ended early."""
     settings = run.get_part("recipe").get("run")
     settings = settings if isinstance(settings, dict) else {}
-    losses = {
-        line["step"]: float(line["loss"]) if is_number(line.get("loss")) else math.inf
-        for line in run.evals
-        if "loss" in line and line["step"]  # not the base model's
-    }
     measure = settings.get("keep_best")
-    if measure == SCORE_MEASURE:
-        losses = {line["step"]: invert_score(line["score"]) for line in run.quality if is_number(line.get("score"))}
+    known = MEASURES.get(measure or LOSS_MEASURE, MEASURES[LOSS_MEASURE])
+    lines = {"eval.jsonl": run.evals, "quality.jsonl": run.quality}[known.file]
+    losses = {  # not the base model's
+        line["step"]: value for line in lines if line["step"] and (value := known.read(line)) is not None
+    }
     best = choose_best(losses, losses) if measure else None
     patience, threshold = settings.get("early_stopping_patience"), settings.get("early_stopping_threshold")
     early_stop = ""

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ulysses_cli.plan.files import open_regular, read_regular, remove_own
 from ulysses_cli.plan.rules.files import CHECKPOINT_MANIFEST
-from ulysses_cli.plan.schedule import SCORE_MEASURE, choose_best, describe_measure, invert_score, name_measure
-from ulysses_cli.run.records import read_eval_lacks, read_eval_losses
+from ulysses_cli.plan.schedule import LOSS_MEASURE, MEASURES, Measured, choose_best, describe_measure, name_measure
+from ulysses_cli.run.records import read_measured
 
 MANIFEST, STATE = CHECKPOINT_MANIFEST, "state.json"
 FORMAT = 1  # of a checkpoint
@@ -80,7 +80,9 @@ class State(_Part):
     data: str
     recipe: _Recipe
     eval_losses: dict[str, float | None] = {}
-    eval_scores: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    eval_scores: dict[str, Annotated[float, Field(allow_inf_nan=False)] | None] = {}
+    eval_accuracies: dict[str, float | None] = {}
+    eval_margins: dict[str, float | None] = {}
 
 
 def name_share(rank: int) -> str:
@@ -129,31 +131,31 @@ def load_state(path: Path) -> dict[str, Any]:
     return _load(path / STATE, State).model_dump()
 
 
-def read_losses(state: Mapping[str, Any]) -> dict[int, float]:
-    """Returns the evaluation losses by step that a checkpoint's state holds; infinity stands for one that is not
-    finite."""
-    losses = state.get("eval_losses", {})
-    return {int(step): math.inf if loss is None else loss for step, loss in losses.items() if step.isdecimal()}
+def load_measured(state: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Returns what a checkpoint's state holds of each measure, by step; infinity stands for what is not finite."""
+    return {
+        name: {
+            int(step): math.inf if value is None else measure.order(value)
+            for step, value in state.get(measure.state_key, {}).items()
+            if step.isdecimal()
+        }
+        for name, measure in MEASURES.items()
+    }
 
 
-def read_lacks(state: Mapping[str, Any]) -> dict[int, float]:
-    """Returns what the scores of run.eval_suite lack to 1, by step, that a checkpoint's state holds."""
-    scores = state.get("eval_scores", {})
-    return {int(step): invert_score(score) for step, score in scores.items() if step.isdecimal()}
+def name_own_measure(state: Mapping[str, Any]) -> str:
+    """What the run of a checkpoint goes by."""
+    return str(state["recipe"]["run"].get("keep_best") or LOSS_MEASURE)
 
 
-def read_measured(state: Mapping[str, Any]) -> dict[int, float]:
-    """Returns what the run's own run.keep_best goes by."""
-    return read_lacks(state) if state["recipe"]["run"].get("keep_best") == SCORE_MEASURE else read_losses(state)
-
-
-def dump_scores(lacks: Mapping[int, float]) -> dict[str, float]:
-    return {str(step): invert_score(lack) for step, lack in lacks.items()}
-
-
-def dump_losses(losses: Mapping[int, float]) -> dict[str, float | None]:
-    """Returns the losses as a checkpoint's state holds them; JSON has no infinity."""
-    return {str(step): loss if math.isfinite(loss) else None for step, loss in losses.items()}
+def dump_measured(measured: Measured) -> dict[str, dict[str, float | None]]:
+    """Returns what a checkpoint's state holds; JSON has no infinity."""
+    return {
+        MEASURES[name].state_key: {
+            str(step): MEASURES[name].order(value) if math.isfinite(value) else None for step, value in values.items()
+        }
+        for name, values in measured.items()
+    }
 
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -360,20 +362,17 @@ def choose_last(path: Path, count: int, report: Callable[[str], None]) -> list[P
     raise CheckpointError(f"{path} has {len(found)} valid checkpoints, not {count}\n\nhint: {kept}")
 
 
-def load_losses(run_dir: Path, path: Path, measure: str | None = None) -> dict[int, float]:
-    """By step up to a checkpoint of this run, the evaluation losses, or with the measure `eval_suite` what its scores
-    lack to 1: those in the checkpoint's state, and those recorded since."""
-    state, last_step = load_state(path), get_step(path)
-    if measure == SCORE_MEASURE:
-        return read_lacks(state) | read_eval_lacks(run_dir / "quality.jsonl", last_step)
-    return read_losses(state) | read_eval_losses(run_dir / "eval.jsonl", last_step)
+def collect_measured(run_dir: Path, path: Path) -> dict[str, dict[int, float]]:
+    """By measure and step up to a checkpoint of this run: what its state holds, and what was recorded since."""
+    since = read_measured(run_dir, get_step(path))
+    return {name: values | since[name] for name, values in load_measured(load_state(path)).items()}
 
 
 def _choose_best(run_dir: Path, newest: Path, report: Callable[[str], None]) -> Path:
     paths = {get_step(path): path for path in list_checkpoints(run_dir)}
     try:
-        measure = load_state(newest)["recipe"]["run"].get("keep_best")
-        losses = load_losses(run_dir, newest, measure)
+        measure = name_own_measure(load_state(newest))
+        losses = collect_measured(run_dir, newest)[measure]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{newest} cannot be exported: {error}") from error
     while (best := choose_best(losses, paths)) is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files import open_own, open_regular, read_regular, write_own, write_whole
-from ulysses_cli.plan.schedule import invert_score
+from ulysses_cli.plan.schedule import MEASURES
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 
 
@@ -92,17 +92,15 @@ def find_last_step(path: Path, last_step: int) -> int:
     return max((step for step, _ in _read_lines(path, last_step)), default=-1)
 
 
-def read_eval_losses(path: Path, last_step: int) -> dict[int, float]:
-    """The evaluation losses by step up to `last_step`; infinity stands for one that was not finite. The base model's,
-    of step 0, is left out: the run has not trained it."""
-    lines = {step: json.loads(line).get("loss") for step, line in _read_lines(path, last_step) if step}
-    return {step: float(loss) if isinstance(loss, int | float) else math.inf for step, loss in lines.items()}
-
-
-def read_eval_lacks(path: Path, last_step: int) -> dict[int, float]:
-    """What the scores of quality.jsonl lack to 1, by step up to `last_step`."""
-    scores = {step: json.loads(line).get("score") for step, line in _read_lines(path, last_step)}
-    return {step: invert_score(score) for step, score in scores.items() if isinstance(score, int | float)}
+def read_measured(run_dir: Path, last_step: int) -> dict[str, dict[int, float]]:
+    """What a run has measured up to `last_step`, by measure and step. The base model's losses, of step 0, are left out:
+    the run has not trained it."""
+    files = {name: list(read_lines(run_dir / name, last_step)) for name in {each.file for each in MEASURES.values()}}
+    return {
+        name: {line["step"]: value for line in files[measure.file]
+               if line["step"] and (value := measure.read(line)) is not None}
+        for name, measure in MEASURES.items()
+    }  # fmt: skip
 
 
 def _read_lines(path: Path, last_step: int) -> Iterator[tuple[int, str]]:

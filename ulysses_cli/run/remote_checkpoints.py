@@ -32,9 +32,10 @@ from ulysses_cli.run.checkpoints import (
     get_step,
     list_checkpoints,
     load_manifest,
+    load_measured,
     load_state,
+    name_own_measure,
     put_in_place,
-    read_measured,
     sync,
 )
 
@@ -250,11 +251,12 @@ def _bring_best(bucket: Bucket, run_dir: Path, remote: Sequence[int], newest: Pa
     if state["recipe"]["run"].get("keep_best") is None:
         return
     local = {get_step(path) for path in list_checkpoints(run_dir)}
-    best = choose_best(read_measured(state), [step for step in {*remote, *local} if step <= get_step(newest)])
+    measure = name_own_measure(state)
+    best = choose_best(load_measured(state)[measure], [step for step in {*remote, *local} if step <= get_step(newest)])
     if best is None or best in local:
         return
     address = f"{bucket.address}/{name_folder(best)}"
-    report(f"downloading {address}, the best by {name_measure(state['recipe']['run']['keep_best'])}")
+    report(f"downloading {address}, the best by {name_measure(measure)}")
     if damage := fetch_checkpoint(bucket, best, run_dir, report):
         report(f"{address} is skipped: {damage}")
 

@@ -15,19 +15,18 @@ from typing import Any
 from ulysses_cli.plan.files import write_own
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.recipe.changes import list_changes, list_length_changes
-from ulysses_cli.plan.schedule import SCORE_MEASURE, choose_best, has_stalled
+from ulysses_cli.plan.schedule import LOSS_MEASURE, Measured, choose_best, has_stalled
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.run.checkpoints import (
     CheckpointError,
+    collect_measured,
     find_damage,
     find_newest_valid,
     get_folder,
     get_step,
     list_checkpoints,
-    load_losses,
+    load_measured,
     load_state,
-    read_lacks,
-    read_losses,
     read_model_steps,
     tidy_folder,
 )
@@ -59,8 +58,7 @@ class ResumePoint:
     is_own: bool = False  # the checkpoint is in this run's folder
     last_eval_step: int = -1
     model_steps: tuple[int, int] | None = None  # of the exported model in the run's folder, as read_model_steps
-    eval_losses: Mapping[int, float] = field(default_factory=dict)  # by step
-    eval_lacks: Mapping[int, float] = field(default_factory=dict)  # what scores of run.eval_suite lack to 1, by step
+    measured: Measured = field(default_factory=dict)
     measure: str | None = None  # what the present recipe's run.keep_best goes by
     best_step: int | None = None  # of the best checkpoint by that measure in the run's folder
     last_sample_step: int = -1
@@ -75,8 +73,8 @@ class ResumePoint:
 
     def has_stalled(self, patience: int | None, threshold: float) -> bool:
         """Whether early stopping has ended the run here, or would have ended it with these settings."""
-        losses = self.eval_lacks if self.measure == SCORE_MEASURE else self.eval_losses
-        return self.path is not None and has_stalled(losses, patience, threshold)
+        values = self.measured.get(self.measure or LOSS_MEASURE, {})
+        return self.path is not None and has_stalled(values, patience, threshold)
 
     def count_ahead(self, max_steps: int | None, num_rows: int, rows_per_step: int) -> tuple[int, int]:
         """Returns (position where the stream of rows ends, number of the last step), also if rows per step have
@@ -160,12 +158,11 @@ def find_resume_point(
             for name in ("eval.jsonl", "samples.jsonl")
         )
         model_steps = read_model_steps(run_dir / "model") if is_own else None
-        losses = load_losses(run_dir, path) if is_own else read_losses(state)
-        lacks = load_losses(run_dir, path, SCORE_MEASURE) if is_own else read_lacks(state)
+        measured = collect_measured(run_dir, path) if is_own else load_measured(state)
         steps = [get_step(other) for other in list_checkpoints(run_dir)] if is_own else []
-        best_step = choose_best(lacks if measure == SCORE_MEASURE else losses, steps)
+        best_step = choose_best(measured[measure or LOSS_MEASURE], steps)
         return ResumePoint(
-            path, state, is_own, last_eval_step, model_steps, losses, lacks, measure, best_step, last_sample_step
+            path, state, is_own, last_eval_step, model_steps, measured, measure, best_step, last_sample_step
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error

@@ -34,12 +34,12 @@ from ulysses_cli.plan.files import remove_own
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.schedule import (
+    MEASURES,
     SCORE_MEASURE,
     choose_best,
     describe_measure,
     describe_stall,
     has_stalled,
-    invert_score,
 )
 from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
 from ulysses_cli.train.engine import Engine, find_positions
@@ -167,10 +167,11 @@ class Evaluation:
 
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
         """Collective over all ranks. `stop`: reasons to end it early; by default the run's own."""
-        losses = self.measure(state, stop)
-        if losses:
-            loss = gather_values(losses["loss"], state.groups.host_group)[0]
-            state.eval_losses[state.step] = loss if math.isfinite(loss) else math.inf
+        if line := self.measure(state, stop):
+            line = gather_values(line, state.groups.host_group)[0]
+            for name, measure in MEASURES.items():
+                if (value := measure.read(line)) is not None:
+                    state.evaluated[name][state.step] = value
             self.judge(state)
 
     def measure(self, state: TrainState, stop: StopConditions | None = None) -> dict[str, Any]:
@@ -275,7 +276,7 @@ class EvalSuite:
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
         """Collective over all ranks. A reason to stop that any rank has ends it without a result. `stop`: reasons to
         end it early; by default the run's own."""
-        if not (self.plan.tasks or self.prompts) or state.step in state.eval_lacks:
+        if not (self.plan.tasks or self.prompts) or state.step in state.evaluated[SCORE_MEASURE]:
             return
         read_flags = (stop or state.stop).read_flags
 
@@ -297,7 +298,7 @@ class EvalSuite:
                 self.write({"step": state.step, "score": score, "scores": summary["scores"], "mean": summary["mean"]})
             score = gather_values(score, state.groups.host_group)[0]  # rank 0 has the answers
             if score is not None:
-                state.eval_lacks[state.step] = invert_score(score)
+                state.evaluated[SCORE_MEASURE][state.step] = MEASURES[SCORE_MEASURE].order(score)
                 self.judge(state)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ulysses_cli.data.steps import Batching, Rows, StepPlan, plan_step, read_micro_batch
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.schedule import SCORE_MEASURE
+from ulysses_cli.plan.schedule import LOSS_MEASURE, MEASURES
 from ulysses_cli.train.clock import part_of_step
 from ulysses_cli.train.engine import Engine, Update
 from ulysses_cli.train.processes.consistency import compare_facts
@@ -98,8 +98,9 @@ class TrainState:
     optimizer_steps: int = 0
     last_eval_step: int = -1
     last_sample_step: int = -1
-    eval_losses: dict[int, float] = field(default_factory=dict)  # by step, the same on all ranks
-    eval_lacks: dict[int, float] = field(default_factory=dict)  # what scores of run.eval_suite lack to 1: the same
+    evaluated: dict[str, dict[int, float]] = field(  # by measure and step, lower is better; the same on all ranks
+        default_factory=lambda: {name: {} for name in MEASURES}
+    )
     measure: str | None = None  # run.keep_best
     step_seconds: float = 0.0  # of the previous step, on this rank
     phase: str = ""
@@ -107,7 +108,7 @@ class TrainState:
     @property
     def measured(self) -> dict[int, float]:
         """By step, what the best model and early stopping go by; lower is better."""
-        return self.eval_lacks if self.measure == SCORE_MEASURE else self.eval_losses
+        return self.evaluated[self.measure or LOSS_MEASURE]
 
     def describe(self) -> str:
         """Where the run is, for a failure's record; '' outside of a step."""

@@ -314,13 +314,16 @@ class Run(Section):
     save_total_limit: int | None = setting(
         2, "checkpoints kept; null = all; the newest valid one is never deleted", unit="checkpoints", ge=1, le=1_000_000
     )
-    keep_best: Literal["eval_loss", "eval_suite"] | None = setting(
+    keep_best: Literal["eval_loss", "eval_suite", "eval_rewards/accuracies", "eval_rewards/margins"] | None = setting(
         None,
-        "also save after the best evaluation so far, by lowest loss or by highest mean score of eval_suite, and keep "
-        "that checkpoint",
+        "also save after the best evaluation so far, by lowest loss, by highest mean score of eval_suite or by the "
+        "highest of a metric of pairs, and keep that checkpoint",
         unit="measure",
         aliases=("metric_for_best_model",),
-        spellings={True: "eval_loss", False: None, "none": None, "loss": "eval_loss", "score": "eval_suite"},
+        spellings={
+            **{True: "eval_loss", False: None, "none": None, "loss": "eval_loss", "score": "eval_suite"},
+            **{name: f"eval_{name}" for name in ("rewards/accuracies", "rewards/margins")},
+        },
     )
     export_best: bool = setting(
         False, "the model is that of the best evaluation, not of the last step", aliases=("load_best_model_at_end",)

@@ -11,7 +11,7 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE, Preference
 from ulysses_cli.plan.rules.files import HUB_NAME
-from ulysses_cli.plan.schedule import POLYNOMIAL_END, SCORE_MEASURE
+from ulysses_cli.plan.schedule import ACCURACY_MEASURE, LOSS_MEASURE, POLYNOMIAL_END, SCORE_MEASURE
 from ulysses_cli.plan.secrets import find_variable
 from ulysses_cli.plan.units import format_count
 
@@ -145,6 +145,19 @@ def check_model_choice(recipe: Recipe) -> Problems:
             "eval_suite goes by the score of questions that are asked during the run, and none are",
             "write run.eval_suite: [niah_single_1] and run.eval_suite_steps: 100",
         )
+    if run.keep_best not in (None, LOSS_MEASURE, SCORE_MEASURE):
+        if recipe.preference is None:
+            yield Problem(
+                "run.keep_best",
+                f"{run.keep_best} compares answers, and a run without a section preference has no pairs of them",
+                "write run.keep_best: eval_loss",
+            )
+        elif run.keep_best == ACCURACY_MEASURE and "kto" in recipe.preference.loss:
+            yield Problem(
+                "run.keep_best",
+                f"{run.keep_best} counts pairs, and answers of kto have no partner",
+                "write run.keep_best: eval_rewards/margins",
+            )
     for name, value in named.items():
         if value is not None and run.eval_steps is None and run.keep_best != SCORE_MEASURE:
             yield Problem(
@@ -158,7 +171,7 @@ def check_model_choice(recipe: Recipe) -> Problems:
             f"{run.early_stopping_threshold:g} is not used without early_stopping_patience",
             "write run.early_stopping_patience: 3, or leave the threshold out",
         )
-    elif run.keep_best == SCORE_MEASURE and run.early_stopping_threshold >= 1:
+    elif run.keep_best in (SCORE_MEASURE, ACCURACY_MEASURE) and run.early_stopping_threshold >= 1:
         yield Problem(
             "run.early_stopping_threshold",
             f"no score rises by more than {run.early_stopping_threshold:g}: scores are shares from 0 to 1",

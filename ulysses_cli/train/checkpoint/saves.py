@@ -22,8 +22,7 @@ from ulysses_cli.run.checkpoints import (
     MANIFEST,
     CheckpointError,
     choose_checkpoint,
-    dump_losses,
-    dump_scores,
+    dump_measured,
     find_damage,
     get_folder,
     get_step,
@@ -441,8 +440,7 @@ class Saves:
             "optimizer_steps": state.optimizer_steps,
             "bad_steps": self.bad_steps.count,
             "hours": state.stop.hours,
-            "eval_losses": dump_losses(state.eval_losses),
-            "eval_scores": dump_scores(state.eval_lacks),
+            **dump_measured(state.evaluated),
             **self.facts,
         }
 
@@ -501,8 +499,8 @@ class Saves:
         state.stop.hours_before = float(saved["hours"])
         state.last_eval_step = resume_point.last_eval_step
         state.last_sample_step = resume_point.last_sample_step
-        state.eval_losses.update(resume_point.eval_losses)
-        state.eval_lacks.update(resume_point.eval_lacks)
+        for name, values in resume_point.measured.items():
+            state.evaluated[name].update(values)
         if resume_point.is_own:
             self.last_step = state.step
         self.uploads.begin(state.step if resume_point.is_own else -1)
