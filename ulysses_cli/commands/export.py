@@ -36,7 +36,7 @@ def export(
         bool,
         typer.Option(
             "--best",
-            help="of an output_dir, the best checkpoint by run.keep_best: lowest eval loss, or highest score or metric of pairs",
+            help="of an output_dir, the best checkpoint by run.keep_best: lowest eval loss, highest score or metric",
         ),
     ] = False,
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="merge the adapters into the base model")] = False,
