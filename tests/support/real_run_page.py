@@ -15,7 +15,7 @@ Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
 
 @cache
 def load_runs() -> dict[str, dict[str, Any]]:
-    return {name: json.loads((RESULTS / file).read_text()) for name, file in NAMES.items() if (RESULTS / file).exists()}
+    return {name: json.loads((RESULTS / file).read_text()) for name, file in NAMES.items()}
 
 
 def _show(form: str, find: Callable[[dict[str, Any]], float]) -> list[str]:
@@ -31,7 +31,7 @@ def make_facts(table: Table) -> str:
         ("minutes, on two shared cores", *_show(".0f", lambda each: each["minutes"])),
         ("core hours at most", *_show(".1f", lambda each: each["minutes"] * each["cores"] / 60)),
     ]
-    return f"{table(('', *load_runs()), rows)}\n\nModel: `{run['package']}`. Versions: {versions}."
+    return f"{table(('', *NAMES), rows)}\n\nModel: `{run['package']}`. Versions: {versions}."
 
 
 def make_data(table: Table) -> str:
@@ -79,7 +79,7 @@ def make_layouts(table: Table) -> str:
             ),
         ]
     rows.append(("largest difference of a loss", *_show(".4f", lambda run: run["layouts"]["loss_difference"])))
-    return table(("", *load_runs()), rows)
+    return table(("", *NAMES), rows)
 
 
 def make_prediction(table: Table) -> str:
@@ -99,7 +99,7 @@ def make_prediction(table: Table) -> str:
         ),
         ("tokens per second, measured", *_show(".0f", lambda run: run["measured"]["median_tokens_per_second"])),
     ]
-    return table(("", *load_runs()), rows)
+    return table(("", *NAMES), rows)
 
 
 def make_positions(table: Table) -> str:
@@ -143,11 +143,22 @@ def make_answer(_: Table) -> str:
 
 def make_conclusions(table: Table) -> str:
     words = {True: "yes", False: "no"}
-    first = load_runs()["first"]["conclusions"]
-    rows = [(name, *(words[run["conclusions"][name]] for run in load_runs().values())) for name in first]
-    return table(("", *load_runs()), rows)
+    first, again = load_runs().values()
+    rows = [(name, words[said], words[again["conclusions"][name]]) for name, said in first["conclusions"].items()]
+    found = [name for name in EQUAL if first[name] == again[name]]
+    assert found == list(EQUAL), found
+    return (
+        f"{table(('', *NAMES), rows)}\n\nThese are equal in both runs, to the last digit: {', '.join(EQUAL.values())}."
+    )
 
 
+EQUAL = {
+    "losses": "the loss of each step",
+    "loss_by_position": "the losses by position",
+    "short_check": "those of the short texts",
+    "needles": "the needles that are found",
+    "sample": "the answer",
+}
 PARTS: dict[str, Callable[[Table], str]] = {
     "facts": make_facts,
     "data": make_data,
