@@ -10,16 +10,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.train.choosing import measure_error
-from ulysses_cli.train.experts.choice import (
+from ulysses_cli.train.experts import (
     SPEED_CLASSES,
     TOLERANCE,
     ExpertsProbe,
     choose_experts,
     find_experts,
     find_missing_package,
+    serve_adapted_experts,
     try_experts,
 )
-from ulysses_cli.train.experts.lora import serve_adapted_experts
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -25,7 +25,7 @@ from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.train.experts.lora import AdaptedExperts, serve_adapted_experts, split_experts
+from ulysses_cli.train.experts import AdaptedExperts, serve_adapted_experts, split_experts
 from ulysses_cli.train.model.adapters import add_adapters, load_adapters, make_adapter_config
 from ulysses_cli.train.model.loading import BuildError
 

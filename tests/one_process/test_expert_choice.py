@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.train import experts as choice
 from ulysses_cli.train.choosing import Outcome
-from ulysses_cli.train.experts import choice
-from ulysses_cli.train.experts.choice import (
+from ulysses_cli.train.experts import (
     ExpertsProbe,
     choose_experts,
     compute_in_loop,

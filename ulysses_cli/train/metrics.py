@@ -17,7 +17,7 @@ from ulysses_cli.data.steps import NO_ROW
 from ulysses_cli.plan.speed import COMMUNICATION
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.train.clock import Clock
-from ulysses_cli.train.experts.choice import find_experts
+from ulysses_cli.train.experts import find_experts
 from ulysses_cli.train.loop import StepResult, TrainState
 from ulysses_cli.train.processes.consistency import compare_facts, gather_values
 

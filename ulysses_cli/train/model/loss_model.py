@@ -29,7 +29,7 @@ from ulysses_cli.plan.rows.ring import Ring, deal_row
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.clock import part_of_step, watch_backward
 from ulysses_cli.train.elementwise.operators import Implementation
-from ulysses_cli.train.experts.lora import serve_adapted_experts
+from ulysses_cli.train.experts import serve_adapted_experts
 from ulysses_cli.train.loss import HeadRule, Loss, NextToken, Objective, Places, PlainLoss, TokenLoss, apply_rule
 from ulysses_cli.train.memory.checkpointing import Mode, ResultStorage, checkpoint_layers, list_layers
 from ulysses_cli.train.memory.offload import DiskFile, Offloader

@@ -41,7 +41,7 @@ from ulysses_cli.train.attention.kernels.trial import KernelSearch, KernelWorklo
 from ulysses_cli.train.choosing import Choice, Outcome, find_version, try_in_child
 from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice, Widths, choose_implementations
 from ulysses_cli.train.elementwise.formulas import NormKind
-from ulysses_cli.train.experts.choice import (
+from ulysses_cli.train.experts import (
     DISTRIBUTIONS,
     ExpertsProbe,
     choose_experts,

@@ -214,7 +214,7 @@ class LoraLinear(SizedModule):
 
 
 class LoraExperts(SizedModule):
-    """peft's ParamWrapper, whose forward is this package's own (train/experts/lora.py). In and out are swapped where
+    """peft's ParamWrapper, whose forward is this package's own (train/experts.py). In and out are swapped where
     weights lie as [experts, out, in]."""
 
     def __init__(self, base: Any, name: str, rank: int) -> None:

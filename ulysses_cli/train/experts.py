@@ -1,6 +1,7 @@
-"""Chooses how the experts of a model run: by one of transformers' implementations, or by torch's products. Each runs
-on one block of the model's class, with its widths: uneven groups of tokens, and an expert without any. Its result and
-all of its gradients must be there, and equal those of a loop over experts in float32."""
+"""How experts that are stacked in one tensor run: by which of transformers' implementations, or torch's products, and
+with LoRA. A candidate runs on one block of the model's class, with its widths: uneven groups of tokens, and an expert
+without any. Its result and all of its gradients must be there, and equal those of a loop over experts in float32. No
+recipe and no group."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.integrations.moe import _grouped_mm
 
 from ulysses_cli.train.choosing import (
     Candidate,
@@ -24,6 +28,7 @@ from ulysses_cli.train.choosing import (
     try_candidates,
     try_in_child,
 )
+from ulysses_cli.train.memory.tiled_mlp import need_gradient
 
 # transformers has two more (integrations/moe.py). batched_mm copies weights for each token. deepgemm has no backward
 # and raises nothing: experts would get no gradients.
@@ -33,7 +38,6 @@ DISTRIBUTIONS = ("kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformer
 TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # as for recurrences
 NUM_COMPARED, MOST_TIMED, NUM_TIMED = 96, 4096, 3
 MOST_ELEMENTS = 1 << 27  # of the block: experts beyond it are left out, but for those that a token needs
-SOURCES = Path(__file__).parent
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -199,7 +203,7 @@ def choose_experts(
         "chosen": probe.num_chosen, "tokens": probe.num_tokens, "dtype": str(probe.dtype), "missing": dict(missing),
         "gpu": torch.cuda.get_device_name(probe.device), "torch": torch.__version__,
     }  # fmt: skip
-    return choose_once(facts, SOURCES, choose, SPEED_CLASSES.__contains__)
+    return choose_once(facts, Path(__file__), choose, SPEED_CLASSES.__contains__)
 
 
 def find_missing_package(device: torch.device) -> str:
@@ -213,3 +217,123 @@ def find_missing_package(device: torch.device) -> str:
     except ImportError as error:
         return describe_error(error).partition(". ")[0]  # then it says what to set in transformers
     return ""
+
+
+# --- LoRA. Tensors, names and files are peft's; the forward is not. peft adds s B A to all weights in every forward,
+# and makes the gradient of that sum: both as large as the experts, once for each tile, and in bfloat16 the sum loses
+# most of a small update. Here each expert multiplies its tokens by A, then by B.
+
+ADAPTER = "default"  # peft's name of an adapter
+ALIGNED_BYTES = 16  # of each row that a grouped product reads
+
+
+def serve_adapted_experts(model: nn.Module, gather_whole: Callable[[nn.Module], None] | None = None) -> int:
+    """Replaces the forward of all experts that peft has put its layers around, one for each parameter. Returns how many
+    there are. `gather_whole` is called with each outermost layer: no module runs by itself in it, and ZeRO-3 gathers
+    all weights with that one."""
+    adapters: dict[Any, dict[str, Any]] = {}
+    for wrapper in [module for module in model.modules() if hasattr(module, "parameter_name")]:
+        if wrapper.get_base_layer() not in adapters and gather_whole is not None:
+            gather_whole(wrapper)
+            wrapper.register_forward_pre_hook(need_gradient)
+        adapters.setdefault(wrapper.get_base_layer(), {})[wrapper.parameter_name] = wrapper
+        wrapper.forward = _make_passing(wrapper.base_layer)
+    for experts, own in adapters.items():
+        experts.forward = AdaptedExperts(experts, own).run
+    return len(adapters)
+
+
+def _make_passing(module: Any) -> Callable[..., Any]:
+    """An attribute of a module that is a module itself would be a part of it."""
+    return lambda *inputs: module(*inputs)
+
+
+class AdaptedExperts:
+    """Computes experts with their adapters. S pairs of a token and one of its k experts are sorted by expert."""
+
+    def __init__(self, experts: Any, adapters: Mapping[str, Any]) -> None:
+        self.experts, self.adapters = experts, adapters
+
+    def run(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Takes tokens [N, H], the numbers of their experts and the weights of these [N, k]. Returns [N, H]."""
+        experts, num_chosen = self.experts, chosen.size(-1)
+        numbers, order = torch.sort(chosen.flatten())
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.size(0), device=order.device)
+        own = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
+        ends = torch.searchsorted(numbers, own, right=True, out_int32=True)
+        rows = _spread(hidden, order, place, num_chosen)
+        inner = self.multiply("gate_up_proj" if experts.has_gate else "up_proj", rows, numbers, ends)
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        out = self.multiply("down_proj", inner, numbers, ends)
+        if experts.has_post_expert_norm:
+            out = experts.post_expert_norm(out)
+        out = out * _spread(weights.reshape(-1, 1), order, place, 1)
+        return _Sum.apply(out, order, place, num_chosen).to(hidden.dtype)
+
+    def multiply(self, name: str, rows: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+        """[S, in] to [S, out], by each expert's weight of that name. `ends`: one for each expert."""
+        experts = self.experts
+        weight = getattr(experts, name)
+        out = _grouped_mm(rows, weight if experts.is_transposed else weight.mT, ends)
+        if experts.has_bias:
+            out = out + getattr(experts, f"{name}_bias")[numbers]
+        if name not in self.adapters:
+            return out
+        adapter = self.adapters[name]
+        first, second = split_experts(
+            adapter.lora_A[ADAPTER].weight, adapter.lora_B[ADAPTER].weight, experts.num_experts
+        )
+        update = _grouped_mm(_grouped_mm(rows, first.mT, ends), second, ends)
+        return out.add_(update, alpha=adapter.scaling[ADAPTER])
+
+
+def split_experts(first: Tensor, second: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Each expert's A [E, r, in] and B [E, r, out] of peft's [E r, in] and [out, r E], with zeros behind the rank where
+    a row of r numbers would not be aligned."""
+    first = first.view(num_experts, -1, first.size(1))
+    second = second.view(second.size(0), -1, num_experts).permute(2, 1, 0)
+    if missing := -first.size(1) % (ALIGNED_BYTES // first.element_size()):
+        first, second = (functional.pad(each, (0, 0, 0, missing)) for each in (first, second))
+    return first, second.contiguous()
+
+
+def _spread(rows: Tensor, order: Tensor, place: Tensor, num_copies: int) -> Tensor:
+    spread: Tensor = _Copies.apply(rows, order, place, num_copies)
+    return spread
+
+
+class _Copies(torch.autograd.Function):
+    """So many copies of each row, in another order. The gradient is a sum in a fixed order, not by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, num_copies: int) -> Tensor:
+        ctx.num_copies = num_copies
+        ctx.save_for_backward(order, place)
+        return rows[order // num_copies]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dcopies: Tensor) -> tuple[Tensor | None, ...]:
+        _, place = ctx.saved_tensors
+        return _sum_copies(dcopies, place, ctx.num_copies), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of so many rows that belong together: the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Tensor, order: Tensor, place: Tensor, num_copies: int) -> Tensor:
+        ctx.num_copies = num_copies
+        ctx.save_for_backward(order, place)
+        return _sum_copies(copies, place, num_copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dsum: Tensor) -> tuple[Tensor | None, ...]:
+        order, _ = ctx.saved_tensors
+        return dsum[order // ctx.num_copies], None, None, None
+
+
+def _sum_copies(copies: Tensor, place: Tensor, num_copies: int) -> Tensor:
+    return copies[place].view(-1, num_copies, copies.size(-1)).sum(1)
