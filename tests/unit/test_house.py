@@ -45,8 +45,8 @@ def test_new_group_has_one_caller() -> None:
 
 
 def test_compile_has_one_caller() -> None:
-    """Threads of a rank have settings of their own, which it sets (train/processes/compiling.py)."""
-    assert [file.name for file in FILES if re.search(r"torch\.compile\(", file.read_text())] == ["compiling.py"]
+    """Threads of a rank have settings of their own, which it sets (train/choosing.py)."""
+    assert [file.name for file in FILES if re.search(r"torch\.compile\(", file.read_text())] == ["choosing.py"]
 
 
 def test_every_recipe_field_has_a_doc_a_unit_and_a_bound() -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +35,7 @@ LEAST_NORM = 0.5  # of the mean norm: what a smaller vector is compared with
 LIMIT_SECONDS = 300.0  # of a child: FlashAttention 4 compiles its kernels at the first call
 UNKNOWN = "unknown"
 PR_SET_PDEATHSIG = 1
+MOST_KINDS = 64  # of inputs of one compiled function
 COMMAND = (sys.executable, "-m", "ulysses_cli.train.choosing")
 
 
@@ -233,6 +234,21 @@ def answer_parent(parent: int) -> None:
     answer.write(json.dumps(asdict(try_out())) + "\n")
     answer.flush()
     os._exit(0)  # not by way of a foreign package's handlers
+
+
+def compile_for_all_threads(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile, for up to MOST_KINDS kinds of inputs. A GPU's backward runs in a thread of its own, with its
+    recomputations, and torch 2.12 and later keep their settings for each thread: the limit is set where a call is."""
+    compiled = torch.compile(function, **options)
+
+    @wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        settings: Any = torch._dynamo.config
+        if settings.recompile_limit < MOST_KINDS:
+            settings.recompile_limit = MOST_KINDS
+        return compiled(*args, **keywords)
+
+    return call
 
 
 if __name__ == "__main__":

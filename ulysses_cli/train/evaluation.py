@@ -42,6 +42,7 @@ from ulysses_cli.plan.schedule import (
     has_stalled,
 )
 from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
+from ulysses_cli.train.document_losses import ShortCheck
 from ulysses_cli.train.engine import Engine, find_positions
 from ulysses_cli.train.generation.decoding import generating
 from ulysses_cli.train.generation.questions import Document, Quiz, ask_questions, make_call_prompts
@@ -50,7 +51,6 @@ from ulysses_cli.train.processes.consistency import compare_facts, gather_values
 from ulysses_cli.train.processes.device import StartError, get_rng_states, set_rng_states
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.record import Record
-from ulysses_cli.train.short_check import ShortCheck
 
 FIRST_BOUND = 2048
 MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows

@@ -53,7 +53,7 @@ from ulysses_cli.run.resume import (
 )
 from ulysses_cli.train.attention.kernels.trial import measure_mix
 from ulysses_cli.train.checkpoint.collection import Collector, Disks, find_disks
-from ulysses_cli.train.document_losses import CutDocument
+from ulysses_cli.train.document_losses import CutDocument, read_short_texts
 from ulysses_cli.train.loop import StopConditions
 from ulysses_cli.train.model.build import Built, RunLength, make_schedule
 from ulysses_cli.train.model.loading import load_model_config, read_shape
@@ -76,7 +76,6 @@ from ulysses_cli.train.processes.host import (
 from ulysses_cli.train.processes.interruption import Interruption
 from ulysses_cli.train.processes.store import join_ranks
 from ulysses_cli.train.record import Display, Record, list_versions, make_trackers
-from ulysses_cli.train.short_check import read_short_texts
 
 NUM_CALLS, NUM_REPEATS = 4, 100
 

@@ -17,6 +17,7 @@ from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.schedule import SCORE_MEASURE
 from ulysses_cli.run.records import name_asker, write_early_stop
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves, open_uploads
+from ulysses_cli.train.document_losses import make_short_check
 from ulysses_cli.train.evaluation import (
     EvalSuite,
     Evaluation,
@@ -42,7 +43,6 @@ from ulysses_cli.train.processes.interruption import STOP_SHARE
 from ulysses_cli.train.processes.watchdog import WRITING, Watchdog
 from ulysses_cli.train.record import Record, describe_machine, list_adapter_warnings, list_versions, write_run_file
 from ulysses_cli.train.reference import References
-from ulysses_cli.train.short_check import make_short_check
 
 
 def run_worker(launch: Launch, record: Record) -> None:

@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from ulysses_cli.plan.rows.indexing import RMS_NORM, split_rows
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
+from ulysses_cli.train.choosing import compile_for_all_threads
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import walk_blocks
 from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_token_loss
-from ulysses_cli.train.processes.compiling import compile_for_all_threads
 
 # transformers: its own code stays as it is.
 Implementation = Literal["torch", "compiled", "blocks", "transformers"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ulysses_cli.plan.attention import FLASH_CAPABILITY
 from ulysses_cli.train.attention.documents import Documents, walk_bounds
-from ulysses_cli.train.processes.compiling import compile_for_all_threads
+from ulysses_cli.train.choosing import compile_for_all_threads
 
 
 @dataclass(frozen=True)
