@@ -258,7 +258,8 @@ def run_trainer(name: str) -> dict[str, Any]:
         losses = torch.stack([trainer.compute_loss(sides[0].train(), batch).double() for batch in batches])
         losses.mean().backward()
     metrics = trainer._stored_metrics if name == "cpo" else trainer._metrics
-    kept = ("rewards/", "logps/", "kl", "nll_loss")
+    own_kept = () if name == "cpo" else ("logits/",)  # whose logits are those of prompts and of padding too
+    kept = ("rewards/", "logps/", "kl", "nll_loss", "entropy", "mean_token_accuracy", *own_kept)
     documents = [document for batch in batches for document in list_documents(batch)]
     sums = [] if name == "cpo" else [sum_answer(sides[1], *document[:2]) for document in documents]
     return {

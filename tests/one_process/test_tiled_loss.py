@@ -14,12 +14,13 @@ from support.levers import find_places
 from support.other_thread import run_in_thread
 from support.tiers import count_examples
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.utils.flop_counter import FlopCounterMode
 
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.elementwise import operators as tile_losses
-from ulysses_cli.train.elementwise.operators import compile_once, compute_losses
-from ulysses_cli.train.loss import HeadRule, Loss, Places, PlainLoss, compute_token_losses
+from ulysses_cli.train.elementwise.operators import Implementation, compile_once, compute_losses
+from ulysses_cli.train.loss import HeadRule, Loss, Places, PlainLoss, apply_rule, compute_token_losses, measure_logits
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 
 HIDDEN, VOCABULARY = 6, 11
@@ -335,6 +336,44 @@ def test_a_compiled_tile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_once.cache_clear()
     if backend == "eager":
         assert len(graphs) <= 2 * 3, "of each rule one with weights, one without and one without a gradient"
+
+
+@pytest.mark.parametrize("way", ["blocks", "compiled"])
+@pytest.mark.parametrize("tile", [4, None])
+@pytest.mark.parametrize("rule", [HeadRule(), HeadRule(divisor=2.5, softcap=1.5, z_loss_weight=0.1)], ids=str)
+def test_targets_are_measured_beside_their_losses(
+    rule: HeadRule, tile: int | None, way: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own distribution, also with gaps between targets, and for none. Losses stay bitwise what they are."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(tile_losses, "BLOCK_ELEMENTS", 100)
+    compile_once.cache_clear()
+    case = make_case(23, 1)
+    hidden, labels, head = case["hidden"].requires_grad_(), case["labels"].clone(), case["head"]
+    logits = apply_rule(head(hidden.detach())[0].detach(), rule)
+    labels[0, :6] = logits[:6].argmax(-1)
+    loss = PlainLoss(head, rule) if tile is None else make_tiled_loss(head, rule, tile, implementation=way)
+    numbers = [0, 2, 5, 8, 9, 17]
+    for places in (Places(range(23)), Places(numbers, torch.tensor(numbers)), Places([])):
+        chosen = list(places.numbers)
+        losses = loss.per_token(hidden, labels, places)
+        found = loss.per_token(hidden, labels, places, is_measured=True)
+        assert torch.equal(found[0], losses)
+        own = logits[chosen]
+        expected = [Categorical(logits=own).entropy(), own.mean(-1), (own.argmax(-1) == labels[0, chosen]).double()]
+        torch.testing.assert_close(found[1:], torch.stack(expected), rtol=1e-12, atol=1e-12)
+        assert not len(chosen) or 0 < found[3].mean() < 1
+        grads = [torch.autograd.grad(torch.tanh(each.sum()), hidden)[0] for each in (losses, found[0])]
+        assert torch.equal(*grads)
+        with torch.no_grad():
+            assert torch.equal(loss.per_token(hidden, labels, places, is_measured=True), found)
+    compile_once.cache_clear()
+
+
+def test_of_equal_logits_the_first_is_the_likeliest() -> None:
+    """As TRL has it. A head's logits in bfloat16 are often equal."""
+    logits = torch.tensor([[1.0, 3.0, 3.0]] * 2, dtype=torch.bfloat16)
+    assert measure_logits(logits, torch.tensor([1, 2]), 1.0, None)[2].tolist() == [1, 0]
 
 
 def test_preferences_learn_from_a_compiled_tile(monkeypatch: pytest.MonkeyPatch) -> None:

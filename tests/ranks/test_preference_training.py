@@ -27,6 +27,7 @@ from support.templates import LAST_ROUND
 from support.tiers import mark_by
 from support.training import MemoryRows, ScaledRows, make_recipe, measure_difference
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -131,15 +132,16 @@ def draw_references() -> list[list[float]]:
 def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Means over all pairs, each answer by a forward of its own."""
     model = make_model("sdpa")
-    losses, measures = [], []
+    losses, measures, tokens = [], [], list[list[Tensor]]([[], []])
     for documents, references in zip(rows.documents, draw_references(), strict=True):
         scores, sums = [], []
-        for (tokens, labels), reference in zip(documents, references, strict=True):
-            logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+        for (ids, labels), reference in zip(documents, references, strict=True):
+            logits = model(torch.from_numpy(ids)[None], use_cache=False).logits[0]
             targets = torch.from_numpy(labels)
             is_target = targets >= 0
             log_probs = logits.log_softmax(-1)[is_target, targets[is_target]]
             sums.append(log_probs.sum())
+            tokens[len(scores) % 2].append(measure_plainly(logits[is_target], targets[is_target]))
             score = sums[-1] if name == "simpo" else sums[-1] - reference
             scores.append(score / (1 if name == "sigmoid" else len(log_probs)))
         for at in range(0, len(documents), 2):
@@ -155,8 +157,24 @@ def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict
     loss = torch.stack(losses).mean()
     loss.backward()
     chosen, rejected = torch.tensor(measures, dtype=torch.float64).mean(0).tolist()
-    means = {"loss": loss.item(), "logps/chosen": chosen, "logps/rejected": rejected}
+    means = {"loss": loss.item(), "logps/chosen": chosen, "logps/rejected": rejected, **describe_plainly(*tokens)}
     return means, {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
+def measure_plainly(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each target: the entropy of its distribution, its mean logit, whether it is the likeliest token."""
+    logits = logits.detach()
+    return torch.stack([Categorical(logits=logits).entropy(), logits.mean(-1), logits.argmax(-1) == targets], -1)
+
+
+def describe_plainly(chosen: list[Tensor], rejected: list[Tensor]) -> dict[str, float]:
+    """As TRL's DPOTrainer describes it: means over tokens, whatever the answers' lengths."""
+    (_, chosen_logits, accuracy), (_, rejected_logits, _) = (torch.cat(side).mean(0) for side in (chosen, rejected))
+    entropy = torch.cat(chosen + rejected).mean(0)[0]
+    return {
+        **{"entropy": entropy.item(), "mean_token_accuracy": accuracy.item()},
+        **{"logits/chosen": chosen_logits.item(), "logits/rejected": rejected_logits.item()},
+    }
 
 
 def compute_targets_plainly(rows: MemoryRows | WeightedRows) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -178,17 +196,21 @@ def compute_targets_plainly(rows: MemoryRows | WeightedRows) -> tuple[dict[str, 
 
 def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The mean over all answers. `micro_steps`: the rows of each, over all ranks, which share what is held against."""
-    model, losses, wanted_rewards, held = make_model("sdpa"), [], [], []
+    model, losses, wanted_rewards, held, tokens = make_model("sdpa"), [], [], [], list[list[Tensor]]([[], []])
     for members in micro_steps:
         ratios: list[list[Tensor]] = [[], []]
         wanted: list[bool] = []
         for row in members:
-            for at, (tokens, labels) in enumerate(rows.documents[row]):
+            for at, (ids, labels) in enumerate(rows.documents[row]):
                 targets = torch.from_numpy(labels)
-                log_probs = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].log_softmax(-1)
+                logits = model(torch.from_numpy(ids)[None], use_cache=False).logits[0]
+                log_probs = logits.log_softmax(-1)
                 own = log_probs[targets >= 0, targets[targets >= 0]].sum() - draw_references()[row][at]
                 ratios[at % 2].append(own)
-                wanted += [(at + 2 * row) % 4 == 0] if at % 2 == 0 else []
+                if at % 2 == 0:
+                    wanted.append((at + 2 * row) % 4 == 0)
+                    measured = measure_plainly(logits[targets >= 0], targets[targets >= 0])
+                    tokens[0 if wanted[-1] else 1].append(measured)
         kl = torch.stack(ratios[1]).mean().detach().clamp(min=0) if members else torch.zeros(())
         for ratio, is_wanted in zip(ratios[0], wanted, strict=True):
             losses.append(1.2 * (1 - torch.sigmoid(BETA * (ratio - kl))) if is_wanted
@@ -198,6 +220,7 @@ def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple
     loss = torch.stack(losses).mean()
     loss.backward()
     means = {"loss": loss.item(), "kl": float(np.mean(held)), "rewards/chosen": float(np.mean(wanted_rewards))}
+    means |= describe_plainly(*tokens)
     return means, {key: parameter.grad for key, parameter in model.named_parameters()}
 
 

@@ -141,11 +141,12 @@ class Engine:
         return losses, find_positions(loaded)
 
     @torch.no_grad()
-    def compute_token_losses(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-        """Returns a loss for every target of this slice, and the slice's tensors on the device."""
+    def compute_token_losses(self, batch: MicroBatch, *, is_measured: bool = False) -> tuple[Tensor, dict[str, Any]]:
+        """Returns a loss for every target of this slice, measured where asked, and the slice's tensors on the
+        device."""
         self.wrapped.eval()
         loaded = self._load(batch)
-        losses = self.wrapped(**loaded, per_token=True)
+        losses = self.wrapped(**loaded, per_token=True, is_measured=is_measured)
         self.wrapped.train()
         release_gathered(self.wrapped)
         return losses, loaded

@@ -94,8 +94,9 @@ def evaluate(
             return {}
         for micro_step in range(plan.num_micro_steps):
             batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
-            losses, loaded = engine.compute_token_losses(batch)
+            losses, loaded = engine.compute_token_losses(batch, is_measured=objective.is_measured)
             measured += objective.measure(losses, loaded["answers"])
+            losses = losses[0] if objective.is_measured else losses
             positions = find_positions(loaded)
             buckets = torch.bucketize(positions, bounds.to(positions.device), right=True)
             _add(sums, buckets, losses)

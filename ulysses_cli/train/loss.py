@@ -75,8 +75,11 @@ class Loss(Protocol):
     ) -> Tensor:
         """Float32 sum over targets, part of the graph even when there is none."""
 
-    def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
-        """Float32 [N] of cross-entropy alone, the negative log-probability of each target, 0 where a label is none."""
+    def per_token(
+        self, hidden: Tensor, labels: Tensor, places: Places | None = None, *, is_measured: bool = False
+    ) -> Tensor:
+        """Float32 [N] of cross-entropy alone, the negative log-probability of each target, 0 where a label is none.
+        With `is_measured` [4, N]: below it what `measure_logits` returns, without a gradient."""
 
 
 def apply_rule(logits: Tensor, rule: HeadRule) -> Tensor:
@@ -100,6 +103,20 @@ def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tens
     return losses
 
 
+@torch.no_grad()
+def measure_logits(logits: Tensor, labels: Tensor, divisor: float, softcap: float | None) -> Tensor:
+    """Takes logits [N, vocabulary] and labels [N]. Returns [3, N] in float32 or better: the entropy of each token's
+    distribution, its mean logit, and 1 where the label is the likeliest token, of equal ones the first."""
+    values = apply_rule(logits.to(torch.promote_types(logits.dtype, torch.float32)), HeadRule(softcap, divisor))
+    largest, likeliest = values.max(-1, keepdim=True)
+    means = values.mean(-1)
+    values = values - largest
+    shares = values.exp()
+    sums = shares.sum(-1)
+    entropies = sums.log() - shares.mul_(values).sum(-1) / sums
+    return torch.stack([entropies, means, (likeliest[:, 0] == labels).to(means.dtype)])
+
+
 def apply_token_loss(function: TokenLoss, losses: Tensor, is_target: Tensor) -> Tensor:
     """Applies a function to the losses of targets; the others stay 0. Their losses are replaced by 1 before the call:
     at 0 the function may have no slope, and the product of a NaN and 0 is NaN."""
@@ -118,14 +135,22 @@ class PlainLoss:
         losses = self._compute(hidden, labels, places, self.rule)
         return losses.sum() if weights is None else (losses * weights).sum()
 
-    def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
-        return self._compute(hidden, labels, places, self.rule.measure())
+    def per_token(
+        self, hidden: Tensor, labels: Tensor, places: Places | None = None, *, is_measured: bool = False
+    ) -> Tensor:
+        return self._compute(hidden, labels, places, self.rule.measure(), is_measured=is_measured)
 
-    def _compute(self, hidden: Tensor, labels: Tensor, places: Places | None, rule: HeadRule) -> Tensor:
+    def _compute(
+        self, hidden: Tensor, labels: Tensor, places: Places | None, rule: HeadRule, *, is_measured: bool = False
+    ) -> Tensor:
         found = None
         if places is not None and len(places) < labels.numel():
             found = places.find(slice(0, len(places)))
         labels = labels.flatten() if found is None else labels.flatten()[found]
+        if is_measured:
+            logits = self.head(_pick(hidden.flatten(0, 1), found))
+            measures = measure_logits(logits, labels, rule.divisor, rule.softcap)
+            return torch.cat([compute_token_losses(logits, labels, rule)[None], measures])
         # no name holds the head's logits: they are freed when their float32 copy is there; nor what the head takes
         return compute_token_losses(self.head(_pick(hidden.flatten(0, 1), found)), labels, rule)
 
@@ -153,10 +178,11 @@ class _Pick(torch.autograd.Function):
 
 class Objective(Protocol):
     """`names`: of what is summed, divided and written beside the loss. `eval_names`: the same of an evaluation, beside
-    or instead of what it tells of targets' losses."""
+    or instead of what it tells of targets' losses. `is_measured`: whether it wants measured targets, also there."""
 
     names: tuple[str, ...]
     eval_names: tuple[str, ...]
+    is_measured: bool
 
     def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Any:
         """What else `compute` takes of a micro-batch. `places`: of this slice's targets; `send` brings an array to the
@@ -170,7 +196,7 @@ class Objective(Protocol):
         minimized: on a rank without a target it is part of the graph too."""
 
     def measure(self, losses: Tensor, answers: Any) -> Tensor:
-        """This rank's sums [eval_names] of an evaluation, from the losses of its targets."""
+        """This rank's sums [eval_names] of an evaluation, from what `per_token` returns of its targets."""
 
     def describe(self, means: Sequence[float]) -> dict[str, Any]:
         """What is written beside the loss, from the means of `names`."""
@@ -185,6 +211,7 @@ class NextToken:
 
     names: tuple[str, ...] = ()
     eval_names: tuple[str, ...] = ()
+    is_measured = False
 
     def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Any:
         """The weights of this slice's targets; None: 1."""

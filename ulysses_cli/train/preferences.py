@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -217,14 +218,36 @@ def measure_pairs(pairs: AnswerPairs, settings: PreferenceSettings) -> dict[str,
     return measures
 
 
+# sums over targets, each divided by the number of its own; the last two are the numbers
+TOKEN_SUMS = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "chosen_tokens", "rejected_tokens")
+
+
+def sum_tokens(measures: Tensor, sides: Tensor) -> Tensor:
+    """Takes what `measure_logits` returns of this slice's targets [3, N], and which are of chosen answers and which of
+    rejected ones [2, N]. Returns TOKEN_SUMS in float64."""
+    sides = sides.double()
+    (entropy, logits, likeliest), numbers = (sides[:, None] * measures.double()).sum(-1).unbind(1), sides.sum(-1)
+    return torch.cat([entropy.sum()[None], logits, likeliest[:1], numbers])
+
+
+def describe_tokens(sums: dict[str, float]) -> dict[str, float | None]:
+    """TRL's means: of all answers' targets, of chosen and of rejected ones. None where there is none. Takes its own out
+    of `sums`."""
+    entropy, chosen_logits, rejected_logits, accuracy, chosen, rejected = (sums.pop(name) for name in TOKEN_SUMS)
+    parts = ((entropy, chosen + rejected), (chosen_logits, chosen), (rejected_logits, rejected), (accuracy, chosen))
+    return {name: part / number if number else None for name, (part, number) in zip(TOKEN_SUMS, parts, strict=False)}
+
+
 @dataclass(frozen=True, eq=False)
 class Answers:
     """The answers of a micro-batch, chosen and rejected ones in turn. `runs`: the answer and the number of targets of
-    each run of this slice's targets, in order, and whether its label wants it. `reference` [number]."""
+    each run of this slice's targets, in order, and whether its label wants it. `reference` [number]. `sides` [2, N]:
+    which targets are of chosen answers, and which of rejected ones."""
 
     number: int
     runs: Sequence[tuple[int, int, bool]]
     reference: Tensor
+    sides: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,11 +263,13 @@ class PreferenceObjective:
     """The mean loss of the pairs of a step. Both answers of a pair are documents of one row, which the ranks of `axis`
     share: these add up each answer's log-probability before any loss is computed."""
 
+    is_measured = True
+
     def __init__(self, settings: PreferenceSettings, axis: SequenceAxis = NO_AXIS) -> None:
         self.settings, self.axis = settings, axis
         self.has_reference = any(loss.has_reference for loss, _ in list_losses(settings))
         certain = -torch.ones(1)
-        self.names = tuple(measure_pairs(AnswerPairs(*(certain,) * 6), settings))
+        self.names = (*measure_pairs(AnswerPairs(*(certain,) * 6), settings), *TOKEN_SUMS)
         self.eval_names = ("loss", *self.names)
 
     def load(self, batch: MicroBatch, places: Numbers, send: Callable[[Any], Tensor]) -> Answers:
@@ -257,13 +282,19 @@ class PreferenceObjective:
         codes = np.zeros(batch.members.shape, np.int64) if batch.classes is None else batch.classes
         wanted = (codes.flatten()[places][starts] & WANTED) > 0
         runs = list(zip(members[starts].tolist(), lengths.tolist(), wanted.tolist(), strict=True))
-        return Answers(batch.num_members, runs, send(reference))
+        is_wanted = np.repeat(wanted, lengths).astype(bool)
+        sides = send(np.stack(self.find_sides(members, is_wanted)))
+        return Answers(batch.num_members, runs, send(reference), sides)
+
+    def find_sides(self, members: Numbers, is_wanted: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+        """Which targets are of chosen answers, and which of rejected ones, from the answer of each."""
+        return [members % 2 == side for side in (0, 1)]
 
     def begin(self, answers: Answers) -> None:
         pass
 
     def compute(self, loss: Loss, hidden: Tensor, labels: Tensor, places: Places | None, answers: Answers) -> Tensor:
-        return self._judge(loss.per_token(hidden, labels, places), answers)
+        return self._judge(loss.per_token(hidden, labels, places, is_measured=True), answers)
 
     @torch.no_grad()
     def measure(self, losses: Tensor, answers: Answers) -> Tensor:
@@ -273,7 +304,9 @@ class PreferenceObjective:
         return sum(map(len, plan.lengths)) // 2
 
     def describe(self, means: Sequence[float]) -> dict[str, Any]:
-        return dict(zip(self.names, means, strict=True))
+        sums = dict(zip(self.names, means, strict=True))
+        tokens = describe_tokens(sums)
+        return {**sums, **tokens}
 
     def sum_answers(self, losses: Tensor, answers: Answers) -> AnswerSums:
         """Collective over the row's ranks, which all have the same number of answers; ranks without a row have none.
@@ -293,7 +326,9 @@ class PreferenceObjective:
         return AnswerSums(whole[0] + (own - own.detach()), whole[1], whole[2] > 0)
 
     def _judge(self, losses: Tensor, answers: Answers) -> Tensor:
-        """This rank's share of the sums over the row's pairs. The first is part of the graph with the whole loss."""
+        """This rank's share of the sums over the row's pairs. The first is part of the graph with the whole loss.
+        Takes measured losses [4, N]."""
+        losses, measured = losses[0], losses[1:].detach()
         if not answers.number:
             return losses[:0].sum().double().expand(len(self.eval_names))
         sums = self.sum_answers(losses, answers)
@@ -301,13 +336,14 @@ class PreferenceObjective:
         (chosen, rejected), numbers, references = ((part[0::2], part[1::2]) for part in parts)
         pairs = AnswerPairs(chosen, rejected, *numbers, *references)
         total = compute_pair_losses(pairs, self.settings).sum()
-        measures = measure_pairs(pairs, self.settings)
-        return self._share(total, [measures[name].sum() for name in self.names])
+        measures = [measure.sum() for measure in measure_pairs(pairs, self.settings).values()]
+        return self._share(total, measures, sum_tokens(measured, answers.sides))
 
-    def _share(self, total: Tensor, measures: Sequence[Tensor]) -> Tensor:
-        """All ranks of the row have computed the whole loss: each has its gradient, and reports its share."""
+    def _share(self, total: Tensor, measures: Sequence[Tensor], own: Tensor) -> Tensor:
+        """All ranks of the row have computed the whole loss: each has its gradient, and reports its share. `own`: sums
+        over this rank's targets."""
         shares = torch.stack([total.detach(), *measures]) / self.axis.size
-        return torch.cat([(shares[0] + (total - total.detach()))[None], shares[1:]])
+        return torch.cat([(shares[0] + (total - total.detach()))[None], shares[1:], own])
 
 
 class UnpairedObjective(PreferenceObjective):
@@ -318,12 +354,14 @@ class UnpairedObjective(PreferenceObjective):
     def __init__(self, settings: PreferenceSettings, axis: SequenceAxis = NO_AXIS, all_ranks: Any = None) -> None:
         self.settings, self.axis, self.all_ranks = settings, axis, all_ranks
         self.has_reference = True
-        self.names = ("rewards/chosen", "rewards/rejected", "chosen", "logps/chosen", "logps/rejected", "kl")
+        names = ("rewards/chosen", "rewards/rejected", "chosen", "logps/chosen", "logps/rejected", "kl")
+        self.names = (*names, *TOKEN_SUMS)
         self.eval_names = ("loss", *self.names)
 
     def describe(self, means: Sequence[float]) -> dict[str, Any]:
         """Sums over wanted answers, and over unwanted ones, by how many there are of these."""
         sums = dict(zip(self.names, means, strict=True))
+        tokens = describe_tokens(sums)
         shares = {"chosen": sums.pop("chosen")}
         shares["rejected"] = 1 - shares["chosen"]
         kl = sums.pop("kl")
@@ -333,10 +371,15 @@ class UnpairedObjective(PreferenceObjective):
         }
         rewards = measures["rewards/chosen"], measures["rewards/rejected"]
         margin = None if None in rewards else rewards[0] - rewards[1]
-        return {**measures, "rewards/margins": margin, "kl": kl}
+        return {**measures, "rewards/margins": margin, "kl": kl, **tokens}
+
+    def find_sides(self, members: Numbers, is_wanted: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+        """Answers to other prompts are of no side."""
+        return [(members % 2 == 0) & is_wanted, (members % 2 == 0) & ~is_wanted]
 
     def _judge(self, losses: Tensor, answers: Answers) -> Tensor:
-        """Collective over all ranks, of which some may have no row in this micro-step."""
+        """Collective over all ranks, of which some may have no row in this micro-step. Takes measured losses."""
+        losses, measured = losses[0], losses[1:].detach()
         ratios, is_wanted, log_probs = losses[:0].double(), losses.new_zeros(0, dtype=torch.bool), losses[:0].double()
         if answers.number:
             sums = self.sum_answers(losses, answers)
@@ -353,7 +396,7 @@ class UnpairedObjective(PreferenceObjective):
         rewards, log_probs = self.settings.beta * own.detach(), log_probs.detach()
         measures = [rewards[is_wanted].sum(), rewards[~is_wanted].sum(), is_wanted.double().sum()]
         measures += [log_probs[is_wanted].sum(), log_probs[~is_wanted].sum(), kl * len(own)]
-        return self._share(total, measures)
+        return self._share(total, measures, sum_tokens(measured, answers.sides))
 
 
 def compute_kl(ratio_sum: Tensor, number: Tensor) -> Tensor:

@@ -36,11 +36,13 @@ def _keep_few(split: Callable[..., list[slice]]) -> Callable[..., list[slice]]:
 
 
 @torch.no_grad()
-def _compute_losses(loss: Any, tokens: Tensor, labels: Tensor, places: Any, rule: Any) -> Tensor:
+def _compute_losses(
+    loss: Any, tokens: Tensor, labels: Tensor, places: Any, rule: Any, *, is_measured: bool = False
+) -> Tensor:
     """One loss per target, though only a few tiles are computed."""
     found = map(places.find, loss.walk_tiles(len(places)))
-    losses = [loss.compute(loss.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
-    return losses[0].new_empty(len(places))
+    losses = [loss.compute_tile(tokens[each], labels[each], rule, is_measured=is_measured) for each in found]
+    return losses[0].new_empty((*losses[0].shape[:-1], len(places)))
 
 
 class LateTransfer(Future[None]):

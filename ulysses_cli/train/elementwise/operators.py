@@ -23,7 +23,7 @@ from ulysses_cli.plan.rows.packing import IGNORE_INDEX
 from ulysses_cli.train.choosing import compile_for_all_threads
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import walk_blocks
-from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_token_loss
+from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_token_loss, measure_logits
 
 # transformers: its own code stays as it is.
 Implementation = Literal["torch", "compiled", "blocks", "transformers"]
@@ -236,6 +236,27 @@ def compute_losses(
         into = here if overwrites else grad[part]
         losses[part] = _compute_block(here, labels[part], rule, shares, into, with_grad=with_grad)
     return losses, grad if with_grad else losses
+
+
+MEASURED_ELEMENTS = 1 << 23  # on a device: in few kernels, and with less memory than the losses of a tile take
+
+
+def measure_targets(logits: Tensor, labels: Tensor, rule: HeadRule, implementation: Implementation) -> Tensor:
+    """What `measure_logits` returns, [3, N]. The logits stay as they are."""
+    if implementation == "compiled" and logits.size(0) > 1:
+        for tensor in (logits, labels):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        compiled: Callable[..., Tensor] = compile_once(_measure_tile, logits.size(-1))
+        return compiled(logits, labels, rule.divisor, rule.softcap)
+    measures = logits.new_empty((3, len(labels)), dtype=torch.promote_types(logits.dtype, torch.float32))
+    elements = BLOCK_ELEMENTS if logits.device.type == "cpu" else MEASURED_ELEMENTS
+    for part in walk_blocks(logits.size(0), logits.size(1), elements):
+        measures[:, part] = measure_logits(logits[part], labels[part], rule.divisor, rule.softcap)
+    return measures
+
+
+def _measure_tile(logits: Tensor, labels: Tensor, divisor: float, softcap: float | None) -> Tensor:
+    return measure_logits(logits, labels, divisor, softcap)
 
 
 def _compute_at_once(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ulysses_cli.train.elementwise.operators import Implementation, compute_losses
+from ulysses_cli.train.elementwise.operators import Implementation, compute_losses, measure_targets
 from ulysses_cli.train.loss import HeadRule, Places, take_all
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole
 
@@ -47,9 +47,10 @@ class TiledLoss:
         total: Tensor = self.head(hidden, labels, places=places, target_weights=weights)
         return total
 
-    def per_token(self, hidden: Tensor, labels: Tensor, places: Places | None = None) -> Tensor:
-        """Float32 [N] of cross-entropy alone, 0 where a label is no target."""
-        losses: Tensor = self.head(hidden, labels, places=places, per_token=True)
+    def per_token(
+        self, hidden: Tensor, labels: Tensor, places: Places | None = None, *, is_measured: bool = False
+    ) -> Tensor:
+        losses: Tensor = self.head(hidden, labels, places=places, per_token=True, is_measured=is_measured)
         return losses
 
     def walk_tiles(self, num_targets: int) -> list[slice]:
@@ -63,6 +64,7 @@ class TiledLoss:
         *,
         places: Places | None = None,
         per_token: bool = False,
+        is_measured: bool = False,
         target_weights: Tensor | None = None,
     ) -> Tensor:
         """ZeRO-3's hooks see what has no name."""
@@ -74,12 +76,14 @@ class TiledLoss:
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
             result: Tensor
             if per_token:
-                result = _TargetLosses.apply(hidden, labels, places, self, weights, *weights.weights)
+                result = _TargetLosses.apply(hidden, labels, places, self, is_measured, weights, *weights.weights)
             else:
                 result = _Loss.apply(hidden, labels, places, self, target_weights, weights, *weights.weights)
             return result
         rule = self.rule.measure() if per_token else self.rule
-        losses = self.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), places, rule)
+        losses = self.compute_losses_in_tiles(
+            hidden.flatten(0, 1), labels.flatten(), places, rule, is_measured=is_measured
+        )
         if per_token:
             return losses
         return losses.sum() if target_weights is None else (losses * target_weights).sum()
@@ -91,10 +95,22 @@ class TiledLoss:
         )
 
     @torch.no_grad()
-    def compute_losses_in_tiles(self, tokens: Tensor, labels: Tensor, places: Places, rule: HeadRule) -> Tensor:
+    def compute_losses_in_tiles(
+        self, tokens: Tensor, labels: Tensor, places: Places, rule: HeadRule, *, is_measured: bool = False
+    ) -> Tensor:
         found = map(places.find, self.walk_tiles(len(places)))
-        losses = [self.compute(self.compute_logits(tokens[each]), labels[each], rule)[0] for each in found]
-        return torch.cat(losses) if losses else _make_sum(tokens)[None][:0]
+        losses = [self.compute_tile(tokens[each], labels[each], rule, is_measured=is_measured) for each in found]
+        if losses:
+            return torch.cat(losses, -1)
+        return _make_sum(tokens).new_empty((4, 0) if is_measured else 0)
+
+    def compute_tile(self, tokens: Tensor, labels: Tensor, rule: HeadRule, *, is_measured: bool) -> Tensor:
+        """What `per_token` returns of a tile; its logits are gone then."""
+        logits = self.compute_logits(tokens)
+        if not is_measured:
+            return self.compute(logits, labels, rule)[0]
+        measures = measure_targets(logits, labels, rule, self.implementation)  # before the logits' memory is taken
+        return torch.cat([self.compute(logits, labels, rule)[0][None], measures])
 
 
 def _make_sum(tokens: Tensor) -> Tensor:
@@ -178,18 +194,22 @@ class _TargetLosses(torch.autograd.Function):
         labels: Tensor,
         places: Places,
         loss: TiledLoss,
+        is_measured: bool,
         weights: WeightSums,
         *_: nn.Parameter,
     ) -> Tensor:
         ctx.places, ctx.loss, ctx.weights = places, loss, weights
         ctx.save_for_backward(hidden, labels)
-        return loss.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), places, loss.rule.measure())
+        return loss.compute_losses_in_tiles(
+            hidden.flatten(0, 1), labels.flatten(), places, loss.rule.measure(), is_measured=is_measured
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels = ctx.saved_tensors
         loss, weights, labels = ctx.loss, ctx.weights, labels.flatten()
+        dlosses = dlosses if dlosses.dim() == 1 else dlosses[0]  # what is measured beside them has no gradient
 
         def compute_grad(part: slice, found: slice | Tensor, logits: Tensor) -> Tensor:
             rule = loss.rule.measure()
@@ -201,7 +221,7 @@ class _TargetLosses(torch.autograd.Function):
         while sums:
             dweights.append(sums.pop(0).to(weights.weights[len(dweights)].dtype))
         dhidden = dtokens.view(hidden.shape) if ctx.needs_input_grad[0] else None
-        return dhidden, None, None, None, None, *dweights
+        return dhidden, None, None, None, None, None, *dweights
 
 
 def make_tiled_loss(

@@ -219,6 +219,7 @@ class LossModel(nn.Module):
         labels: Tensor | None = None,
         documents: Documents | None = None,
         per_token: bool = False,
+        is_measured: bool = False,
         generation: Any = None,
         wanted: tuple[Tensor, Tensor] | None = None,
         places: Places | None = None,
@@ -235,7 +236,7 @@ class LossModel(nn.Module):
         hidden = output.last_hidden_state
         with part_of_step("head_loss"):
             if per_token:
-                return self.loss.per_token(hidden, labels, places)
+                return self.loss.per_token(hidden, labels, places, is_measured=is_measured)
             sums = self.objective.compute(self.loss, hidden, labels, places, answers)
         watch_backward("head_loss", sums, hidden)
         return sums
