@@ -229,6 +229,24 @@ def test_a_recipes_price_of_a_gpu_wins() -> None:
     assert "(run.price_per_gpu_hour)" in run(*words).stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "masks"),
+    [
+        (("data.datasets.0.type=chat", "data.assistant_only_loss=true"), True),
+        (("data.datasets.0.type=completion",), True),
+        (("data.datasets.0.type=completion", "data.completion_only_loss=false"), False),
+        (("data.datasets.0.type=text",), False),
+    ],
+)
+def test_a_head_that_runs_on_fewer_tokens_than_are_counted_is_named(words: tuple[str, ...], masks: bool) -> None:
+    command = ("estimate-memory", RECIPE, *words)
+    result = json.loads(run(*command, "--format", "json").stdout)["results"][0]
+    share = result["step_parts"]["head_loss"] / result["step_seconds"]
+    assert result["head_share"] == (pytest.approx(share) if masks else None)
+    line = f"the head is counted on all tokens, and runs on targets alone: a step takes up to {share:.0%} less"
+    assert (line in run(*command).stdout) == masks
+
+
 def test_pairs_have_a_forward_before_step_1() -> None:
     words = ("estimate-memory", str(RECIPES / "dpo-32k-qlora-24gb.yaml"))
     share = json.loads(run(*words, "--format", "json").stdout)["results"][0]["reference_share"]
@@ -236,6 +254,7 @@ def test_pairs_have_a_forward_before_step_1() -> None:
     assert f"before step 1 a forward of each row, {share:.0%} of the first epoch's time" in run(*words).stdout
     (other,) = json.loads(run(*words, "preference.loss=simpo", "--format", "json").stdout)["results"]
     assert other["reference_share"] is None
+    assert 0 < other["head_share"] < 0.2
 
 
 @pytest.mark.check

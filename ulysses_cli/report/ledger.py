@@ -84,6 +84,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "tokens_per_second_range": {"low": rates[0], "high": rates[1]},
         "accuracy": estimate.accuracy.reason,
         "reference_share": estimate.reference_share,
+        "head_share": estimate.head_share,
         "gather_over_compute": speed.gather_over_compute,
         "is_host_bound": speed.is_host_bound,
         "host_remedies": [asdict(each) for each in estimate.host_bound.remedies] if estimate.host_bound else [],
@@ -205,6 +206,9 @@ def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
         rows.append(
             ("", f"before step 1 a forward of each row, {estimate.reference_share:.0%} of the first epoch's time")
         )
+    if estimate.head_share is not None:
+        less = f"a step takes up to {estimate.head_share:.0%} less"
+        rows.append(("", f"the head is counted on all tokens, and runs on targets alone: {less}"))
     if estimate.host_bound is not None:
         what, helps = estimate.host_bound.explain()
         rows += [("", f"limited {what}"), ("", helps)]

@@ -185,6 +185,7 @@ class Estimate:
     host_bound: HostBound | None = None  # where the GPU waits for the processor
     inside: LayoutInside | None = None  # where rows leave their machine though they need not
     has_reference: bool = False  # answers are compared with the model before step 1
+    masks_tokens: bool = False  # prompts or users' turns are no targets
 
     @cached_property
     def slow_attention(self) -> str:
@@ -209,6 +210,12 @@ class Estimate:
     def reference_share(self) -> float | None:
         """Of the first epoch's steps, the time of the forward before them; None where there is none."""
         return compute_reference_seconds(self.job, self.gpu) / self.speed.step_seconds if self.has_reference else None
+
+    @property
+    def head_share(self) -> float | None:
+        """Of a step, the time of the head on all tokens, where it runs on some alone: how many is known once the data
+        is prepared. None where all are targets, or may be."""
+        return self.speed.parts["head_loss"] / self.speed.step_seconds if self.masks_tokens else None
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
@@ -252,7 +259,15 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         own_ring=explain_own_ring(settled, gpu),
         inside=find_layout_inside(settled, gpu, job, open_names),
         has_reference=recipe.preference is not None and recipe.preference.has_reference,
+        masks_tokens=_masks_tokens(recipe),
     )
+
+
+def _masks_tokens(recipe: Recipe) -> bool:
+    """Whether it is certain before data is read."""
+    types = {dataset.type for dataset in recipe.data.datasets}
+    has_prompts = recipe.data.completion_only_loss and bool(types & {"completion", "answers", "instruction"})
+    return recipe.preference is not None or recipe.data.assistant_only_loss or has_prompts
 
 
 def find_rate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
