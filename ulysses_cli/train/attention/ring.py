@@ -19,6 +19,7 @@ from ulysses_cli.train.attention.documents import KernelCall, KernelCalls
 from ulysses_cli.train.attention.heads import Span
 from ulysses_cli.train.attention.kernels.native import Rule, add_sinks, get_precision, make_lse, merge
 from ulysses_cli.train.attention.kernels.operators import attend, list_options, run_backward
+from ulysses_cli.train.choosing import call_operator
 from ulysses_cli.train.clock import part_of_step
 from ulysses_cli.train.processes.groups import SequenceAxis
 
@@ -274,7 +275,7 @@ def attend_gathered(rows: Sequence[Tensor], sinks: Tensor | None, task: KernelTa
     for queries, keys, part in calls:
         q, k, v = cut(rows, queries, keys, part)
         own_sinks = None if sinks is None else sinks[queries]
-        out, lse = attend(q, k, v, own_sinks, *list_options(part.documents, task.kernel, task.rule))
+        out, lse = call_operator(attend, q, k, v, own_sinks, *list_options(part.documents, task.kernel, task.rule))
         if len(calls) == 1:
             return out, lse
         if whole is None:
@@ -333,7 +334,7 @@ def attend_in_rounds(rows: Sequence[Tensor], sinks: Tensor | None, task: KernelT
     for each, parts, rule, keys, values in _walk(k, v, task):
         for query_heads, key_heads, part in task.walk(parts):
             tensors = cut((q, keys, values), query_heads, key_heads, part)
-            part_out, part_lse = attend(*tensors, None, *list_options(part.documents, task.kernel, rule))
+            part_out, part_lse = call_operator(attend, *tensors, None, *list_options(part.documents, task.kernel, rule))
             own = out[part.queries, query_heads], lse[query_heads, part.queries]
             if each.shift == 0:  # the first round has all queries
                 own[0].copy_(part_out)

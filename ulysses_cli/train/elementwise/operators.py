@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ulysses_cli.plan.rows.indexing import RMS_NORM, split_rows
 from ulysses_cli.plan.rows.packing import IGNORE_INDEX
-from ulysses_cli.train.choosing import compile_for_all_threads
+from ulysses_cli.train.choosing import call_operator, compile_for_all_threads
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import walk_blocks
 from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_token_loss, measure_logits
@@ -165,7 +165,7 @@ class Normalize(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, norm: nn.Module, eps: float, kind: str, implementation: str
     ) -> Tensor:
         hidden = hidden.contiguous()
-        out, rstd = normalize(hidden, weight, eps, kind, implementation)
+        out, rstd = call_operator(normalize, hidden, weight, eps, kind, implementation)
         ctx.save_for_backward(hidden, rstd)
         ctx.norm, ctx.kind, ctx.implementation = norm, kind, implementation
         return out
@@ -174,8 +174,8 @@ class Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, rstd = ctx.saved_tensors
-        dhidden, dweight = normalize_backward(
-            dout, hidden, ctx.norm.weight.detach(), rstd, ctx.kind, ctx.implementation
+        dhidden, dweight = call_operator(
+            normalize_backward, dout, hidden, ctx.norm.weight.detach(), rstd, ctx.kind, ctx.implementation
         )
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         return dhidden if needs_input else None, dweight if needs_weight else None, None, None, None, None
@@ -186,13 +186,14 @@ class Rotate(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, cos: Tensor, sin: Tensor, implementation: str) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.implementation = implementation
-        return rotate(hidden, cos, sin, implementation)
+        turned: Tensor = call_operator(rotate, hidden, cos, sin, implementation)
+        return turned
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return rotate_backward(dout, cos, sin, ctx.implementation), None, None, None
+        return call_operator(rotate_backward, dout, cos, sin, ctx.implementation), None, None, None
 
 
 class Gate(torch.autograd.Function):
@@ -200,13 +201,14 @@ class Gate(torch.autograd.Function):
     def forward(ctx: Any, gates: Tensor, values: Tensor, implementation: str) -> Tensor:
         ctx.save_for_backward(gates, values)
         ctx.implementation = implementation
-        return gate(gates, values, implementation)
+        gated: Tensor = call_operator(gate, gates, values, implementation)
+        return gated
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gates, values = ctx.saved_tensors
-        return *gate_backward(dout, gates, values, ctx.implementation), None
+        return *call_operator(gate_backward, dout, gates, values, ctx.implementation), None
 
 
 BLOCK_ELEMENTS = 1 << 19  # 2 MiB in float32: measured on a CPU, half or twice as many take as long

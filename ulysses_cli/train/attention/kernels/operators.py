@@ -18,6 +18,7 @@ from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.kernels import flash, native
 from ulysses_cli.train.attention.kernels.native import Rule, add_sinks
+from ulysses_cli.train.choosing import call_operator
 from ulysses_cli.train.clock import part_of_step
 
 
@@ -125,7 +126,7 @@ def run_backward(
     nothing."""
     cu_seqlens, lengths, key_cu_seqlens, key_lengths, kernel, *rule = options
     if not KERNELS[kernel].needs_autograd:
-        grads: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
+        grads: tuple[Tensor, Tensor, Tensor] = call_operator(attend_backward, dout, q, k, v, out, lse, *options)
         return grads
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         documents = Documents(tuple(lengths), cu_seqlens, tuple(key_lengths), key_cu_seqlens)
