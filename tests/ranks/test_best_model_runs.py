@@ -28,8 +28,7 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     code, output = runs.train("whole")
     assert code == 0, output
     losses = read_evaluations(tmp_path / "whole")
-    base = losses.pop(0)
-    assert base > max(losses.values()), "the base's loss comes first, and no checkpoint is its"
+    base = losses.pop(0)  # no checkpoint is its, though it may be the lowest
     last, best = max(losses), min(losses, key=lambda step: losses[step])
     assert 0 < best == last - 4
     assert f"early stop after step {last}: evaluation loss has not improved for 2 evaluations" in output
