@@ -259,7 +259,7 @@ class ModelSources:
             del self.attentions[name]
 
     def _find_own(self, name: str, wanted: Any) -> Any:
-        if not (Path(__file__).parents[3] / name.replace(".", "/")).is_dir():
+        if not (Path(__file__).parents[3] / name.replace(".", "/") / "__init__.py").is_file():
             return self.load_own(name)
         return Namespace(name, **{each: self.load_own(f"{name}.{each}") for each in wanted})
 
