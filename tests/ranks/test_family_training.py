@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.families import make_config
-from test_exact_training import LEVERS, check_training
+from test_exact_training import LEAVES, LEVERS, check_training
 from test_models import GEMMA_4
 
 # family, what its config has of its own
@@ -17,6 +17,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     **{variant: ("gemma4_text", {"num_hidden_layers": 6, **changes}) for variant, changes in GEMMA_4.items()},
 }
+ALL_LEVERS = LEVERS | {"leaf": LEAVES["all"]}
 # model, layout, ZeRO stage, LoRA, levers
 CASES = [
     *((model, "2x1", stage, False, "default") for model in ("deepseek_v3", "glm4_moe") for stage in (1, 3)),
@@ -29,6 +30,13 @@ CASES = [
     *((model, "2x1", 1, False, "none") for model in ("glm4_moe_lite", "gpt_oss")),
     *((model, "2x1", 3, False, "all") for model in ("glm4_moe_lite", "gpt_oss")),
     ("gpt_oss", "4x1", 3, True, "default"),
+    *(
+        (model, "2x1", 3, lora, "leaf")
+        for model in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+        for lora in (False, True)
+    ),
+    ("gpt_oss", "2x2", 3, True, "leaf"),
+    ("keys as values", "2x1", 3, False, "leaf"),
 ]
 # Gemma 4 scales no scores: a new model's softmax is so sharp that gradients differ by 3e-5 on one rank too, and wide
 # steps drive such differences apart.
@@ -48,5 +56,8 @@ def describe(model: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("model", "layout", "stage", "lora", "levers"), CASES)
 def test_training_equals_plain_torch(model: str, layout: str, stage: int, lora: bool, levers: str) -> None:
     """Checkpointing is ours, which saves attention's result, where no lever says otherwise."""
-    tolerance, more = TOLERANCES.get(model, 1e-5), (*LEVERS.get(levers, ()), *SMALL_STEPS.get(model, ()))
+    tolerance, more = (
+        TOLERANCES.get(model, 1e-5),
+        (*ALL_LEVERS.get(levers, ()), *SMALL_STEPS.get(model, ())),
+    )
     check_training(layout, 1, stage, lora, *more, config=describe(model), tolerance=tolerance)

@@ -11,7 +11,7 @@ from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe
-from test_exact_training import LEVERS, ROWS, check_training
+from test_exact_training import LEAVES, LEVERS, ROWS, check_training
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -57,6 +57,7 @@ CASES = [
     ("kimi_linear", "4x1", 1, False, "default"),
     ("lfm2", "4x1", 3, False, "default"),
     ("falcon_h1", "2x1", 3, False, "default"),
+    *((name, "2x1", 3, lora, "leaf") for name in ("qwen3_5_text", "bamba", "lfm2") for lora in (False, True)),
     ("falcon_h1", "2x1", 1, False, "none"),
     ("olmo_hybrid", "2x1", 3, False, "full"),
     ("olmo_hybrid", "2x2", 1, False, "default"),
@@ -86,7 +87,7 @@ CASES = [
     [pytest.param(*case, marks=mark_by(False, case == CASES[0])) for case in CASES],
 )
 def test_training_equals_plain_torch(model_type: str, layout: str, stage: int, lora: bool, levers: str) -> None:
-    more = LEVERS.get(levers, ())
+    more = (LEVERS | {"leaf": LEAVES["none"]}).get(levers, ())
     check_training(layout, 1, stage, lora, *more, config=CONFIGS[model_type], tolerance=TOLERANCE, floor=FLOOR)
 
 

@@ -109,8 +109,7 @@ def _draw_flags(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator
     if memory["offload_optimizer"] == "cpu" and parallel["zero_stage"] == 3:
         yield f"memory.overlap_optimizer={_draw_flag('early steps', seed, number)}"
     shape = read_model_shape(settings["model"]["config"], "the drawn model")
-    has_adapters, place = settings.get("lora") is not None, memory["offload_param"]
-    if not explain_no_leaves(shape, parallel["zero_stage"], has_adapters=has_adapters, offload_param=place):
+    if not explain_no_leaves(shape, parallel["zero_stage"], memory["offload_param"]):
         yield f"memory.leaf_layers={_draw_flag('leaves', seed, number)}"
 
 

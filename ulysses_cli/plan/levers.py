@@ -39,13 +39,10 @@ class Levers:
     leaf_layers: bool = False  # a layer's weights are gathered at once; spends memory and saves the host's time
 
 
-def explain_no_leaves(shape: ModelShape, zero_stage: int, *, has_adapters: bool, offload_param: Offload | str) -> str:
-    """Why layers cannot be leaf modules, or ''. DeepSpeed reduces a leaf's gradients when that of its input is there,
-    which for an input without a gradient, as below the first adapter, is before they are made."""
+def explain_no_leaves(shape: ModelShape, zero_stage: int, offload_param: Offload | str) -> str:
+    """Why layers cannot be leaf modules, or ''."""
     if zero_stage < 3:
         return f"ZeRO stage {zero_stage} gathers no weights"
-    if has_adapters:
-        return "below the first adapter a layer's input has no gradient, at which its own would be reduced"
     if offload_param == "nvme":
         return "weights on a disk are read in fewer buffers"
     shares = shape.family is not None and shape.family.shares_blocks

@@ -224,6 +224,7 @@ def find_missing_package(device: torch.device) -> str:
 # most of a small update. Here each expert multiplies its tokens by A, then by B.
 
 ADAPTER = "default"  # peft's name of an adapter
+MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 ALIGNED_BYTES = 16  # of each row that a grouped product reads
 
 
@@ -232,7 +233,7 @@ def serve_adapted_experts(model: nn.Module, gather_whole: Callable[[nn.Module], 
     there are. `gather_whole` is called with each outermost layer: no module runs by itself in it, and ZeRO-3 gathers
     all weights with that one."""
     adapters: dict[Any, dict[str, Any]] = {}
-    for wrapper in [module for module in model.modules() if hasattr(module, "parameter_name")]:
+    for wrapper in [each for each in model.modules() if getattr(each, "parameter_name", None) in MATRICES]:
         if wrapper.get_base_layer() not in adapters and gather_whole is not None:
             gather_whole(wrapper)
             wrapper.register_forward_pre_hook(need_gradient)

@@ -78,8 +78,8 @@ def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Collectio
 
 
 def _explain_no_leaves(job: Job, gpu: Gpu) -> str:
-    levers, place = job.levers, job.levers.offload_param
-    if why := explain_no_leaves(job.shape, job.zero_stage, has_adapters=job.adapters is not None, offload_param=place):
+    levers = job.levers
+    if why := explain_no_leaves(job.shape, job.zero_stage, levers.offload_param):
         return why
     if job.world_size == 1:
         return "one rank gathers nothing"

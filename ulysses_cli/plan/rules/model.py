@@ -95,8 +95,7 @@ def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Problems:
 
 def check_leaf_layers(recipe: Recipe, shape: ModelShape) -> Problems:
     """Layers are leaf modules where DeepSpeed then computes the same."""
-    stage, lora, place = recipe.parallel.zero_stage, recipe.lora, recipe.memory.offload_param
-    why = explain_no_leaves(shape, stage, has_adapters=lora is not None, offload_param=place)
+    why = explain_no_leaves(shape, recipe.parallel.zero_stage, recipe.memory.offload_param)
     if recipe.memory.leaf_layers is True and why:
         yield Problem("memory.leaf_layers", f"cannot be true: {why}", "leave it out")
 
@@ -302,7 +301,7 @@ def check_expert_adapters(recipe: Recipe, shape: ModelShape) -> Problems:
     if lora.dropout:
         yield Problem("lora.dropout", "peft's adapters of experts have no dropout", "set it to 0")
     if lora.use_dora:
-        yield Problem("lora.use_dora", "peft's adapters of experts train no lengths", "leave it out")
+        yield Problem("lora.use_dora", "peft's adapters of experts train no magnitudes", "leave it out")
 
 
 def check_shared_prompts(recipe: Recipe, shape: ModelShape) -> Problems:

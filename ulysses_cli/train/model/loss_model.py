@@ -34,7 +34,13 @@ from ulysses_cli.train.loss import HeadRule, Loss, NextToken, Objective, Places,
 from ulysses_cli.train.memory.checkpointing import Mode, ResultStorage, checkpoint_layers, list_layers
 from ulysses_cli.train.memory.offload import DiskFile, Offloader
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
-from ulysses_cli.train.memory.tiled_mlp import ShardedLinear, run_in_pieces, save_before_last_products, tile_mlps
+from ulysses_cli.train.memory.tiled_mlp import (
+    ShardedLinear,
+    need_gradient,
+    run_in_pieces,
+    save_before_last_products,
+    tile_mlps,
+)
 from ulysses_cli.train.memory.tiling import tile_norms
 from ulysses_cli.train.model.loading import BuildError
 from ulysses_cli.train.processes.consistency import gather_values
@@ -193,6 +199,7 @@ def apply_levers(
     if levers.leaf_layers and gather_whole is not None:
         for layer in list_layers(model):
             gather_whole(layer)
+            layer.register_forward_pre_hook(need_gradient)
     loss: Loss = PlainLoss(head, rule)
     if levers.tiled_loss:
         vocabulary, hidden = plan.shape.vocab_size, plan.shape.hidden_size
