@@ -239,10 +239,10 @@ def answer_parent(parent: int) -> None:
 def call_operator(operator: Any, *inputs: Any) -> Any:
     """Calls a custom operator's own function where nothing but kernels would see the operator: torch's dispatcher takes
     longer than many a small kernel. A trace and a compiler see it, as one operation."""
-    function = getattr(operator, "_init_fn", None)
+    function = None if torch.compiler.is_compiling() else getattr(operator, "_init_fn", None)
     if function is None or type(inputs[0]) is not Tensor or torch._C._len_torch_dispatch_stack():
         return operator(*inputs)
-    return operator(*inputs) if torch.compiler.is_compiling() else function(*inputs)
+    return function(*inputs)
 
 
 def compile_for_all_threads(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

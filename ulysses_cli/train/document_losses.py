@@ -185,6 +185,7 @@ class ShortCheck:
         tokens = sum(text.length for text in self.texts)
         trained = {name: models[-1][name] for name in ("loss", "difference")}
         self.write({"step": state.step, "texts": len(self.texts), "tokens": tokens, **trained, "models": models})
+        state.last_eval_step = state.step  # also of a run without held-out rows
 
     def _measure(self, state: TrainState) -> list[float]:
         """The loss of each text, in their order."""

@@ -166,14 +166,16 @@ class Evaluation:
         self.write = write
         self.judge = judge
 
-    def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
-        """Collective over all ranks. `stop`: reasons to end it early; by default the run's own."""
+    def run(self, state: TrainState, stop: StopConditions | None = None) -> bool:
+        """Collective over all ranks. `stop`: reasons to end it early; by default the run's own. Returns whether it came
+        to its end, alike on all ranks."""
         if line := self.measure(state, stop):
             line = gather_values(line, state.groups.host_group)[0]
             for name, measure in MEASURES.items():
                 if (value := measure.read(line)) is not None:
                     state.evaluated[name][state.step] = value
             self.judge(state)
+        return bool(line) or self.rows is None
 
     def measure(self, state: TrainState, stop: StopConditions | None = None) -> dict[str, Any]:
         """Collective over all ranks. Chooses nothing: before step 1 the losses are the base model's, of which no
@@ -408,9 +410,9 @@ class Measures:
         ]
 
     def measure_losses(self, state: TrainState, stop: StopConditions | None = None) -> None:
-        """Collective over all ranks: of the held-out rows, then of the short texts."""
-        self.evaluation.run(state, stop)
-        self.short_check.run(state)
+        """Collective over all ranks: of the held-out rows, then, unless that was ended early, of the short texts."""
+        if self.evaluation.run(state, stop):
+            self.short_check.run(state)
 
     def measure_again(self, state: TrainState) -> None:
         """Collective over all ranks, after a resume: what is due after the checkpoint's step, as far as a signal or a
