@@ -157,8 +157,9 @@ class Counted:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def run(self, state: Any, stop: Any = None) -> None:
+    def run(self, state: Any, stop: Any = None) -> bool:
         self.steps.append(state.step)
+        return True
 
 
 @pytest.mark.parametrize(("step", "known", "asked"), [(4, {}, [4]), (5, {}, []), (8, {}, []), (4, {4: 0.5}, [])])
