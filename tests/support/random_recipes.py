@@ -22,7 +22,7 @@ from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import list_fullest
-from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, measure_step
+from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, join
 from ulysses_cli.plan.levers import explain_no_leaves
 from ulysses_cli.plan.models.families import FAMILIES, list_traits
 from ulysses_cli.plan.models.family import Trait
@@ -310,7 +310,7 @@ def predict_phases(job: Job) -> dict[str, int]:
 def run_phases(drawn: DrawnRecipe) -> dict[str, int]:
     """Returns the bytes of a run on sizes, in each phase at its fullest."""
     job = make_drawn_job(drawn)
-    steps = [measure_step(drawn.recipe, job.shape, job.levers, rank) for rank in find_fullest_ranks(job)]
+    steps = [join(job, rank).measure() for rank in find_fullest_ranks(job)]
     return {phase: max(step.get(phase, 0) for step in steps) for phase in steps[0]}
 
 

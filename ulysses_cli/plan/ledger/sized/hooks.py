@@ -130,9 +130,7 @@ class Hooks:
     def __init__(
         self, root: SizedModule, leaves: Collection[SizedModule], made: Iterable[Parameter], *, gathers: bool, kept: int
     ) -> None:
-        self.root, self.gathers = root, gathers
-        nested = {inner for leaf in leaves for inner in leaf.modules() if inner is not leaf}
-        self.leaves = set(leaves) - nested if gathers else set()
+        self.root, self.gathers, self.leaves = root, gathers, set(leaves) if gathers else set()
         self.places = {module: path for path, module in root.named_modules() if module.does_work}
         self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
         self.leaves -= self.inside  # the engine looks into no leaf

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import machine as gpu
-from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, is_known, make_job
+from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, is_known
 from ulysses_cli.plan.ledger.ledger import Ledger, complete_ledger, list_fullest
 from ulysses_cli.plan.ledger.sized.depth import (
     LOAD,
@@ -37,9 +37,6 @@ from ulysses_cli.plan.ledger.sized.hooks import FORWARD, MADE, RECOMPUTED, join_
 from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine, ShardSettings
 from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.ledger.sized.step import DTYPES, Recording, SizedRun, alone, make_bare_model
-from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rows.ring import count_held_keys, deal_row, list_dearest
 from ulysses_cli.plan.sizes.autograd import GRADIENT
 from ulysses_cli.plan.sizes.sources import ModelSources
@@ -231,11 +228,6 @@ class Kept:
 
 
 STACKS, RECORDINGS, WALKS = Kept(64), Kept(256), Kept(256)
-
-
-def measure_step(recipe: Recipe, shape: ModelShape, levers: Levers, rank: int) -> dict[str, int]:
-    """The peak of each phase on one rank, as tensors without data have it."""
-    return join(make_job(recipe, shape, levers), rank).measure()
 
 
 def run_step(job: Job, rank: int, *, runs_all: bool = False) -> dict[str, MemorySnapshot]:

@@ -82,10 +82,6 @@ class Gathered:
         found = dict(self.backward.get(place, ()))
         return tuple((number, found.get(number, 0)) for number in sorted(layers, reverse=True))
 
-    def get_most(self, phase: str) -> int:
-        places = self.forward if phase == "forward" else self.backward
-        return max((size for by_layer in places.values() for _, size in by_layer), default=0)
-
 
 NONE = Gathered({}, {})
 
