@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ulysses_cli.train.processes.groups import make_groups
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 RANKS_PER_MACHINE, PORT = 2, 29571
+LIMIT = timedelta(seconds=300)
 SIDES = {  # ring size, and the shares that a rank fetches at once
     "ulysses 4": (1, 1.5),
     "ring 2 x ulysses 2, in rounds": (2, 0.0),
@@ -40,10 +41,16 @@ SIDES = {  # ring size, and the shares that a rank fetches at once
 
 def measure_links(rates: Sequence[int], tokens: int, repeats: int) -> list[dict[str, Any]]:
     """Returns, for each rate in Mbit/s (0: no limit), seconds of a forward and backward and bytes on the link."""
+    return measure_on_machines(Path(__file__), RANKS_PER_MACHINE, rates, tokens, repeats)
+
+
+def measure_on_machines(script: Path, per_machine: int, *options: Any) -> list[dict[str, Any]]:
+    """Starts a script on each rank of two machines; it calls run_rank. Returns the first rank's results."""
     with networks.open_networks(2) as machines:
+        facts = [json.dumps([rank, 2 * per_machine, *options]) for rank in range(2 * per_machine)]
         children = [
-            start_rank(machines[rank // RANKS_PER_MACHINE], rank, rates, tokens, repeats)
-            for rank in range(2 * RANKS_PER_MACHINE)
+            start_rank(machines[rank // per_machine], script, text, is_first=not rank)
+            for rank, text in enumerate(facts)
         ]
         try:
             answer, _ = children[0].communicate(timeout=1800)
@@ -57,24 +64,31 @@ def measure_links(rates: Sequence[int], tokens: int, repeats: int) -> list[dict[
     return results
 
 
-def start_rank(machine: str, rank: int, *options: Any) -> subprocess.Popen[str]:
-    facts = json.dumps([rank, *options])
-    command = ["ip", "netns", "exec", machine, sys.executable, str(Path(__file__).resolve()), facts]
+def start_rank(machine: str, script: Path, facts: str, *, is_first: bool) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", machine, sys.executable, str(script.resolve()), facts]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE if rank == 0 else None, text=True)
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE if is_first else None, text=True)
 
 
-def run_rank(rank: int, rates: Sequence[int], tokens: int, repeats: int) -> list[dict[str, Any]]:
+def run_rank(measure: Callable[..., list[dict[str, Any]]], facts: str) -> None:
+    """A rank's process. The first prints what it has measured."""
+    rank, num_ranks, *options = json.loads(facts)
     torch.set_num_threads(1)
-    limit = timedelta(seconds=300)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://10.231.7.1:{PORT}", rank=rank, world_size=2 * RANKS_PER_MACHINE, timeout=limit
+        "gloo", init_method=f"tcp://10.231.7.1:{PORT}", rank=rank, world_size=num_ranks, timeout=LIMIT
     )
+    found = measure(rank, *options)
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(found))
+
+
+def measure_rings(rank: int, rates: Sequence[int], tokens: int, repeats: int) -> list[dict[str, Any]]:
     sides = {}
     for name, (ring, max_shares) in SIDES.items():
         order = deal_row((tokens,), Ring(ring))
         documents = make_documents((tokens,), order=order, max_shares=max_shares)
-        sides[name] = make_groups(Layout(sp_size=2 * RANKS_PER_MACHINE, ring_size=ring), limit), documents
+        sides[name] = make_groups(Layout(sp_size=2 * RANKS_PER_MACHINE, ring_size=ring), LIMIT), documents
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, tokens // 4, heads, DIM, generator=generator).bfloat16().requires_grad_()
@@ -82,7 +96,7 @@ def run_rank(rank: int, rates: Sequence[int], tokens: int, repeats: int) -> list
     )
     results = []
     for rate in rates:
-        limit_link(rank, rate)
+        limit_link(rank, rate, RANKS_PER_MACHINE)
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         sent = dict[str, int]()
         for _ in range(1 + repeats):
@@ -103,14 +117,13 @@ def run_rank(rank: int, rates: Sequence[int], tokens: int, repeats: int) -> list
                 "bytes that a machine sends": sent,
             }
         )
-    dist.destroy_process_group()
     return results
 
 
-def limit_link(rank: int, rate: int) -> None:
+def limit_link(rank: int, rate: int, per_machine: int) -> None:
     """Limits what this machine sends, by its first rank."""
     dist.barrier()
-    if rank % RANKS_PER_MACHINE == 0:
+    if rank % per_machine == 0:
         subprocess.run(["tc", "qdisc", "del", "dev", "eth0", "root"], check=False, capture_output=True)
         if rate:
             words = ["rate", f"{rate}mbit", "burst", "256kb", "latency", "400ms"]
@@ -125,7 +138,4 @@ def count_sent() -> int:
 
 
 if __name__ == "__main__":
-    own_rank, *own_options = json.loads(sys.argv[1])
-    found = run_rank(own_rank, *own_options)
-    if own_rank == 0:
-        print(json.dumps(found))
+    run_rank(measure_rings, sys.argv[1])

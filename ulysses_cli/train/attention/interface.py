@@ -42,7 +42,12 @@ class CachedAttention(Protocol):
 
 
 def register_attention(
-    axis: SequenceAxis, kernel: str | Mapping[int, str], num_head_chunks: int = 1, *, ring: SequenceAxis = NO_AXIS
+    axis: SequenceAxis,
+    kernel: str | Mapping[int, str],
+    num_head_chunks: int = 1,
+    *,
+    ring: SequenceAxis = NO_AXIS,
+    overlaps: bool = False,
 ) -> str:
     """Registers an attention implementation. Returns its name, for `attn_implementation`. Each call registers another,
     so that one process can hold models of different groups. Heads are read from the tensors."""
@@ -82,9 +87,8 @@ def register_attention(
         name = kernel if isinstance(kernel, str) else kernel[max(query.size(-1), value.size(-1))]
         if generation is not None:
             return generation.attend(q, k, v, rule, s_aux, name, num_head_chunks), None
-        out = ulysses_attention(
-            q, k, v, documents, rule, axis=axis, ring=ring, kernel=name, sinks=s_aux, num_head_chunks=num_head_chunks
-        )
+        how: dict[str, Any] = {"num_head_chunks": num_head_chunks, "overlaps": overlaps, "kernel": name}
+        out = ulysses_attention(q, k, v, documents, rule, axis=axis, ring=ring, sinks=s_aux, **how)
         return out, None
 
     name = f"ulysses_{next(_numbers)}"

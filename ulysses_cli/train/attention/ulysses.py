@@ -1,12 +1,13 @@
 """Ulysses attention: one all-to-all trades each rank's slice of the row for a subset of the heads, a second trades
 the result back. The backward mirrors it. Values are those of one rank; a key/value head that several ranks use gets
-the sum of their gradients. On a ring, ranks hold shares of the row's queries (ring.py).
+the sum of their gradients. On a ring, ranks hold shares of the row's queries (ring.py). Heads may come in chunks, of
+which the next can travel while one attends; the order of collectives follows from the chunks' numbers alone.
 
 Takes tensors and an axis, no recipe and no model. Tensors are copied once into the send buffer and read in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ from ulysses_cli.train.processes.groups import NO_AXIS, SequenceAxis
 # Shapes. B rows in a batch, S tokens of a row on this rank, P ranks that share it, T = B x P x S tokens in all,
 # h heads of one tensor on one rank, w heads of all exchanged tensors on one rank, D head_dim.
 
+Arrival = Callable[[], Sequence[Tensor]]  # waits for an exchange under way, once, and returns what came
+
 
 def exchange_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis) -> list[Tensor]:
     """Takes tensors [B, S, all heads, D], returns tensors [T, h, D], usually views of one buffer. `spans` lists which
@@ -41,21 +44,26 @@ def exchange_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis
 
     `slices` is emptied: each tensor is released as soon as it is copied.
     """
-    rows = []
+    return [row for arrive in _start_in(slices, spans, axis) for row in arrive()]
+
+
+def _start_in(
+    slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis, *, is_async: bool = False
+) -> Iterator[Arrival]:
+    """The same in two steps: a collective starts when the iterator is asked for it."""
     for part in _list_groups(slices):
         group = slices[: part.stop - part.start]
         del slices[: len(group)]
-        rows += _exchange_group_in(group, spans[part], axis)
-    return rows
+        yield _start_group_in(group, spans[part], axis, is_async)
 
 
-def _exchange_group_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis) -> list[Tensor]:
+def _start_group_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis, is_async: bool) -> Arrival:
     if axis.group is None:
         parts = [
             part[:, :, rank_spans[0].start : rank_spans[0].stop] for part, rank_spans in zip(slices, spans, strict=True)
         ]
         rows = [(part if part.stride(-1) == 1 else part.contiguous()).flatten(0, 1) for part in parts]
-        return [_bound_reach(row) for row in rows]
+        return lambda: [_bound_reach(row) for row in rows]
     batch, tokens, _, dim = slices[0].shape
     widths = [sum(rank_spans[rank].num_heads for rank_spans in spans) for rank in range(axis.size)]
     send = slices[0].new_empty(sum(widths) * batch * tokens * dim)
@@ -66,12 +74,18 @@ def _exchange_group_in(slices: list[Tensor], spans: Sequence[Spans], axis: Seque
         offsets = [offset + span.num_heads for offset, span in zip(offsets, rank_spans, strict=True)]
     width = widths[axis.rank]
     received = send.new_empty(axis.size, batch, tokens, width, dim)
-    _all_to_all(received, send, [width] * axis.size, widths, axis)
-    del send, segments
-    # With one row in the batch, tokens arrive in the row's order and nothing is moved.
-    rows = received.transpose(0, 1).reshape(-1, width, dim)
-    del received
-    return [_bound_reach(row) for row in rows.split([rank_spans[axis.rank].num_heads for rank_spans in spans], dim=1)]
+    work = _all_to_all(received, send, [width] * axis.size, widths, axis, is_async)
+
+    def arrive() -> list[Tensor]:
+        nonlocal received, send
+        _wait(work)
+        del send
+        # With one row in the batch, tokens arrive in the row's order and nothing is moved.
+        rows = received.transpose(0, 1).reshape(-1, width, dim)
+        del received
+        return [_bound_reach(row) for row in rows.split([of_ranks[axis.rank].num_heads for of_ranks in spans], dim=1)]
+
+    return arrive
 
 
 def _bound_reach(row: Tensor) -> Tensor:
@@ -94,13 +108,28 @@ def exchange_out(
 
     Heads that went to several ranks come back as a sum. `parts` is emptied: each is released as soon as it is copied.
     """
-    adds, results = adds or [False] * len(parts), list[Tensor]()
+    arrivals = _start_out(parts, spans, axis, batch, into, num_heads, adds)
+    return [result for arrive in arrivals for result in arrive()]
+
+
+def _start_out(
+    parts: list[Tensor],
+    spans: Sequence[Spans],
+    axis: SequenceAxis,
+    batch: int,
+    into: Sequence[Tensor] | None,
+    num_heads: Sequence[int],
+    adds: Sequence[bool],
+    *,
+    is_async: bool = False,
+) -> Iterator[Arrival]:
+    """The same in two steps: a collective starts when the iterator is asked for it."""
+    adds = adds or [False] * len(parts)
     for part in _list_groups(parts):
         group = parts[: part.stop - part.start]
         del parts[: len(group)]
         own = None if into is None else into[part]
-        results += _exchange_group_out(group, spans[part], axis, batch, own, num_heads[part], adds[part])
-    return results
+        yield _start_group_out(group, spans[part], axis, batch, own, num_heads[part], adds[part], is_async)
 
 
 def _list_groups(tensors: Sequence[Tensor]) -> list[slice]:
@@ -110,7 +139,7 @@ def _list_groups(tensors: Sequence[Tensor]) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(dims)], strict=True)]
 
 
-def _exchange_group_out(
+def _start_group_out(
     parts: list[Tensor],
     spans: Sequence[Spans],
     axis: SequenceAxis,
@@ -118,14 +147,16 @@ def _exchange_group_out(
     into: Sequence[Tensor] | None,
     num_heads: Sequence[int],
     adds: Sequence[bool],
-) -> Sequence[Tensor]:
+    is_async: bool,
+) -> Arrival:
     if axis.group is None:
+        whole_parts = [part.unflatten(0, (batch, -1)) for part in parts]
         if into is None:
-            return [part.unflatten(0, (batch, -1)) for part in parts]
-        for part, rank_spans, whole, add in zip(parts, spans, into, adds, strict=True):
-            target, received = whole[:, :, rank_spans[0].start : rank_spans[0].stop], part.unflatten(0, (batch, -1))
-            target.add_(received) if add else target.copy_(received)
-        return into
+            return lambda: whole_parts
+        for part, rank_spans, whole, add in zip(whole_parts, spans, into, adds, strict=True):
+            target = whole[:, :, rank_spans[0].start : rank_spans[0].stop]
+            target.add_(part) if add else target.copy_(part)
+        return lambda: into
     counts = [part.size(1) for part in parts]
     total, _, dim = parts[0].shape
     tokens = total // (batch * axis.size)
@@ -135,28 +166,42 @@ def _exchange_group_out(
     del rows
     widths = [sum(rank_spans[rank].num_heads for rank_spans in spans) for rank in range(axis.size)]
     received = send.new_empty(sum(widths) * batch * tokens * dim)
-    _all_to_all(received, send, widths, [sum(counts)] * axis.size, axis)
-    del send
-    if into is None:
-        into = [torch.empty(batch, tokens, heads, dim, dtype=dtype, device=device) for heads in num_heads]
-    segments = _split(received, widths, batch, tokens, dim)
-    offsets = [0] * axis.size
-    for rank_spans, whole, add in zip(spans, into, adds, strict=True):
-        _unpack(whole, segments, rank_spans, offsets, add=add)
-        offsets = [offset + span.num_heads for offset, span in zip(offsets, rank_spans, strict=True)]
-    return into
+    work = _all_to_all(received, send, widths, [sum(counts)] * axis.size, axis, is_async)
+
+    def arrive() -> Sequence[Tensor]:
+        nonlocal received, send
+        _wait(work)
+        del send
+        wholes = into or [torch.empty(batch, tokens, heads, dim, dtype=dtype, device=device) for heads in num_heads]
+        segments = _split(received, widths, batch, tokens, dim)
+        del received
+        offsets = [0] * axis.size
+        for rank_spans, whole, add in zip(spans, wholes, adds, strict=True):
+            _unpack(whole, segments, rank_spans, offsets, add=add)
+            offsets = [offset + span.num_heads for offset, span in zip(offsets, rank_spans, strict=True)]
+        return wholes
+
+    return arrive
 
 
 def _all_to_all(
-    received: Tensor, send: Tensor, widths_in: list[int], widths_out: list[int], axis: SequenceAxis
-) -> None:
-    """One collective on the axis. All its ranks reach it: they run the same layers on slices of the same rows."""
+    received: Tensor, send: Tensor, widths_in: list[int], widths_out: list[int], axis: SequenceAxis, is_async: bool
+) -> Any:
+    """One collective on the axis. All its ranks reach it: they run the same layers on slices of the same rows. Under
+    way, it needs both buffers."""
     splits: tuple[list[int], ...] = ()
     if len(set(widths_in)) > 1 or len(set(widths_out)) > 1:
         unit = send.numel() // sum(widths_out)
         splits = ([width * unit for width in widths_in], [width * unit for width in widths_out])
     with part_of_step("exchange"):
-        dist.all_to_all_single(received.view(-1), send.view(-1), *splits, group=axis.group)
+        return dist.all_to_all_single(received.view(-1), send.view(-1), *splits, group=axis.group, async_op=is_async)
+
+
+def _wait(work: Any) -> None:
+    """On a GPU its stream waits, and not the host. None: a collective that has ended."""
+    if work is not None:
+        with part_of_step("exchange"):
+            work.wait()
 
 
 def _split(buffer: Tensor, widths: list[int], batch: int, tokens: int, dim: int) -> list[Tensor] | Tensor:
@@ -232,11 +277,13 @@ def ulysses_attention(
     kernel: str,
     sinks: Tensor | None = None,
     num_head_chunks: int = 1,
+    overlaps: bool = False,
 ) -> Tensor:
     """Exact causal attention inside documents of rows that are split over the ranks of `axis`, or of both axes.
 
     Takes q [B, S, heads, D], k [B, S, kv_heads, D] and v [B, S, kv_heads, V], any strides; returns [B, S, heads, V].
-    `documents` describes the whole rows, and their order on a ring. Collective over both axes, with the same shapes on
+    `documents` describes the whole rows, and their order on a ring. With `overlaps`, a chunk of heads travels while the
+    one before attends. Collective over both axes, with the same shapes on
     all their ranks: each call is two all-to-alls of the axis, or three where V is not D, and one of the ring where its
     ranks need keys of each other.
     """
@@ -250,7 +297,7 @@ def ulysses_attention(
     documents.check_num_tokens(batch, tokens, axis.size * ring.size)
     plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
     calls = documents.plan_calls(rule.window_tokens, ring, measure_heads(plan, axis, kernel, max(dim, v.size(3))))
-    call = _Call(calls, rule, axis, ring, kernel, plan, is_saving_results())
+    call = _Call(calls, rule, axis, ring, kernel, plan, is_saving_results(), overlaps and axis.size > 1)
     out: Tensor = _Attention.apply(q, k, v, sinks, call)
     return out
 
@@ -272,6 +319,7 @@ class _Call:
     kernel: str
     plan: HeadPlan
     saves_output: bool  # the layer is recomputed in the backward and gets the saved output
+    overlaps: bool  # a chunk travels while the one before attends
 
     def make_task(self, chunk: Chunk) -> KernelTask:
         runs = self.plan.list_runs(chunk, self.axis.rank)
@@ -333,13 +381,56 @@ def _attend_by_chunks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cal
         return exchange_out([result], spans, call.axis, q.size(0), num_heads=[q.size(2)])[0], lse
     out = torch.empty((*q.shape[:3], v.size(3)), dtype=q.dtype, device=q.device)
     all_lse = []
-    for chunk in call.plan.chunks:
-        rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
+    returning = _Returning([out], [False], call)
+    for chunk, rows in _walk_chunks((q, k, v), call):
         result, lse = _attend(rows, sinks, chunk, call)
         del rows
-        exchange_out([result], [chunk.queries], call.axis, q.size(0), [out])
+        returning.send([result], [chunk.queries])
         all_lse.append(lse)
+    returning.wait()
     return out, *all_lse
+
+
+def _walk_chunks(tensors: Sequence[Tensor], call: _Call) -> Iterator[tuple[Chunk, list[Tensor]]]:
+    """Yields each chunk with its rows of q, k and v, and in the backward of dout and out. If chunks overlap, those of
+    the next travel while the caller computes; it releases the rows before it asks for the next."""
+    chunks = call.plan.chunks
+    coming = [*_start_chunk(tensors, chunks[0], call)] if call.overlaps else []
+    for chunk, after in zip(chunks, (*chunks[1:], None), strict=True):
+        arriving = coming or _start_chunk(tensors, chunk, call)
+        coming = [*_start_chunk(tensors, after, call)] if call.overlaps and after is not None else []
+        yield chunk, [row for arrive in arriving for row in arrive()]
+
+
+def _start_chunk(tensors: Sequence[Tensor], chunk: Chunk, call: _Call) -> Iterator[Arrival]:
+    spans = [chunk.queries, chunk.keys, chunk.keys, chunk.queries, chunk.queries][: len(tensors)]
+    return _start_in([*tensors], spans, call.axis, is_async=call.overlaps)
+
+
+class _Returning:
+    """Writes or, with `adds`, adds chunks' results into `into` [B, S, all heads, D]. If chunks overlap, those of one
+    travel while the next attends, and no more than these."""
+
+    def __init__(self, into: Sequence[Tensor], adds: Sequence[bool], call: _Call) -> None:
+        self._into, self._adds, self._call = into, adds, call
+        self._coming: list[Arrival] = []
+
+    def send(self, parts: list[Tensor], spans: Sequence[Spans]) -> None:
+        """Empties `parts`."""
+        self.wait()
+        call, batch = self._call, self._into[0].size(0)
+        arrivals = _start_out(parts, spans, call.axis, batch, self._into, (), self._adds, is_async=call.overlaps)
+        if call.overlaps:
+            self._coming = [*arrivals]
+            return
+        for arrive in arrivals:
+            arrive()
+
+    def wait(self) -> None:
+        """Takes what was under way."""
+        coming, self._coming = self._coming, []
+        for arrive in coming:
+            arrive()
 
 
 def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -375,15 +466,15 @@ def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     into = _make_gradients(dout, counts, ctx.dim, adds=adds)
     wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     total_dsinks: Tensor | None = None
-    for chunk, lse in zip(call.plan.chunks, all_lse, strict=True):
-        spans = [chunk.queries, chunk.keys, chunk.keys]
-        *rows, drows, result = exchange_in([q, k, v, dout, out], [*spans, chunk.queries, chunk.queries], call.axis)
-        grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
+    returning = _Returning(into, [False, adds, adds], call)
+    for chunk, (*rows, drows, result) in _walk_chunks((q, k, v, dout, out), call):
+        grads, dsinks = _attend_backward(rows, drows, result, all_lse.pop(0), wanted_sinks, chunk, call)
         del rows, drows, result
-        exchange_out(grads, spans, call.axis, q.size(0), into, adds=[False, adds, adds])
+        returning.send(grads, [chunk.queries, chunk.keys, chunk.keys])
         del grads  # else they stay allocated together with those of the next chunk
         if dsinks is not None:
             total_dsinks = dsinks if total_dsinks is None else total_dsinks + dsinks
+    returning.wait()
     return *(grad.to(dout.dtype) for grad in into), total_dsinks, None
 
 
