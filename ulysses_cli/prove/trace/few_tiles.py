@@ -1,17 +1,21 @@
-"""Stands in for tiles and for the file on a disk, in runs that compute no value. Tiles are alike: the first, one more
-and the last show what all of them take. The file (train/memory/offload.py) counts bytes and writes nothing: a tensor
-that leaves stays on the device until somebody waits for its last chunk, the latest time at which a run frees it."""
+"""Stands in for tiles, chunks of heads and the file on a disk, in runs that compute no value. Tiles are alike, and so
+are chunks: the first, one more and the last show what all of them take. The file (train/memory/offload.py) counts
+bytes and writes nothing: a tensor that leaves stays on the device until somebody waits for its last chunk, the latest
+time at which a run frees it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ulysses_cli.plan.levers import SWAP_CHUNK_BYTES, SWAP_THREADS
+from ulysses_cli.train.attention import ulysses
+from ulysses_cli.train.attention.heads import HeadPlan
 from ulysses_cli.train.memory import offload, tiled_loss, tiled_mlp, tiling
 from ulysses_cli.train.memory.offload import Extents
 
@@ -19,7 +23,8 @@ MAX_TILES = 3
 
 
 def keep_few_tiles() -> None:
-    """Replaces what cuts tokens into tiles, wherever this package does."""
+    """Replaces what cuts tokens into tiles and heads into chunks, wherever this package does."""
+    ulysses.plan_heads = _keep_few_chunks(ulysses.plan_heads)  # type: ignore[assignment, attr-defined]
     offload.list_chunks = _keep_few(offload.list_chunks)
     for tiled in (tiled_mlp, tiling):
         tiled.split_tokens = _keep_few(tiled.split_tokens)  # type: ignore[attr-defined]
@@ -27,12 +32,23 @@ def keep_few_tiles() -> None:
     tiled_loss.TiledLoss.compute_losses_in_tiles = _compute_losses  # type: ignore[method-assign]
 
 
+T = TypeVar("T")
+
+
 def _keep_few(split: Callable[..., list[slice]]) -> Callable[..., list[slice]]:
-    def few(*args: Any) -> list[slice]:
-        parts = split(*args)
-        return parts if len(parts) <= MAX_TILES else [*parts[: MAX_TILES - 1], parts[-1]]
+    return lambda *args: _choose_few(split(*args))
+
+
+def _keep_few_chunks(plan_heads: Callable[..., HeadPlan]) -> Callable[..., HeadPlan]:
+    def few(*args: Any) -> HeadPlan:
+        plan = plan_heads(*args)
+        return replace(plan, chunks=tuple(_choose_few(plan.chunks)))
 
     return few
+
+
+def _choose_few(parts: Sequence[T]) -> list[T]:
+    return [*parts] if len(parts) <= MAX_TILES else [*parts[: MAX_TILES - 1], parts[-1]]
 
 
 @torch.no_grad()
@@ -101,6 +117,6 @@ def replace_file(file: CountedFile) -> None:
         """A tensor without data has none."""
         return memoryview(b"")
 
-    loss_model.open_disk = lambda *_: file  # type: ignore[assignment]
+    loss_model.open_disk = lambda *_: file  # type: ignore[assignment, attr-defined]
     offload.Offloader.get_buffer = get_buffer  # type: ignore[method-assign]
     offload.view_memory = view_memory

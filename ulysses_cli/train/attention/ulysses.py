@@ -355,8 +355,8 @@ class _Attention(torch.autograd.Function):
             rows, result, lse = _attend_at_once(q, k, v, sinks, call)
             ctx.save_for_backward(*rows, result, lse, sinks)
             return exchange_out([result], [call.plan.chunks[0].queries], call.axis, q.size(0), num_heads=[q.size(2)])[0]
-        out, *all_lse = save_for_recompute(lambda: _attend_by_chunks(q, k, v, sinks, call))
-        ctx.save_for_backward(q, k, v, out, sinks, *all_lse)
+        out, lse = save_for_recompute(lambda: _attend_by_chunks(q, k, v, sinks, call))
+        ctx.save_for_backward(q, k, v, out, sinks, lse)
         return out
 
     @staticmethod
@@ -373,22 +373,25 @@ def _attend_at_once(
     return rows, *_attend(rows, sinks, chunk, call)
 
 
-def _attend_by_chunks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, ...]:
-    """The output [B, S, heads, D] and each chunk's log-sum-exp."""
+def _attend_by_chunks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+    """The output [B, S, heads, D] and the log-sum-exp [h, T] of this rank's heads of all chunks."""
     if len(call.plan.chunks) == 1:
-        _, result, lse = _attend_at_once(q, k, v, sinks, call)
+        _, result, own = _attend_at_once(q, k, v, sinks, call)
         spans = [call.plan.chunks[0].queries]
-        return exchange_out([result], spans, call.axis, q.size(0), num_heads=[q.size(2)])[0], lse
+        return exchange_out([result], spans, call.axis, q.size(0), num_heads=[q.size(2)])[0], own
     out = torch.empty((*q.shape[:3], v.size(3)), dtype=q.dtype, device=q.device)
-    all_lse = []
+    num_heads = q.size(2) // call.axis.size
+    lse: Tensor | None = None
     returning = _Returning([out], [False], call)
     for chunk, rows in _walk_chunks((q, k, v), call):
-        result, lse = _attend(rows, sinks, chunk, call)
+        result, own = _attend(rows, sinks, chunk, call)
         del rows
         returning.send([result], [chunk.queries])
-        all_lse.append(lse)
+        lse = own.new_empty(num_heads, own.size(1)) if lse is None else lse
+        lse[call.plan.find_own(chunk, call.axis.rank)] = own
+    assert lse is not None
     returning.wait()
-    return out, *all_lse
+    return out, lse
 
 
 def _walk_chunks(tensors: Sequence[Tensor], call: _Call) -> Iterator[tuple[Chunk, list[Tensor]]]:
@@ -461,14 +464,15 @@ def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     call: _Call = ctx.call
-    q, k, v, out, sinks, *all_lse = ctx.saved_tensors
+    q, k, v, out, sinks, lse = ctx.saved_tensors
     counts, adds = [q.size(2), k.size(2), k.size(2)], call.plan.adds_up
     into = _make_gradients(dout, counts, ctx.dim, adds=adds)
     wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     total_dsinks: Tensor | None = None
     returning = _Returning(into, [False, adds, adds], call)
     for chunk, (*rows, drows, result) in _walk_chunks((q, k, v, dout, out), call):
-        grads, dsinks = _attend_backward(rows, drows, result, all_lse.pop(0), wanted_sinks, chunk, call)
+        chunk_lse = lse[call.plan.find_own(chunk, call.axis.rank)]
+        grads, dsinks = _attend_backward(rows, drows, result, chunk_lse, wanted_sinks, chunk, call)
         del rows, drows, result
         returning.send(grads, [chunk.queries, chunk.keys, chunk.keys])
         del grads  # else they stay allocated together with those of the next chunk
