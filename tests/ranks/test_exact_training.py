@@ -130,6 +130,7 @@ def list_cases() -> list[Any]:
 TILED = ("memory.tiled_mlp=true", "memory.tiled_loss=true")
 LEVERS = {
     "all": (*TILED, "memory.activation_offloading=true", "memory.attention_head_chunks=2"),
+    "overlap": (*TILED, "memory.attention_head_chunks=2", "memory.overlap_exchange=true"),
     "full": (*TILED, "memory.gradient_checkpointing=full", "memory.activation_offloading=true"),
     "none": ("memory.gradient_checkpointing=false",),
     "cpu adam": ("memory.offload_optimizer=cpu", "memory.tiled_loss=true"),
@@ -151,7 +152,7 @@ LEAVES = {
         for levers in LEVERS
         for name in ("2x1", "2x2")
         for lora in (False, True)
-        for telling in [levers == "full" and name == "2x1" and lora]
+        for telling in [(levers, name, lora) in (("full", "2x1", True), ("overlap", "2x2", False))]
     ],
 )
 def test_levers_through_the_engine_change_nothing(levers: str, name: str, lora: bool) -> None:

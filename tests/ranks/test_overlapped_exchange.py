@@ -1,6 +1,7 @@
 """Chunks of heads of which the next is exchanged while one attends: output and every gradient are those of chunks one
 after another, bit for bit; exchanges start before the attention that hides them."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from support.attention import Problem, compute_reference, make_tensors
+from support.random_recipes import YARDSTICK, read_recipe, run_phases, trace_phases
+from support.random_recipes import measure_errors as measure_phases
 from support.rank_pool import run_on_ranks
 from support.tiers import FULL, TIER
 from test_ring import ALWAYS, NEVER, TOLERANCE, compare, deal, gather_rows, list_tokens, make_axes
@@ -166,3 +169,22 @@ def test_one_rank_exchanges_nothing() -> None:
     """Chunks of a rank that shares its row with none, or on a ring alone, have nothing to wait for."""
     (steps,) = run_on_ranks(1, list_steps, Problem(8, 8, lengths=(64,), chunks=2), True)
     assert steps == (["kernel"] * 2, ["kernel"] * 2)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(59, marks=pytest.mark.full, id="ring 4 x 2, kept results"),
+        pytest.param(101, marks=pytest.mark.full, id="two replicas, kept results"),
+        pytest.param(128, marks=pytest.mark.check, id="latent attention, no recomputation"),
+    ],
+)
+def test_a_run_on_sizes_counts_chunks_under_way(number: int) -> None:
+    """In recipes of the yardstick whose backward is fullest in attention."""
+    row = json.loads(YARDSTICK.read_text())["rows"][number]
+    settings = {**row["recipe"], "memory": {**row["recipe"]["memory"], "overlap_exchange": True}}
+    drawn = read_recipe(settings)
+    counted = run_phases(drawn)
+    assert counted["backward"] > 1.1 * row["traced"]["backward"]
+    errors = measure_phases(counted, trace_phases(drawn))
+    assert errors == dict.fromkeys(errors, pytest.approx(0, abs=3e-4))

@@ -23,13 +23,14 @@ from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import list_fullest
 from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, join
-from ulysses_cli.plan.levers import explain_no_leaves
+from ulysses_cli.plan.levers import explain_no_leaves, explain_no_overlap
 from ulysses_cli.plan.models.families import FAMILIES, list_traits
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rules.check import check_recipe
 from ulysses_cli.prove.ranks import start_process
 from ulysses_cli.prove.trace.trace import join_ranks, list_ranks, prepare_process, trace
@@ -111,6 +112,10 @@ def _draw_flags(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator
     shape = read_model_shape(settings["model"]["config"], "the drawn model")
     if not explain_no_leaves(shape, parallel["zero_stage"], memory["offload_param"]):
         yield f"memory.leaf_layers={_draw_flag('leaves', seed, number)}"
+    ring_size = parallel.get("ring_size") or find_ring_size(shape, parallel["sp_size"])
+    ulysses_size = parallel["sp_size"] // ring_size
+    if memory["attention_head_chunks"] > 1 and not explain_no_overlap(shape, ulysses_size):
+        yield f"memory.overlap_exchange={_draw_flag('overlap', seed, number)}"
 
 
 def _draw_disk(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:

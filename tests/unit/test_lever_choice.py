@@ -51,7 +51,7 @@ def test_each_lever_is_what_the_recipe_says() -> None:
         "attention_head_chunks": 2, "activation_offloading": 3, "activation_offload_device": "nvme",
         "gradient_checkpointing": "full", "tiled_mlp": "true", "tiled_loss": "true", "offload_optimizer": "cpu",
         "offload_param": "cpu", "large_tiles": "true", "overlap_optimizer": 5, "nvme_path": "/tmp",
-        "leaf_layers": "true",
+        "leaf_layers": "true", "overlap_exchange": "true",
     }  # fmt: skip
     levers, open_names = read_levers(
         load(*(f"memory.{name}={value}" for name, value in words.items())).recipe, LLAMA_8B
@@ -72,6 +72,7 @@ def test_none_is_on_where_none_is_needed() -> None:
     assert reasons.pop("large_tiles") == "nothing is tiled"
     assert reasons.pop("early_groups") == "the optimizer is not in host memory"
     assert reasons.pop("leaf_layers") == "the GPU would wait for the processor"
+    assert reasons.pop("overlap_exchange") == "the exchange takes 2.5% of a step"
     assert set(reasons) == {
         "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
         "offloaded_to",
@@ -109,6 +110,74 @@ def test_a_layer_is_not_gathered_at_once_where_its_gradients_have_no_room() -> N
     room = replace(H100, memory_bytes=without.gpu_peak_bytes + without.uncertainty_bytes + (64 << 20))
     found = choose_levers(load(*EIGHT, *words).recipe, LLAMA_8B, room)
     assert (found.levers.leaf_layers, found.reasons["leaf_layers"]) == (False, "the GPU has no room for them")
+
+
+L40S = load_hardware().get_gpu("l40s")
+
+
+def overlap(*words: str, gpu: Gpu = L40S):
+    return choose_levers(load("parallel.sp_size=4", "data.max_length=64Ki", *words).recipe, LLAMA_8B, gpu)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "the exchange would take "),
+        (("memory.attention_head_chunks=2",), "the exchange would take "),
+        (("memory.attention_head_chunks=1",), "all heads are exchanged at once"),
+        (("parallel.ring_size=4",), "no heads of attention are exchanged"),
+        (("parallel.sp_size=32", "parallel.ring_size=1"), "a rank has one head"),
+        (("data.max_length=8Ki",), "chunks would be too small"),
+        (("data.max_length=1Mi",), "the exchange takes 1.9% of a step"),
+    ],
+)
+def test_chunks_overlap_where_the_exchange_costs_more_than_3_percent(words: tuple[str, ...], why: str) -> None:
+    """On GPUs that PCIe joins. The chosen number of chunks is the fastest of those that are large enough."""
+    choice = overlap(*words)
+    levers = choice.levers
+    assert choice.reasons["overlap_exchange"].startswith(why)
+    assert levers.overlap_exchange is (why == "the exchange would take ")
+    if not levers.overlap_exchange:
+        assert levers == overlap(*words, "memory.overlap_exchange=false").levers
+        return
+    assert choice.fit is not None
+    assert choice.fit.verdict == "fits"
+    job = make_job(load("parallel.sp_size=4", "data.max_length=64Ki", *words).recipe, LLAMA_8B, levers)
+    own = compute_speed(job, L40S).step_seconds
+    in_turn = compute_speed(replace(job, levers=replace(levers, overlap_exchange=False)), L40S)
+    assert in_turn.parts["exchange"] > 0.03 * in_turn.step_seconds
+    if "head_chunks" in choice.reasons:
+        others = [replace(job, levers=replace(levers, head_chunks=chunks)) for chunks in (2, 4)]
+        at_once = replace(levers, head_chunks=1, overlap_exchange=False)
+        assert own == min(compute_speed(each, L40S).step_seconds for each in others)
+        assert own < 0.99 * compute_speed(replace(job, levers=at_once), L40S).step_seconds
+        assert choice.reasons["head_chunks"] == "the next one is exchanged while one attends"
+
+
+def test_chunks_overlap_where_the_recipe_says_so() -> None:
+    """Also where the exchange costs little; then their number is still open."""
+    for length in ("8Ki", "1Mi"):
+        few = overlap("memory.overlap_exchange=true", f"data.max_length={length}").levers
+        assert few.overlap_exchange
+        assert few.head_chunks > 1
+    off = overlap("memory.overlap_exchange=false").levers
+    assert (off.overlap_exchange, off.head_chunks) == (False, 1)
+
+
+def test_chunks_do_not_overlap_where_two_have_no_room() -> None:
+    """A GPU that just holds a run whose attention needs most."""
+    words = [f"memory.{name}=false" for name in ("large_tiles", "leaf_layers")]
+    words += [f"memory.{name}=true" for name in ("tiled_mlp", "tiled_loss", "gradient_checkpointing")]
+    words += ["data.max_length=256Ki", "memory.attention_head_chunks=2", "memory.offload_optimizer=cpu"]
+    words += ["memory.activation_offloading=true", "memory.offload_param=none", "memory.overlap_optimizer=false"]
+    without, with_it = (overlap(*words, f"memory.overlap_exchange={value}") for value in ("false", "true"))
+    assert without.fit is not None
+    assert with_it.fit is not None
+    assert with_it.fit.gpu_peak_bytes > without.fit.gpu_peak_bytes + (1 << 30)
+    room = replace(L40S, memory_bytes=without.fit.gpu_peak_bytes + without.fit.uncertainty_bytes + (256 << 20))
+    found = overlap(*words, gpu=room)
+    assert found.levers == without.levers
+    assert found.reasons["overlap_exchange"] == "the GPU has no room for them"
 
 
 def test_no_layer_is_computed_twice_where_the_gpu_has_room() -> None:

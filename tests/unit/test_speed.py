@@ -125,6 +125,25 @@ def test_only_what_goes_to_another_machine_waits_for_the_network() -> None:
     assert compute_speed(inside, slow).parts["exchange"] == compute_speed(inside, endless).parts["exchange"]
 
 
+@pytest.mark.parametrize("layout", [Layout(1, 1, 8), Layout(1, 1, 16)], ids=["one machine", "two machines"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_attention_hides_chunks_under_way(layout: Layout, chunks: int) -> None:
+    """Not the first chunk that comes and the last that returns, nor copies, and no more than attention takes."""
+    job = Job(LLAMA, layout, 2**18, Levers(head_chunks=chunks))
+    overlapped = replace(job, levers=replace(job.levers, overlap_exchange=True))
+    endless = replace(H100, memory_gb_s=1e12)
+    is_near = layout.sp_size == 8
+    beyond = compute_exchange_bytes(job) * (1 if is_near else 8 / 15) / 1e9
+    for gpu in (H100, endless, replace(H100, link_gb_s=1.0, network_gb_s=1.0)):
+        before, after = (compute_speed(each, gpu) for each in (job, overlapped))
+        gain = before.parts["exchange"] - after.parts["exchange"]
+        assert gain == pytest.approx(after.hidden["exchange"])
+        rate = gpu.link_gb_s * gpu.efficiency.link if is_near else gpu.network_gb_s * gpu.efficiency.network
+        most = min(0.8 * beyond / rate, before.parts["attention"])
+        assert gain == pytest.approx(most * (chunks - 1) / chunks)
+        assert before.hidden["exchange"] == 0
+
+
 jobs = st.builds(
     lambda shape, sp, dp, row, levers, lora: Job(
         shape, Layout(1, dp, sp), 4096 * row, levers, adapters=Adapters(8) if lora else None

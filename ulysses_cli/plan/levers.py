@@ -37,6 +37,7 @@ class Levers:
     early_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
     offloaded_to: Device = "cpu"  # where what offloaded layers save waits
     leaf_layers: bool = False  # a layer's weights are gathered at once; spends memory and saves the host's time
+    overlap_exchange: bool = False  # a chunk of heads travels while another attends; spends memory and saves time
 
 
 def explain_no_leaves(shape: ModelShape, zero_stage: int, offload_param: Offload | str) -> str:
@@ -49,6 +50,13 @@ def explain_no_leaves(shape: ModelShape, zero_stage: int, offload_param: Offload
     if shares or shape.per_layer_embeddings or any(mixer.shares_kv for mixer in shape.attentions):
         return "layers of this model read weights or keys of others"
     return ""
+
+
+def explain_no_overlap(shape: ModelShape, ulysses_size: int) -> str:
+    """Why no chunk of heads can travel while another attends, or ''."""
+    if ulysses_size == 1 or not shape.attentions:
+        return "no heads of attention are exchanged"
+    return "a rank has one head" if shape.common_heads == ulysses_size else ""
 
 
 def count_most_offloaded(shape: ModelShape) -> int:

@@ -111,7 +111,9 @@ CPU_ADAM_TRAFFIC_BYTES = 34
 OVERLAP_COPY_BYTES = (
     24  # per element that is stepped early: weight and moments read and written (overlapped_optimizer.py)
 )
-MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
+# The first gathers of a pass and its last reductions overlap with no computation. Of heads that can travel while others
+# attend, CPU ranks hid 0.78 and 0.92 (docs/benchmarks.md: 0.58 and 0.69 of all, with four chunks).
+MOST_HIDDEN = 0.8
 
 
 @dataclass(frozen=True)
@@ -233,33 +235,35 @@ def _get_attention(job: Job, gpu: Gpu) -> tuple[float, float]:
     return gpu.get_attention(is_packed=job.kernel in PACKED_KERNELS, is_narrow=is_narrow)
 
 
-def compute_exchange_bytes(job: Job) -> float:
+def compute_exchange_bytes(job: Job, *, of_attention: bool = False) -> float:
     """Bytes that one rank sends to others of its row in a micro-step, but for a ring's: halos of convolutions, what
     recurrences exchange, and attention's heads. These are b S (u - 1) / u for a layer and u ranks that exchange heads,
     times: in the forward q + 2 r before the kernel and q after it; the same again where layers are recomputed in full;
-    in the backward q before the kernel (3 q + 2 r where only slices were saved) and q + 2 r after it."""
+    in the backward q before the kernel (3 q + 2 r where only slices were saved) and q + 2 r after it.
+    `of_attention`: its heads alone."""
     num_ranks = job.layout.ulysses_size
     if num_ranks == 1:
         return 0.0
     total = 0.0
     for kind, before in job.shape.kinds_before.items():
-        total += before[-1] * _count_exchanged(job.view(kind), kind)
+        view = job.view(kind)
+        beside = 0.0 if of_attention else count_halos(view, kind) + count_recurrence_exchanged(view, kind)
+        total += before[-1] * (beside + _count_heads_exchanged(view, kind))
     return total
 
 
-def _count_exchanged(job: Job, kind: Layer) -> float:
-    """Of one layer."""
+def _count_heads_exchanged(job: Job, kind: Layer) -> float:
+    """Of one layer's attention."""
     num_ranks, forwards = job.layout.ulysses_size, 1 + int(job.levers.gradient_checkpointing == "full")
-    beside = count_halos(job, kind) + count_recurrence_exchanged(job, kind)
     if kind.attention is None:
-        return beside
+        return 0.0
     of_widths = job.dtype_bytes * job.local_tokens * (num_ranks - 1) / num_ranks
     if kind.attention.latent is not None:
-        return beside + of_widths * attention.count_latent_exchanged(job, kind.attention)
+        return of_widths * attention.count_latent_exchanged(job, kind.attention)
     q, r = job.query_width, job.exchanged_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward
-    return beside + job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
+    return of_widths * width
 
 
 def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
@@ -368,11 +372,14 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["recurrence"] = sum(compute_recurrence_seconds(job, gpu))
     parts["other"] = (3 + int(recomputes)) * compute_elementwise_bytes(job) / memory
     parts["other"] += compute_sum_bytes(job) / memory
-    parts["exchange"], in_rounds = _compute_exchange_seconds(job, gpu, memory)
+    parts["exchange"], in_rounds, in_chunks = _compute_exchange_seconds(job, gpu, memory)
     window = _compute_backward_seconds(job, gpu, parts)
     room = sum(parts.values())  # a second of computation hides a second of transfers of any kind
     shares = job.layout.ring_size  # in rounds, keys of the next are fetched while those of one are computed
     hidden = {"exchange": min(MOST_HIDDEN * in_rounds, parts["attention"] * (shares - 1) / shares)}
+    chunks = levers.head_chunks  # of n, the first to come and the last to return travel while none attends
+    most = min(MOST_HIDDEN * in_chunks, parts["attention"] - hidden["exchange"])
+    hidden["exchange"] += most * (chunks - 1) / chunks
     parts["exchange"] += in_rounds - hidden["exchange"]
     room -= hidden["exchange"]
     for part, seconds in (
@@ -405,10 +412,11 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     )
 
 
-def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
+def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float, float]:
     """Heads, then keys of a ring, each to ranks of the same machine over NVLink or PCIe and to others over the network
     at the same time; and two copies that reorder them, each read and written. Attention waits for heads and for keys
-    that are fetched at once. The second number is of keys in rounds, which attention hides."""
+    that are fetched at once. The second number is of keys in rounds, which attention hides; the third, a part of the
+    first, is of heads whose chunks travel while others attend."""
     layout, per_node = job.layout, gpu.gpus_per_node
     heads, keys = compute_exchange_bytes(job), compute_ring_bytes(job)
     in_rounds = compute_ring_bytes(job, in_rounds=True)
@@ -424,7 +432,8 @@ def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float,
     at_once = keys - in_rounds
     seconds = (4 * (heads + keys) + _compute_merge_bytes(job)) / memory
     seconds += travel(heads, near_heads) + travel(at_once, at_once * near_keys)
-    return seconds, travel(in_rounds, in_rounds * near_keys)
+    in_chunks = compute_exchange_bytes(job, of_attention=True) / heads if job.levers.overlap_exchange and heads else 0.0
+    return seconds, travel(in_rounds, in_rounds * near_keys), in_chunks * travel(heads, near_heads)
 
 
 def _compute_merge_bytes(job: Job) -> float:
@@ -510,7 +519,7 @@ def compute_reference_seconds(job: Job, gpu: Gpu) -> float:
     recomputes = job.levers.gradient_checkpointing == "full"
     computation, launches = _compute_forward_seconds(job, gpu), compute_host_seconds(job, gpu.host)
     passes = 2 + int(job.levers.gradient_checkpointing is not False)
-    exchanged, in_rounds = _compute_exchange_seconds(job, gpu, gpu.memory_gb_s * GIGA * gpu.efficiency.memory)
+    exchanged, in_rounds, _ = _compute_exchange_seconds(job, gpu, gpu.memory_gb_s * GIGA * gpu.efficiency.memory)
     gathered = compute_second_gather_seconds(job, gpu)
     on_device = computation + exchanged / (2 + int(recomputes))
     on_device += max(0.0, gathered + in_rounds / (3 + int(recomputes)) - MOST_HIDDEN * computation)

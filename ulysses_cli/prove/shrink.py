@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.levers import explain_no_overlap
 from ulysses_cli.plan.models.families import list_traits
 from ulysses_cli.plan.models.family import (
     CONVOLUTION,
@@ -293,7 +294,8 @@ def make_proof_recipe(
         "sp_seq_length": None,
         "sp_seq_length_is_variable": True,
     }
-    memory = _choose_levers(recipe, shape.num_heads // layout.ulysses_size, device, notes)
+    is_exchanged = not explain_no_overlap(shape, layout.ulysses_size)
+    memory = _choose_levers(recipe, shape.num_heads // layout.ulysses_size, device, notes, is_exchanged=is_exchanged)
     model = _shrink_model(recipe, config, shape, notes)
     train = _shrink_training(recipe, notes)
     lora = recipe.lora
@@ -325,7 +327,9 @@ def _change(notes: list[str], key: str, own: Any, value: Any, reason: str) -> An
     return value
 
 
-def _choose_levers(recipe: Recipe, heads_per_rank: int, device: str, notes: list[str]) -> dict[str, Any]:
+def _choose_levers(
+    recipe: Recipe, heads_per_rank: int, device: str, notes: list[str], *, is_exchanged: bool
+) -> dict[str, Any]:
     """Levers that the recipe leaves to `auto` are on where they can change numbers, so that they are verified too."""
     memory = recipe.memory
     auto = {
@@ -342,7 +346,12 @@ def _choose_levers(recipe: Recipe, heads_per_rank: int, device: str, notes: list
     chunks = levers.get("attention_head_chunks", memory.attention_head_chunks)
     if isinstance(chunks, int) and heads_per_rank % chunks:
         key, reason = "memory.attention_head_chunks", "which divides its heads"
-        levers["attention_head_chunks"] = _change(notes, key, chunks, 1, reason)
+        levers["attention_head_chunks"] = chunks = _change(notes, key, chunks, 1, reason)
+    if memory.overlap_exchange == "auto":
+        levers["overlap_exchange"] = is_exchanged and chunks != 1
+    elif memory.overlap_exchange and chunks == 1:
+        key, reason = "memory.overlap_exchange", "since all heads are exchanged at once"
+        levers["overlap_exchange"] = _change(notes, key, True, False, reason)
     for name in ("offload_optimizer", "offload_param"):
         place = levers.get(name, getattr(memory, name))
         if place == "nvme" or (place != "none" and name == "offload_param" and device == "cpu"):

@@ -391,6 +391,7 @@ def format_levers(levers: Levers) -> str:
         "tiled_mlp": levers.tiled_mlp,
         f"activations of {format_count(levers.offloaded_layers, 'layer')} on {place}": levers.offloaded_layers > 0,
         format_count(levers.head_chunks, "head chunk"): levers.head_chunks > 1,
+        "overlapped exchange": levers.overlap_exchange,
         "no recompute": not levers.gradient_checkpointing,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",

@@ -118,7 +118,7 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
         ("memory.large_tiles: true", {"large_tiles": True}),
         ("memory.tiled_mlp: false", {"tiled_mlp": False}),
         ("memory.activation_offloading: false", {"offloaded_layers": 0}),
-        ("memory.attention_head_chunks: 1", {"head_chunks": 1}),
+        ("memory.attention_head_chunks: 1", {"head_chunks": 1, "overlap_exchange": False}),
         ("memory.offload_param: none", {"offload_param": "none"}),
     ):
         if any(getattr(levers, name) != value for name, value in changed.items()):

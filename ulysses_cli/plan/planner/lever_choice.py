@@ -16,12 +16,14 @@ from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
+from ulysses_cli.plan.ledger.sized.moments import measure_ledger
 from ulysses_cli.plan.ledger.zero.states import list_sub_groups
 from ulysses_cli.plan.levers import (
     ALL_GROUPS,
     Levers,
     count_most_offloaded,
     explain_no_leaves,
+    explain_no_overlap,
     get_key,
     swaps_activations,
 )
@@ -54,7 +56,8 @@ COSTS = {
     "offloaded_to": 256,
 }
 RECOMPUTING = "gradient_checkpointing"
-SPENDING = ("large_tiles", "leaf_layers", "early_groups")  # what costs memory and no time, if there is some left
+# What costs memory and no time, if there is some left.
+SPENDING = ("large_tiles", "leaf_layers", "early_groups", "overlap_exchange")
 EVERY = (*COSTS, *SPENDING)
 NO_ROOM = "the GPU has no room for them"
 OFF = Levers()
@@ -72,9 +75,62 @@ def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Collectio
     for name in open_names:
         if name == "leaf_layers":  # of which tiles change the gain
             most[name] = int(_explain_no_leaves(replace(job, levers=levers), gpu) == "")
-        if name in SPENDING:
+        if name in most:
             levers = _spend_most(job, gpu, levers, name, most[name])
+    return _overlap_exchange(job, gpu, levers, open_names)
+
+
+# Of a step: what the exchange takes, and what chunks must save. What four cost is predicted within 0.6 % of a step of
+# published rows (benchmarks/published.py: UPipe).
+LEAST_EXCHANGE, LEAST_GAIN = 0.03, 0.01
+# Queries of all heads in a chunk. A kernel takes 128 of them at a time on each of an H100's 132 processors, with these
+# eight times over: what is idle at the end costs little.
+EFFICIENT_CHUNK = 128 * 1024
+
+
+def _overlap_exchange(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str]) -> Levers:
+    """Exchanges a chunk of heads while another attends: in as many chunks as are predicted to take least time, of those
+    with which the job fits."""
+    job = replace(job, levers=levers)
+    if "overlap_exchange" not in open_names:
+        overlaps = _list_overlaps(job, gpu, open_names) if levers.overlap_exchange else []
+    else:
+        overlaps = [] if _explain_no_overlap(job, gpu, open_names) else _list_gains(job, gpu, open_names)
+    for tried in overlaps:
+        ledger = measure_ledger(tried)
+        if not ledger.missing and judge(tried, ledger, gpu).verdict == "fits":
+            return tried.levers
     return levers
+
+
+def _explain_no_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
+    if why := explain_no_overlap(job.shape, job.layout.ulysses_size):
+        return why
+    speed = compute_speed(job, gpu)
+    if (share := speed.parts["exchange"] / speed.step_seconds) <= LEAST_EXCHANGE:
+        return f"the exchange takes {share:.1%} of a step"
+    if not _list_overlaps(job, gpu, open_names):
+        return "chunks would be too small" if "head_chunks" in open_names else "all heads are exchanged at once"
+    return "" if _list_gains(job, gpu, open_names) else "a step would take about as long with chunks"
+
+
+def _list_gains(job: Job, gpu: Gpu, open_names: Collection[str]) -> list[Job]:
+    """Of these, those that are worth it."""
+    most = (1 - LEAST_GAIN) * compute_speed(job, gpu).step_seconds
+    return [each for each in _list_overlaps(job, gpu, open_names) if compute_speed(each, gpu).step_seconds <= most]
+
+
+def _list_overlaps(job: Job, gpu: Gpu, open_names: Collection[str]) -> list[Job]:
+    """The job with overlapped chunks: as many as it has or, where that is open, more that are large enough for kernels,
+    or any number if the recipe asks for overlap. The fastest first."""
+    own, heads = job.levers.head_chunks, job.shape.common_heads // job.layout.ulysses_size
+    numbers = [own]
+    if "head_chunks" in open_names:
+        queries = job.micro_step_tokens // job.layout.ring_size
+        least = 1 if job.levers.overlap_exchange else EFFICIENT_CHUNK / queries
+        numbers += [n for n in list_divisors(heads) if n > own and heads // n >= least]
+    tried = [replace(job, levers=replace(job.levers, head_chunks=n, overlap_exchange=True)) for n in numbers if n > 1]
+    return sorted(filter(is_indexable, tried), key=lambda each: compute_speed(each, gpu).step_seconds)
 
 
 def _explain_no_leaves(job: Job, gpu: Gpu) -> str:
@@ -86,6 +142,21 @@ def _explain_no_leaves(job: Job, gpu: Gpu) -> str:
     tried = (replace(job, levers=replace(levers, leaf_layers=each)) for each in (True, False))
     with_them, without = (compute_speed(each, gpu).step_seconds for each in tried)
     return "" if with_them < without else "the GPU does not wait for the processor"
+
+
+def _explain_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
+    in_turn = replace(job, levers=replace(job.levers, overlap_exchange=False))
+    if not job.levers.overlap_exchange:
+        return _explain_no_overlap(job, gpu, open_names) or NO_ROOM
+    now, before = compute_speed(job, gpu), compute_speed(in_turn, gpu)
+    share, left = before.parts["exchange"] / before.step_seconds, now.parts["exchange"] / before.parts["exchange"]
+    return f"the exchange would take {share:.1%} of a step; attention hides {1 - left:.0%} of it"
+
+
+def _has_chunks_for_speed(job: Job, gpu: Gpu) -> bool:
+    """Whether the job would fit with all heads exchanged at once."""
+    at_once = replace(job, levers=replace(job.levers, head_chunks=1, overlap_exchange=False))
+    return job.levers.overlap_exchange and judge(at_once, measure_ledger(at_once), gpu).verdict == "fits"
 
 
 def _stop_recomputing(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str]) -> Levers:
@@ -211,7 +282,7 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[LeverChoi
     """What formulas propose and a run on sizes confirms, and that run's ledger."""
     settled, ledger = confirm(lambda room: replace(job, levers=_propose(job, room, open_names)), gpu)
     fit = judge(settled, ledger, gpu)
-    reasons = {name: _explain(settled, gpu, name, fit) for name in open_names}
+    reasons = {name: _explain(settled, gpu, name, fit, open_names) for name in open_names}
     return LeverChoice(settled.levers, reasons, fit), ledger
 
 
@@ -475,8 +546,12 @@ def _count_need(job: Job, gpu: Gpu) -> tuple[bool, bool, int]:
     return not is_indexable(job), not fits_gpu, fit.host_peak_bytes if fits_gpu else fit.gpu_peak_bytes
 
 
-def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
+def _explain(job: Job, gpu: Gpu, name: str, fit: Fit, open_names: Collection[str]) -> str:
     """The reason for one lever. If it is on: the peak without it. If it is off: that it is not needed or of no use."""
+    if name == "overlap_exchange":
+        return _explain_overlap(job, gpu, open_names)
+    if name == "head_chunks" and _has_chunks_for_speed(job, gpu):
+        return "the next one is exchanged while one attends"
     if name in SPENDING:
         return explain_spending(job, gpu, name, fit)
     off = getattr(OFF, name)

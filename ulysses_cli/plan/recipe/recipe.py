@@ -285,6 +285,11 @@ class Memory(Section):
         "gather a layer's weights at once, which spares most of ZeRO-3's hooks; auto = where the GPU would wait for "
         "the processor and has room for a layer's gradients",
     )
+    overlap_exchange: bool | Literal["auto"] = setting(
+        "auto",
+        "with chunks of attention heads, exchange the next one while one attends; auto = where the exchange would take "
+        "more than 3 % of a step and the GPU has room for the chunks under way, in as many chunks as save most time",
+    )
     overlap_optimizer: bool | Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = setting(
         "auto",
         "with offload_optimizer: cpu, groups of 125 million weights that are updated while the backward goes on; each "

@@ -9,7 +9,7 @@ from typing import Literal
 from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import is_known
-from ulysses_cli.plan.levers import explain_no_leaves
+from ulysses_cli.plan.levers import explain_no_leaves, explain_no_overlap
 from ulysses_cli.plan.models.families import FAMILIES, UNSERVED
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape
@@ -90,6 +90,21 @@ def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Problems:
             f"{chunks} does not divide the {format_count(local, 'head')} of a rank "
             f"({shape.common_heads} / {num_ranks})",
             f"use auto, {_list_choices(list_divisors(local))}",
+        )
+
+
+def check_overlapped_exchange(recipe: Recipe, shape: ModelShape) -> Problems:
+    """A chunk of heads travels while another attends."""
+    memory, num_ranks = recipe.memory, _count_ulysses_ranks(recipe, shape)
+    if memory.overlap_exchange is not True or not num_ranks:
+        return
+    if why := explain_no_overlap(shape, num_ranks):
+        yield Problem("memory.overlap_exchange", f"cannot be true: {why}", "leave it out")
+    elif memory.attention_head_chunks == 1:
+        yield Problem(
+            "memory.overlap_exchange",
+            "cannot be true with memory.attention_head_chunks: 1, which exchanges all heads at once",
+            "leave out memory.attention_head_chunks, or this one",
         )
 
 
@@ -318,6 +333,7 @@ MODEL_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_heads,
     check_convolutions,
     check_head_chunks,
+    check_overlapped_exchange,
     check_leaf_layers,
     check_offloading,
     check_exactness,

@@ -169,8 +169,7 @@ def build(
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, plan.resolved)
-    kernels, chunks = kernel.by_head_dim or kernel.name, plan.levers.head_chunks
-    attention = register_attention(groups.ulysses_axis, kernels, chunks, ring=groups.ring_axis)
+    attention = _register_attention(plan, groups, kernel)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
     serve_layers(model, plan, groups, device, parts.choose_recurrences, report)
     serve_experts(model, plan, groups, device, parts.choose_experts, report)
@@ -211,6 +210,12 @@ def build(
     return Built(engine, module, config, adapter, kernel, num_trained)
 
 
+def _register_attention(plan: RunPlan, groups: Groups, kernel: KernelChoice) -> str:
+    names, levers = kernel.by_head_dim or kernel.name, plan.levers
+    how: dict[str, Any] = {"ring": groups.ring_axis, "overlaps": levers.overlap_exchange}
+    return register_attention(groups.ulysses_axis, names, levers.head_chunks, **how)
+
+
 def take_over_groups() -> None:
     """Collective over all ranks. DeepSpeed uses torch's groups from here on. Its sums in shared memory, which a CPU
     would compile for a minute at its first start, are left out: only its inference uses them."""
@@ -241,8 +246,7 @@ def build_for_answers(
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, plan.resolved)
-    kernels, chunks = kernel.by_head_dim or kernel.name, plan.levers.head_chunks
-    attention = register_attention(groups.ulysses_axis, kernels, chunks, ring=groups.ring_axis)
+    attention = _register_attention(plan, groups, kernel)
     model = _load_model(plan, groups, config, attention, device, ds_config, REAL_PARTS, report)
     serve_layers(model, plan, groups, device, REAL_PARTS.choose_recurrences, report)
     serve_experts(model, plan, groups, device, REAL_PARTS.choose_experts, report)

@@ -378,6 +378,7 @@ class SizedRun:
             LARGEST_KERNEL if kernel == "auto" else kernel,
             self.job.levers.head_chunks,
             ring=self.ring_axis,
+            overlaps=self.job.levers.overlap_exchange,
         )
         return name
 
