@@ -24,7 +24,7 @@ MAX_TILES = 3
 
 def keep_few_tiles() -> None:
     """Replaces what cuts tokens into tiles and heads into chunks, wherever this package does."""
-    ulysses.plan_heads = _keep_few_chunks(ulysses.plan_heads)  # type: ignore[assignment]
+    ulysses.plan_heads = _keep_few_chunks(ulysses.plan_heads)  # type: ignore[assignment, attr-defined]
     offload.list_chunks = _keep_few(offload.list_chunks)
     for tiled in (tiled_mlp, tiling):
         tiled.split_tokens = _keep_few(tiled.split_tokens)  # type: ignore[attr-defined]
