@@ -4,6 +4,7 @@ difference."""
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,15 +37,16 @@ def main() -> int:
         obstacle = obstacle or KERNELS[kernel].find_missing()
         if obstacle:
             continue
-        for chunks in (1, 2):
+        for chunks, overlaps in ((1, False), (2, False), (2, True)):
             q, k, v = (tensors[name][:, part].cuda().requires_grad_() for name in "qkv")
             documents, rule = make_documents(PROBLEM.lengths, "cuda"), Rule(PROBLEM.scale)
-            out = ulysses_attention(q, k, v, documents, rule, axis=axis, kernel=kernel, num_head_chunks=chunks)
+            how: dict[str, Any] = {"kernel": kernel, "num_head_chunks": chunks, "overlaps": overlaps}
+            out = ulysses_attention(q, k, v, documents, rule, axis=axis, **how)
             grads = torch.autograd.grad(out, (q, k, v), tensors["dout"][:, part].cuda())
             for name, result in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
                 value = expected[name][:, part]
                 error = ((result.cpu().double() - value).abs().max() / value.abs().max()).item()
-                print(f"rank {axis.rank} {kernel} chunks {chunks} {name} {error:.4f}")
+                print(f"rank {axis.rank} {kernel} chunks {chunks}{' overlapped' * overlaps} {name} {error:.4f}")
                 is_wrong |= not error < TOLERANCE
     dist.destroy_process_group()
     return int(is_wrong)
