@@ -6,7 +6,7 @@ the second, of the time that the second spends in exchanges.
 Bars: at least half of the exchange hidden; values bit for bit those of the same chunks; a step faster than both others.
 Needs to be root, for `ip` and `tc`.
 
-    python benchmarks/exchange_links.py [--rates 100,200] [--tokens 4096] [--chunks 4] [--repeats 7] [--json FILE]
+    python benchmarks/exchange_links.py [--rates 300,600] [--tokens 4096] [--chunks 4] [--repeats 9] [--json FILE]
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="100,200", help="Mbit/s")
+    parser.add_argument("--rates", default="300,600", help="Mbit/s")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunks", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rates = [int(rate) for rate in options.rates.split(",")]
