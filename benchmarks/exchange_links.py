@@ -112,7 +112,7 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
 
 def meets_bars(result: dict[str, Any]) -> bool:
     is_faster = max(result["step_of_heads_at_once"], result["step_of_the_same_chunks"]) < 1
-    return is_faster and result["same_bits"] and result["hidden"] >= LEAST_HIDDEN
+    return bool(is_faster and result["same_bits"] and result["hidden"] >= LEAST_HIDDEN)
 
 
 def main() -> int:
