@@ -68,7 +68,7 @@ def compute_bytes(offload: str) -> dict[str, dict[str, float]]:
     from ulysses_cli.plan.ds_config import REDUCE_BUCKET, SUB_GROUP
     from ulysses_cli.plan.layout import Layout
     from ulysses_cli.plan.ledger.job import EngineSettings, Job
-    from ulysses_cli.plan.ledger.ledger import compute_ledger
+    from ulysses_cli.plan.ledger.ledger import measure_ledger
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.models.shape import read_model_shape
 
@@ -79,7 +79,7 @@ def compute_bytes(offload: str) -> dict[str, dict[str, float]]:
     ours = replace(job, engine=replace(job.engine, reduce_bucket=REDUCE_BUCKET, sub_group=SUB_GROUP))
     values = {}
     for size, each in (("DeepSpeed's", job), ("ours", ours)):
-        ledger = compute_ledger(each)
+        ledger = measure_ledger(each)
         values[size] = {"GPU": ledger.gpu_peak_bytes / GIB, "machine": ledger.host_peak_bytes / GIB}
     return values
 

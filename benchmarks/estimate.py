@@ -3,13 +3,11 @@
 The rows and their sources are in published.py. No constant is fitted to a row. A row that is off by more than its bar
 says why.
 
-    python benchmarks/estimate.py [--counted] [--ranks [--remember FILE]] [--json FILE]
+    python benchmarks/estimate.py [--ranks [--remember FILE]] [--json FILE]
     python benchmarks/estimate.py --commands [--json FILE]
 
-`--commands` times `estimate-memory` and `plan`. `--counted` adds every case of
-tests/one_process/test_ledger.py: real models stepped without data, each allocation counted. `--ranks` adds real steps
-on 1, 2 and 4 CPU ranks, against the formula and against a trace. `--remember` saves what was measured, so that an
-interrupted run continues where it was.
+`--commands` times `estimate-memory` and `plan`. `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the ledger
+and against a trace. `--remember` saves what was measured, so that an interrupted run continues where it was.
 """
 
 import argparse
@@ -36,19 +34,9 @@ from published import (
 BARS = {"estimate-memory": 0.5, "plan": 3.0, "plan, eight kinds": 3.0}  # seconds of a command
 
 
-def list_counted() -> Iterator[Row]:
-    """Yields steps of real models on tensors without data."""
-    from support.counted_steps import compare_step, list_cases
-
-    for model, levers, sp_size in list_cases():
-        counted, predicted = compare_step(model, levers, sp_size)
-        name = f"{model}; {levers}; sp {sp_size}"
-        yield Row(name, counted / 2**20, predicted / 2**20, "MiB", "counted in this run", 0.03)
-
-
 def list_real(memory: Path | None) -> Iterator[Row]:
-    """Yields real steps of DeepSpeed's engine on CPU ranks, every byte counted, against the formula and a trace. Counts
-    are exact: those of an earlier run are valid as long as nothing but the formula changes."""
+    """Yields real steps of DeepSpeed's engine on CPU ranks, every byte counted, against the ledger and a trace. Counts
+    are exact: those of an earlier run are valid as long as nothing but the ledger changes."""
     from support.rank_pool import run_on_ranks
     from support.real_steps import make_case, measure_step, predict_step, trace_step
 
@@ -60,7 +48,7 @@ def list_real(memory: Path | None) -> Iterator[Row]:
             if memory is not None:
                 memory.write_text(json.dumps(known))
         (real, traced), here = known[what], "real steps on CPU ranks"
-        yield Row(f"formula: {what}", real / 2**20, predict_step(recipe) / 2**20, "MiB", here, 0.03)
+        yield Row(f"ledger: {what}", real / 2**20, predict_step(recipe) / 2**20, "MiB", here, 0.03)
         yield Row(f"trace: {what}", real / 2**20, traced / 2**20, "MiB", here, 0.03)
 
 
@@ -168,7 +156,6 @@ def print_claims(title: str, claims: list[Claim]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--counted", action="store_true")
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--commands", action="store_true", help="time the commands alone; --json keeps the other rows")
     parser.add_argument("--remember", type=Path)
@@ -183,8 +170,6 @@ def main() -> int:
         "speed: published, predicted": list(list_speed()),
         "speed: published, predicted; rows found after the model was made": list(list_later_speed()),
     }
-    if options.counted:
-        groups["activations: counted, predicted"] = list(list_counted())
     if options.ranks:
         groups["a real step's peak: counted, predicted"] = list(list_real(options.remember))
     for title, rows in groups.items():

@@ -14,8 +14,7 @@ from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import machine
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
-from ulysses_cli.plan.ledger.layer import compute_layer_input, is_tiled
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.ledger import measure_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.speed import compute_speed
@@ -103,7 +102,7 @@ def get_gib(name: str) -> float:
 
 def list_memory() -> Iterator[Row]:
     def allocate(job: Job) -> float:
-        return compute_ledger(job).gpu_allocated_bytes / GIB
+        return measure_ledger(job).gpu_allocated_bytes / GIB
 
     alone = Job(QWEN, Layout(1, 1, 1), 8192, FULL)
     yield Row("Qwen3-4B, 1 GPU, 8Ki", 76.4, allocate(alone), "GiB", BLOG, MEMORY_BAR)
@@ -127,7 +126,7 @@ def list_fpdt_lines() -> dict[str, int]:
     words, padded to 50,304 and tied. Norms are apex's, fused; sums travel in float32, DeepSpeed's default. Its GB are
     read as GiB, as DeepSpeed's and Megatron's logs count."""
     job = make_fpdt_job()
-    lines = compute_ledger(job).phases["backward"].lines
+    lines = measure_ledger(job).phases["backward"].lines
     lines = {name: size for name, size in lines.items() if name not in machine.DEVICE_LINES}
     return {**lines, "logits": 14 * job.shape.vocab_size * job.local_tokens}
 
@@ -142,7 +141,7 @@ def list_claims() -> Iterator[Claim]:
     h100 = get_gib("h100-80gb")
 
     def claim(what: str, job: Job, fits: bool, source: str, note: str = "") -> Claim:
-        return Claim(what, fits, compute_ledger(job).gpu_peak_bytes / GIB, h100, source, note)
+        return Claim(what, fits, measure_ledger(job).gpu_peak_bytes / GIB, h100, source, note)
 
     blog = Job(QWEN, Layout(1, 1, 4), 128 * KI, FULL, engine=EngineSettings(communication_bytes=4))
     yield claim("Qwen3-4B, sp 4, 128Ki, plain loss", blog, False, BLOG)
@@ -226,7 +225,7 @@ def list_later_memory() -> Iterator[Row]:
     peak is the optimizer's step."""
     like = get_shape("meta-llama/Meta-Llama-3-8B", num_key_value_heads=32, intermediate_size=10_923, vocab_size=50_257)
     engine = EngineSettings(reduce_bucket=50_000_000, persistence_threshold=0)
-    peak = compute_ledger(Job(like, Layout(1, 4, 1), 512, FULL, engine=engine, evaluates=False)).gpu_allocated_bytes
+    peak = measure_ledger(Job(like, Layout(1, 4, 1), 512, FULL, engine=engine, evaluates=False)).gpu_allocated_bytes
     yield Row("6.86 B weights, 4 H100, 512 tokens", 31.38, peak / GIB, "GiB", EXAMPLES, MEMORY_BAR)
     note = "its program counted; what nvidia-smi shows, torch's cache and NCCL's buffers too"
     for shape, ranks, tokens, published, levers, gpu in (
@@ -253,12 +252,12 @@ def count_arctic_bytes(job: Job) -> int:
     of logits in the cache, too few for a float32 tensor. Its reentrant checkpoints (monkey_patches.py) hold a layer's
     result, and in attention's backward the incoming gradient; with offload they fetch one input, not two. Liger's
     SwiGLU (ops/swiglu.py) saves and uses four tensors of the inner width, transformers' uses six."""
-    ledger, hidden = compute_ledger(job), compute_layer_input(job)
-    is_attention = ledger.peak.name == "attention"
+    ledger, hidden = measure_ledger(job), job.dtype_bytes * job.shape.hidden_size * job.local_tokens
+    is_attention = "self_attn" in ledger.peak.name
     result = ledger.gpu_peak_bytes + hidden * (1 + is_attention - (job.levers.offloaded_layers > 0))
     if not job.levers.tiled_loss:
         result += 2 * job.shape.vocab_size * job.local_tokens
-    if job.fused_norms and not is_tiled(job) and not is_attention:
+    if job.fused_norms and not job.levers.tiled_mlp and not is_attention:
         result -= 2 * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
     return result
 
@@ -286,16 +285,16 @@ def list_later_claims() -> Iterator[Claim]:
         (LLAMA_70B, 8, 200_000, (False, True, True)),
         (LLAMA_70B, 16, 1_200_000, (True, True, True)),
     ):
-        peak = compute_ledger(make_arctic_job(shape, ranks, tokens, *levers)).gpu_peak_bytes / GIB
+        peak = measure_ledger(make_arctic_job(shape, ranks, tokens, *levers)).gpu_peak_bytes / GIB
         yield Claim(f"{cut_name(shape)}, {ranks} H100, {tokens:,}", True, peak, get_gib("h100-80gb"), ARCTIC)
     a100 = get_gib("a100-80gb")
     for name, shape, gpus, sp_size, tokens, _ in XTUNER_ROWS:
         if tokens < 256:
             continue
-        peak = compute_ledger(make_xtuner_job(shape, gpus, sp_size, tokens)).gpu_peak_bytes
+        peak = measure_ledger(make_xtuner_job(shape, gpus, sp_size, tokens)).gpu_peak_bytes
         yield Claim(f"{name}, {gpus} A100, {tokens}Ki, sp {sp_size}", True, peak / GIB, a100, XTUNER)
     for gpus in (16, 32, 64):
-        peak = compute_ledger(make_xtuner_job(YI, gpus, 1, 128)).gpu_peak_bytes
+        peak = measure_ledger(make_xtuner_job(YI, gpus, 1, 128)).gpu_peak_bytes
         yield Claim(f"Yi-34B, {gpus} A100, 128Ki, sp 1", False, peak / GIB, a100, XTUNER_LONG)
 
 

@@ -25,7 +25,7 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, Placement, count_near_ranks
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.ledger import measure_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import judge
@@ -68,7 +68,7 @@ def predict(name: str, shape: ModelShape, gpus: int, tokens: int, gpu: Gpu) -> P
         if levers is None:
             continue
         settled = replace(job, levers=levers)
-        if judge(settled, compute_ledger(settled), gpu).verdict != "fits":
+        if judge(settled, measure_ledger(settled), gpu).verdict != "fits":
             continue
         speed = compute_speed(settled, gpu).tokens_per_second
         if best is None or speed > best[0]:
@@ -80,7 +80,7 @@ def predict(name: str, shape: ModelShape, gpus: int, tokens: int, gpu: Gpu) -> P
     inside, between = split_by_link(job)
     return Prediction(
         name, tokens, gpus, name_layout(layout), pace.tokens_per_second, pace.mfu, pace.step_seconds,
-        compute_ledger(job).gpu_peak_bytes / GIB, inside / 2**20, between / 2**20, count_zero_bytes(job) / GIB,
+        measure_ledger(job).gpu_peak_bytes / GIB, inside / 2**20, between / 2**20, count_zero_bytes(job) / GIB,
     )  # fmt: skip
 
 

@@ -65,20 +65,46 @@ def count_products(harness: Any) -> int:
 
 def count_activations(config: dict[str, Any]) -> dict[str, float]:
     """The most bytes of activations at once, counted on tensors without data: three layers, with the default levers and
-    a tiled loss, in bfloat16."""
-    from support import counted_steps
-
-    from ulysses_cli.train.attention.documents import make_documents
-
+    a tiled loss, in bfloat16, and with frozen weights, so that none of them is a gradient of a weight."""
     whole = PROMPT + ANSWER
     rows = {"one copy": ((whole, ANSWER + 1), (0, PROMPT - 1)), "two copies": ((whole, whole), ())}
-    counted = {
-        side: counted_steps.count_activations(
-            config, counted_steps.LEVERS["tiled loss"], make_documents(lengths, shared=shared)
-        )
-        for side, (lengths, shared) in rows.items()
-    }
+    counted = {side: _count_bytes(config, lengths, shared) for side, (lengths, shared) in rows.items()}
     return {**counted, "ratio": counted["one copy"] / counted["two copies"]}
+
+
+def _count_bytes(config: dict[str, Any], lengths: tuple[int, ...], shared: tuple[int, ...]) -> int:
+    import torch
+    from support.byte_counter import ByteCounter
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ulysses_cli.plan.levers import compute_loss_tile_tokens
+    from ulysses_cli.train.attention.documents import make_documents
+    from ulysses_cli.train.attention.interface import register_attention
+    from ulysses_cli.train.loss import HeadRule
+    from ulysses_cli.train.memory.checkpointing import checkpoint_layers
+    from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
+    from ulysses_cli.train.processes.groups import NO_AXIS
+
+    documents, num_tokens = make_documents(lengths, shared=shared), sum(lengths)
+    values = {**config, "num_hidden_layers": 3, "attn_implementation": register_attention(NO_AXIS, "sdpa", 1)}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = AutoConfig.for_model(values.pop("model_type"), **values)
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+        model.train().requires_grad_(False)
+        model.enable_input_require_grads()
+        checkpoint_layers(model, "save_attention")
+        tile = compute_loss_tile_tokens(num_tokens, made.vocab_size, made.hidden_size, is_large=False)
+        loss = make_tiled_loss(model.lm_head, HeadRule(), tile, implementation="torch")
+        ids, counter = torch.empty((1, num_tokens), dtype=torch.long), ByteCounter()
+        for parameter in model.parameters():
+            counter.track(parameter)
+        weights_bytes = counter.now
+        with counter:
+            positions = torch.arange(num_tokens)[None]
+            inputs = {"position_ids": positions, "use_cache": False, "documents": documents}
+            loss(model.model(ids, **inputs).last_hidden_state, ids).backward()
+    return int(counter.peak - weights_bytes)
 
 
 def compute_ratio(config: dict[str, Any]) -> float:

@@ -12,8 +12,8 @@ from support.training import make_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.plan.ledger.adapters import compute_quantized_spared
 from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.states import compute_quantized_spared
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe

@@ -1,14 +1,14 @@
-"""Traces a step whose optimizer states and weights are in files, and compares it with the ledger's formula."""
+"""Traces a step whose optimizer states and weights are in files, and compares it with a run on sizes."""
 
 from typing import Any
 
 import pytest
-from support.random_recipes import DrawnRecipe, make_drawn_job, predict_phases, start_trace
+from support.random_recipes import DrawnRecipe, make_drawn_job, run_phases, start_trace
 from support.real_steps import ZERO, make_case
 from support.training import make_recipe
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.zero.states import compute_state_file_bytes, compute_weight_file_bytes
+from ulysses_cli.plan.ledger.states import compute_state_file_bytes, compute_weight_file_bytes
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128, "vocab_size": 4096}
 COMMON = ("parallel.sp_size=2", "data.max_length=1024", "memory.nvme_path=.", "run.device=auto")
@@ -19,7 +19,7 @@ def trace_and_make_job(*words: str) -> tuple[dict[str, Any], dict[str, int], Job
     recipe = make_recipe(*COMMON, *words, config={"model_type": "llama", "num_hidden_layers": 3, **SIZES})
     drawn = DrawnRecipe({"model": {"config": dict(recipe.model.config or {})}}, recipe)
     job = make_drawn_job(drawn)
-    return start_trace(drawn), predict_phases(job), job
+    return start_trace(drawn), run_phases(drawn), job
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def trace_and_make_job(*words: str) -> tuple[dict[str, Any], dict[str, int], Job
         pytest.param((STATES, WEIGHTS), id="both", marks=pytest.mark.check),
     ],
 )
-def test_a_trace_counts_files_as_the_formula_does(words: tuple[str, ...]) -> None:
-    traced, formula, job = trace_and_make_job(*words)
-    assert max(formula.values()) == pytest.approx(max(traced["device"].values()), rel=0.03)
+def test_a_trace_counts_files_as_the_ledger_does(words: tuple[str, ...]) -> None:
+    traced, ran, job = trace_and_make_job(*words)
+    assert max(ran.values()) == pytest.approx(max(traced["device"].values()), rel=0.03)
     files = traced["disk"]
     assert (files["states"] > 0, files["weights"] > 0) == (STATES in words, WEIGHTS in words)
     # what is too small for a file, or behind the last whole block, stays in memory

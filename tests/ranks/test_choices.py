@@ -21,7 +21,7 @@ from torch import Tensor
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.ledger import measure_ledger
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan, settle
@@ -54,7 +54,7 @@ def test_norms_that_the_plan_did_not_count_cost_bytes() -> None:
     words, slower = ("data.max_length=64Ki", "model.dtype=bfloat16"), ElementwiseChoice(NO_IMPLEMENTATIONS, "measured")
     plan, plain = make_plan(*words), make_plan(*words, "model.fused_kernels=false")
     jobs = [make_job(each.recipe, each.shape, each.levers) for each in (plan, plain)]
-    counted, needed = (compute_ledger(job).gpu_peak_bytes / GIB for job in jobs)
+    counted, needed = (measure_ledger(job).gpu_peak_bytes / GIB for job in jobs)
     assert needed > counted + 0.01
     told = parts.describe_plain_norms(plan, slower, ["rounded"])
     assert f"takes {needed - counted:.2f} GiB more at the peak than the plan counts: {needed:.2f} GiB in all" in told

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, is_known
-from ulysses_cli.plan.ledger.recurrence import count_halos, count_shared
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import DeltaNetMixer, Mamba2Mixer
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.speed import compute_exchange_bytes
+from ulysses_cli.plan.work import count_halos, count_shared
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers

@@ -21,7 +21,6 @@ import yaml
 from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import list_fullest
 from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, join
 from ulysses_cli.plan.levers import explain_no_leaves, explain_no_overlap
 from ulysses_cli.plan.models.families import FAMILIES, list_traits
@@ -43,7 +42,6 @@ DRAWN = (
 YARDSTICK = ROOT / "benchmarks" / "results" / "yardstick.json"  # the other families' sizes are of its recipes
 WINDOWED = set(DRAWN) - {"llama", "granite", "olmo2"}
 
-UNSEEN = {"cublas_workspace"}  # by a trace, and what stands beside moments
 TRACE_SECONDS = 900
 MAX_DRAWS = 1000
 
@@ -301,15 +299,6 @@ def _draw_adapters(dice: random.Random, family: str) -> dict[str, Any]:
 def make_drawn_job(drawn: DrawnRecipe) -> Job:
     shape = read_model_shape(drawn.config, "the drawn model")
     return make_job(drawn.recipe, shape, read_levers(drawn.recipe, shape)[0])
-
-
-def predict_phases(job: Job) -> dict[str, int]:
-    """Returns the formulas' bytes of what a trace sees, in each phase of a step at its fullest."""
-    phases: dict[str, int] = {}
-    for snapshot in list_fullest(job).values():
-        seen = sum(size for line, size in snapshot.lines.items() if line not in UNSEEN)
-        phases[snapshot.phase] = max(seen, phases.get(snapshot.phase, 0))
-    return phases
 
 
 def run_phases(drawn: DrawnRecipe) -> dict[str, int]:

@@ -11,7 +11,7 @@ from support.run_harness import RunHarness
 from support.small_run import CONFIG
 from support.training import MemoryRows, make_recipe
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger, walk_snapshots
+from ulysses_cli.plan.ledger.ledger import measure_ledger
 from ulysses_cli.plan.ledger.machine import DEVICE_LINES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -96,15 +96,15 @@ def trace_bytes(recipe: Any) -> dict[str, Any]:
 
 
 def predict_step(recipe: Any) -> int:
-    """Returns the formula's bytes of what a counter of tensors sees. A CPU rank has one memory for the GPU's and its
+    """Returns the ledger's bytes of what a counter of tensors sees. A CPU rank has one memory for the GPU's and its
     share of the host's."""
     shape = read_model_shape(recipe.model.config, "test")
     job = make_job(recipe, shape, choose_levers(recipe, shape, None).levers)
-    ledger, fullest = compute_ledger(job), dict[str, int]()
+    ledger = measure_ledger(job)
 
     def add_up(lines: dict[str, int]) -> int:
         return sum(size for name, size in lines.items() if name not in UNSEEN)
 
-    for snapshot in walk_snapshots(job):  # the ledger's fullest may be so by what kernels alone see
-        fullest[snapshot.phase] = max(fullest.get(snapshot.phase, 0), add_up(snapshot.lines))
-    return max(fullest[phase] + add_up(ledger.host_phases[phase]) // job.ranks_per_node for phase in PHASES)
+    return max(
+        add_up(ledger.phases[phase].lines) + add_up(ledger.host_phases[phase]) // job.ranks_per_node for phase in PHASES
+    )

@@ -21,7 +21,7 @@ from ulysses_cli.plan.flops import (
     count_pairs,
 )
 from ulysses_cli.plan.ledger.job import check_known, is_known, make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.ledger import weigh_ledger
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -85,7 +85,7 @@ def test_vectors_of_layers_and_keys_that_a_layer_makes_count() -> None:
 
 def test_a_model_of_an_unknown_family_is_refused_by_name() -> None:
     shape = read_model_shape({**make_config("llama").to_dict(), "model_type": "other"}, "owner/model")
-    with pytest.raises(RecipeError, match="no memory formula for owner/model, a model of type other"):
+    with pytest.raises(RecipeError, match="not all weights of owner/model are known, a model of type other"):
         check_known(shape)
 
 
@@ -188,7 +188,7 @@ def test_advice_after_out_of_memory_needs_less_memory() -> None:
     ).recipe  # fmt: skip
     chosen = choose_levers(better, shape, gpu).levers
     before, after = (
-        compute_ledger(make_job(each, shape, levers, gpus_per_node=8)).gpu_peak_bytes
+        weigh_ledger(make_job(each, shape, levers, gpus_per_node=8)).gpu_peak_bytes
         for each, levers in ((recipe, tried), (better, chosen))
     )
     assert after < 0.95 * before

@@ -16,9 +16,8 @@ from test_order import rows as draw_rows
 
 from ulysses_cli.plan.attention import BACK_ENDS, list_able, list_needs
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.job import Job, is_indexable
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.planner.fit import is_indexable
 from ulysses_cli.plan.rows import indexing
 from ulysses_cli.plan.rows.indexing import (
     BLOCK_TOKENS,

@@ -12,15 +12,15 @@ from support.tiers import sample
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.job import Job, is_indexable, make_job
+from ulysses_cli.plan.ledger.ledger import measure_ledger, weigh_ledger
+from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
 from ulysses_cli.plan.ledger.modules import Adapters
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
-from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes, list_sub_groups
+from ulysses_cli.plan.ledger.states import list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.plan.planner.candidates import write_levers
 from ulysses_cli.plan.planner.estimate import compute_estimate, explain_memory
-from ulysses_cli.plan.planner.fit import find_max_length, fits, is_indexable, judge
+from ulysses_cli.plan.planner.fit import find_max_length, fits, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     SPENDING,
@@ -156,7 +156,7 @@ def test_chunks_overlap_where_the_exchange_costs_more_than_3_percent(words: tupl
 
 def test_chunks_overlap_where_the_recipe_says_so() -> None:
     """Also where the exchange costs little; then their number is still open."""
-    for length in ("8Ki", "1Mi"):
+    for length in ("8Ki", "512Ki"):
         few = overlap("memory.overlap_exchange=true", f"data.max_length={length}").levers
         assert few.overlap_exchange
         assert few.head_chunks > 1
@@ -208,7 +208,7 @@ def test_every_lever_that_is_on_is_needed() -> None:
             off = getattr(Levers(), name)
             if getattr(choice.levers, name) != off and name not in SPENDING:
                 without = replace(job, levers=replace(choice.levers, **{name: off}))
-                fit = judge(without, compute_ledger(without), H100)
+                fit = judge(without, weigh_ledger(without), H100)
                 assert fit.verdict != "fits" or not is_indexable(without), (length, name)
                 assert "without it" in choice.reasons[name]
 
@@ -222,7 +222,7 @@ def test_no_more_layers_are_offloaded_than_needed(length: str) -> None:
 
     def judge_with(num_layers: int) -> str:
         tried = replace(job, levers=replace(choice.levers, offloaded_layers=num_layers))
-        return judge(tried, compute_ledger(tried), H100).verdict
+        return judge(tried, weigh_ledger(tried), H100).verdict
 
     verdicts = [judge_with(num_layers) for num_layers in range(33)]
     assert verdicts[choice.levers.offloaded_layers] == "fits"
@@ -234,7 +234,7 @@ def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
     """Neither memory holds what all layers save; both together do."""
     recipe = load(*EIGHT, "data.max_length=1Mi", "memory.offload_optimizer=none").recipe
     all_levers = make_job(recipe, LLAMA_8B, Levers(offloaded_layers=31, tiled_loss=True, tiled_mlp=True))
-    ledger = compute_ledger(all_levers)
+    ledger = weigh_ledger(all_levers)
     tight = replace(H100, host_bytes_per_gpu=ledger.host_peak_bytes * 7 // 8 // 8)
     assert judge(all_levers, ledger, tight).wall == "host"
     choice = choose_levers(recipe, LLAMA_8B, tight)
@@ -281,7 +281,7 @@ def test_where_nothing_fits_no_more_is_offloaded_than_the_gpu_needs() -> None:
     assert choice.fit.wall == "host"
     fewer = replace(choice.levers, offloaded_layers=choice.levers.offloaded_layers - 1)
     job = make_job(recipe, LLAMA_8B, fewer)
-    assert choice.fit.spare_bytes >= 0 > judge(job, compute_ledger(job), tight).spare_bytes
+    assert choice.fit.spare_bytes >= 0 > judge(job, weigh_ledger(job), tight).spare_bytes
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_suggestion_ends_large_tiles_first_and_leaves_early_steps() -> None:
     for value in ("true", "false"):
         recipe = load(*words, f"memory.large_tiles={value}").recipe
         job = make_job(recipe, LLAMA_8B, read_levers(recipe, LLAMA_8B)[0], gpus_per_node=8)
-        ledger = compute_ledger(job)
+        ledger = weigh_ledger(job)
         peaks.append(ledger.gpu_peak_bytes + ledger.uncertainty_bytes)
     between = replace(H100, memory_bytes=sum(peaks) // 2)
     recipe = load(*words, "memory.large_tiles=true").recipe
@@ -386,7 +386,7 @@ def test_the_choice_is_the_cheapest_that_fits(length: str) -> None:
     for flags in range(8):
         tried = replace(levers, **{name: order[name] * (flags >> bit & 1) for bit, name in enumerate(order)})
         attempt = replace(job, levers=tried)
-        if is_indexable(attempt) and judge(attempt, compute_ledger(attempt), H100).verdict == "fits":
+        if is_indexable(attempt) and judge(attempt, weigh_ledger(attempt), H100).verdict == "fits":
             assert sum(bool(getattr(match, name)) << bit for bit, name in enumerate(order)) <= flags
             break
 
@@ -410,7 +410,7 @@ def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
     job = Job(get_shape("openai/gpt-oss-120b"), Layout(1, 8, 1), 8192, Levers())
 
     def peak(is_on: bool) -> int:
-        return compute_ledger(replace(job, levers=replace(strongest, tiled_mlp=is_on))).gpu_peak_bytes
+        return weigh_ledger(replace(job, levers=replace(strongest, tiled_mlp=is_on))).gpu_peak_bytes
 
     strongest = Levers("full", 1, 31, False, True, "cpu")
     assert peak(True) > peak(False)
@@ -420,7 +420,7 @@ def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
         )
         without = replace(job, levers=replace(choice.levers, tiled_mlp=False))
         with_them = replace(job, levers=choice.levers)
-        assert compute_ledger(with_them).gpu_peak_bytes <= compute_ledger(without).gpu_peak_bytes
+        assert weigh_ledger(with_them).gpu_peak_bytes <= weigh_ledger(without).gpu_peak_bytes
 
 
 H200 = load_hardware().get_gpu("h200")
@@ -436,7 +436,7 @@ def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
     assert fits(job, H200)
     assert not fits(replace(job, levers=replace(job.levers, early_groups=job.levers.early_groups + 1)), H200)
     plain = replace(job, levers=replace(job.levers, early_groups=0))
-    copies = compute_ledger(job).host_peak_bytes - compute_ledger(plain).host_peak_bytes
+    copies = weigh_ledger(job).host_peak_bytes - weigh_ledger(plain).host_peak_bytes
     assert copies == 12 * sum(groups[-job.levers.early_groups :])
     assert f"of {len(groups)} groups" in choice.reasons["early_groups"]
 
@@ -462,7 +462,7 @@ def test_tiles_are_large_where_there_is_room() -> None:
     assert choice.levers.large_tiles
     small = replace(make_job(recipe, LLAMA_8B, choice.levers), levers=replace(choice.levers, large_tiles=False))
     short = replace(small, max_length=4096, levers=replace(small.levers, tiled_mlp=True))
-    ledgers = [compute_ledger(replace(short, levers=replace(short.levers, large_tiles=each))) for each in (False, True)]
+    ledgers = [weigh_ledger(replace(short, levers=replace(short.levers, large_tiles=each))) for each in (False, True)]
     assert ledgers[1].gpu_peak_bytes > ledgers[0].gpu_peak_bytes + (1 << 30)
     no_room = replace(H200, memory_bytes=ledgers[0].gpu_peak_bytes + ledgers[0].uncertainty_bytes)
     full, _ = choose_for_job(short, no_room, ["large_tiles"])

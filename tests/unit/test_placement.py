@@ -15,7 +15,7 @@ from ulysses_cli.cli import app
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Coordinates, Layout, Placement, count_near_ranks, list_divisors
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.ledger import weigh_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.fit import fits
 from ulysses_cli.plan.planner.rings import find_layout_inside
@@ -138,7 +138,7 @@ def test_no_layout_inside_is_named_where_none_is_needed_or_fits() -> None:
     narrow = replace(WIDE, layout=Layout(1, 4, 8))
     assert find_layout_inside(narrow, H100, narrow, []) is None, "no row leaves its machine"
     assert find_layout_inside(WIDE, replace(H100, gpus_per_node=16), WIDE, []) is None
-    ledgers = [compute_ledger(each) for each in (WIDE, narrow)]
+    ledgers = [weigh_ledger(each) for each in (WIDE, narrow)]
     needed = [ledger.gpu_peak_bytes + ledger.uncertainty_bytes for ledger in ledgers]
     small = replace(H100, memory_bytes=sum(needed) // 2)
     assert fits(WIDE, small)

@@ -10,7 +10,7 @@ from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
-from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
 from ulysses_cli.plan.models.layers import AttentionMixer
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.lever_choice import choose_levers

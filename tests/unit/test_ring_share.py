@@ -13,11 +13,10 @@ from support.recipes import VALID
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.job import Job, is_indexable
+from ulysses_cli.plan.ledger.ledger import weigh_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner import rings
-from ulysses_cli.plan.planner.fit import is_indexable
 from ulysses_cli.plan.planner.rings import BetterRing, explain_own_ring, find_better_ring
 from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.ring import NO_RING, Ring, measure_ring
@@ -85,7 +84,7 @@ def test_the_ledger_counts_blocks_of_keys() -> None:
 
     def peak(layout: Layout, **options: int) -> int:
         levers = Levers(tiled_mlp=True, tiled_loss=True, offloaded_layers=30)
-        return compute_ledger(Job(LLAMA, layout, 2**21, levers, **options)).gpu_allocated_bytes
+        return weigh_ledger(Job(LLAMA, layout, 2**21, levers, **options)).gpu_allocated_bytes
 
     heads, ring = Layout(1, 1, 8), Layout(1, 1, 8, 8)
     own_tokens, key_bytes = 2**21 // 8, 2 * 2 * 1024

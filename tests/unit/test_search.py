@@ -14,9 +14,8 @@ from support.tiers import sample, sample_every
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
-from ulysses_cli.plan.ledger.zero.states import compute_activation_file_bytes, compute_node_disk_bytes
+from ulysses_cli.plan.ledger.ledger import measure_ledger, weigh_ledger
+from ulysses_cli.plan.ledger.machine import compute_activation_file_bytes, compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.planner.candidates import (
     MIN_STEPS,
@@ -189,7 +188,7 @@ def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[C
                 continue
             settled = replace(job, levers=spend_what_is_left(job, gpu, levers))
             settled = replace(settled, has_disk=uses_disk(settled.levers))
-            fit = judge(settled, compute_ledger(settled), gpu)
+            fit = judge(settled, weigh_ledger(settled), gpu)
             plans.append(Candidate(gpu, settled, fit, compute_speed(settled, gpu), request.num_tokens))
     plans = keep_rings_that_win([plan for plan in plans if not find_excess(request, plan)])
 

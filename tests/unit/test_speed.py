@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.model_shapes import LLAMA, QWEN, SHAPES, get_shape
 from support.paths import ROOT
@@ -15,7 +15,7 @@ from ulysses_cli.plan.hardware import compute_cost
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.modules import Adapters
-from ulysses_cli.plan.ledger.zero.states import list_sub_groups
+from ulysses_cli.plan.ledger.states import list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers
 from ulysses_cli.plan.planner.candidates import FAR, NEAR, judge_speed
 from ulysses_cli.plan.speed import (
@@ -164,6 +164,7 @@ jobs = st.builds(
 
 
 @given(jobs, st.sampled_from(list(TABLE.gpus.values())))
+@settings(max_examples=20)
 def test_parts_add_up_to_the_step(job: Job, gpu: object) -> None:
     speed = compute_speed(job, gpu)  # type: ignore[arg-type]
     assert tuple(speed.parts) == (*PARTS, HOST)
@@ -178,6 +179,7 @@ BUSY = Job(LLAMA, Layout(1, 64, 1), 4096, Levers(offloaded_layers=31, offload_pa
 
 
 @given(jobs, st.integers(1, 8), st.sampled_from(list(TABLE.gpus.values())))
+@settings(max_examples=20)
 @example(BUSY, 1, TABLE.get_gpu("rtx-4090"))
 def test_a_second_of_compute_hides_a_second_of_transfer(job: Job, more: int, gpu: object) -> None:
     """So more work is never faster, whatever travels meanwhile."""

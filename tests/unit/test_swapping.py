@@ -8,19 +8,21 @@ from support.recipes import load
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.ledger import walk_snapshots
-from ulysses_cli.plan.ledger.machine import compute_pinned_rounding, compute_save_copy, round_up
-from ulysses_cli.plan.ledger.weights import count_shard
-from ulysses_cli.plan.ledger.zero.states import (
+from ulysses_cli.plan.ledger.machine import (
     compute_disk_bytes,
+    compute_node_disk_bytes,
+    compute_pinned_rounding,
+    compute_save_copy,
+    compute_swap_need,
+    round_up,
+)
+from ulysses_cli.plan.ledger.states import (
     compute_locked_state_bytes,
     compute_locked_weight_bytes,
-    compute_node_disk_bytes,
-    compute_swap_need,
-    compute_unswapped_gradients,
     count_largest_group,
     size_weight_buffers,
 )
+from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.estimate import compute_estimate
@@ -66,25 +68,6 @@ def test_a_disk_frees_host_memory_and_costs_time(tmp_path: Path) -> None:
         on_disk, "r.yaml"
     )
     assert "nvme_path" not in format_estimate(on_host, "r.yaml")
-
-
-@pytest.mark.check
-def test_small_gradients_wait_on_the_gpu(tmp_path: Path) -> None:
-    """On 8 ranks, shares of matrices have files of their own and norms wait. On 128, most shares are below 1 MiB."""
-    swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
-    gpu = load_hardware().get_gpu("h100-80gb")
-    few = compute_estimate(make(*swap), SHAPE, gpu).job
-    assert compute_unswapped_gradients(few) == 4 * 65 * 4096 // 8
-    assert compute_unswapped_gradients(replace(few, levers=Levers())) == 0
-    many = replace(few, layout=replace(few.layout, dp_shard_size=16))
-    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 65 * 4096
-    assert compute_unswapped_gradients(many) == 4 * matrices // 128
-    peaks = {snapshot.phase: snapshot.lines.get("gradients", 0) for snapshot in walk_snapshots(many)}
-    assert peaks["optimizer_step"] == 4 * matrices // 128
-    assert peaks["forward"] == 0
-    waiting = [snapshot.lines.get("gradients", 0) for snapshot in walk_snapshots(many) if snapshot.phase == "backward"]
-    assert waiting[0] == 0, "at the loss there is none"
-    assert 0.98 * peaks["optimizer_step"] < waiting[-1] < peaks["optimizer_step"], "the last ones are on their way"
 
 
 def test_need_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> None:

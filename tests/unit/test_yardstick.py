@@ -1,4 +1,4 @@
-"""Holds formulas and runs on sizes to the traces of benchmarks/results/yardstick.json, and tests how recipes are
+"""Holds searches and runs on sizes to the traces of benchmarks/results/yardstick.json, and tests how recipes are
 drawn."""
 
 import json
@@ -13,18 +13,18 @@ from support.random_recipes import (
     draw_recipes,
     make_drawn_job,
     measure_errors,
-    predict_phases,
     read_recipe,
     run_phases,
 )
 from support.tiers import sample
 
-from ulysses_cli.plan.ledger.ledger import walk_snapshots
+from ulysses_cli.plan.ledger.ledger import measure_ledger
+from ulysses_cli.plan.ledger.sized.parts import weigh
 from ulysses_cli.plan.models.families import FAMILIES
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from yardstick import BARS, PHASES, WORST, list_versions
+from yardstick import BARS, NEAR, WORST, list_versions
 
 RECORD = json.loads(YARDSTICK.read_text())
 ROWS: list[dict[str, Any]] = RECORD["rows"]
@@ -37,15 +37,13 @@ def name_row(number: int) -> str:
 
 
 @pytest.mark.parametrize("stride", sample([9, 1], [9]))
-def test_formulas_agree_with_traces(stride: int) -> None:
-    errors = {}
+def test_searches_weigh_about_what_traces_take(stride: int) -> None:
+    peaks = {}
     for number in range(0, len(ROWS), stride):
-        drawn = read_recipe(ROWS[number]["recipe"])
-        errors[name_row(number)] = measure_errors(predict_phases(make_drawn_job(drawn)), ROWS[number]["traced"])
-    peaks = {name: abs(each["peak"]) for name, each in errors.items()}
-    assert sum(peak <= 0.01 for peak in peaks.values()) >= BARS["formulas"] * len(peaks)
-    assert {name: peak for name, peak in peaks.items() if peak > WORST["formulas"]} == {}
-    assert {name: each for name, each in errors.items() if max(map(abs, each.values())) > PHASES["formulas"]} == {}
+        job = make_drawn_job(read_recipe(ROWS[number]["recipe"]))
+        peaks[name_row(number)] = abs(max(weigh(job).values()) / max(ROWS[number]["traced"].values()) - 1)
+    assert sum(peak <= NEAR for peak in peaks.values()) >= BARS["searches"] * len(peaks)
+    assert {name: peak for name, peak in peaks.items() if peak > WORST["searches"]} == {}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +97,6 @@ def test_the_names_that_programs_read_stay() -> None:
     """Lines of the ledger are keys of `--format json`, and so are the fields of levers."""
     number = next(n for n, row in enumerate(ROWS) if row["recipe"].get("lora", {}).get("use_dora"))
     job = make_drawn_job(read_recipe(ROWS[number]["recipe"]))
-    lines = {name for snapshot in walk_snapshots(job) for name in snapshot.lines}
-    assert {"parameters", "gradients", "logits", "lengths"} <= lines
+    lines = {name for moment in measure_ledger(job).phases.values() for name in moment.lines}
+    assert {"parameters", "gradients", "logits", "allocator"} <= lines
     assert {"early_groups", "offloaded_layers", "head_chunks"} <= set(vars(job.levers))

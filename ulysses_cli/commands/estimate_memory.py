@@ -31,7 +31,6 @@ from ulysses_cli.plan.problem import DONE, FAILED
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Gpu, Hardware
-    from ulysses_cli.plan.ledger.job import MemorySnapshot
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.models.shape import ModelShape
     from ulysses_cli.plan.planner.estimate import Estimate
@@ -178,7 +177,7 @@ def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
 
 
 def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool, online: bool) -> int:
-    """For a model that the ledger has no formulas for: the trace alone, with levers that are `auto` switched off."""
+    """For a model of which weights are not known: the trace alone, with levers that are `auto` switched off."""
     from ulysses_cli.plan.planner.lever_choice import read_levers
     from ulysses_cli.report import ledger, printing
 
@@ -196,28 +195,16 @@ def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, stri
 def _show_moments_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool) -> int:
     """The same without torch: the model's own code runs on sizes alone."""
     from ulysses_cli.plan.ledger.job import make_job
-    from ulysses_cli.plan.ledger.sized.moments import add_device_lines, find_moments
+    from ulysses_cli.plan.ledger.ledger import measure_alone
     from ulysses_cli.plan.planner.lever_choice import read_levers
-    from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.sizes.tensor import UnknownOperator
     from ulysses_cli.report import ledger, printing
 
     if valid.loaded is None or valid.shape is None:
         raise AssertionError("no recipe")
     recipe, shape = valid.loaded.recipe, valid.shape
-    job = make_job(recipe, shape, read_levers(recipe, shape)[0], needs_formula=False)
+    job = make_job(recipe, shape, read_levers(recipe, shape)[0], needs_weights=False)
 
-    def run() -> dict[str, MemorySnapshot]:
-        try:
-            return {phase: add_device_lines(job, moment) for phase, moment in find_moments(job).items()}
-        except UnknownOperator as error:
-            message = (
-                f"the memory of {shape.name}, a model of type {shape.model_type}, is not known without torch: {error}"
-            )
-            hint = "estimate-memory --trace runs a step of it on tensors without data; it takes minutes"
-            raise RecipeError([Problem("model.name_or_path", message, hint)]) from None
-
-    moments = or_exit(run)
+    moments = or_exit(lambda: measure_alone(job))
     results = [ledger.judge_moments(moments, gpu) for gpu in gpus]
     if output is Format.json:
         printing.print_json({"results": results})

@@ -12,21 +12,10 @@ from ulysses_cli.plan.attention import BACK_ENDS, list_needs
 from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_vector_weights
 from ulysses_cli.plan.hardware import Gpu, HostCosts
 from ulysses_cli.plan.layout import count_near_ranks
-from ulysses_cli.plan.ledger import attention, recurrence
-from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.mlp import count_mlp_elements
-from ulysses_cli.plan.ledger.recurrence import (
-    compute_recurrence_flops,
-    compute_recurrence_seconds,
-    count_halos,
-    count_norm_passes,
-    count_recurrence_exchanged,
-    count_values,
-)
-from ulysses_cli.plan.ledger.saved_results import compute_offloaded
+from ulysses_cli.plan.ledger.sized.parts import count_offloaded
+from ulysses_cli.plan.ledger.states import compute_state_file_bytes, list_overlapped_groups
 from ulysses_cli.plan.ledger.weights import count_shard
-from ulysses_cli.plan.ledger.zero.states import compute_state_file_bytes, list_overlapped_groups
 from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles, swaps_activations
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
@@ -41,6 +30,19 @@ from ulysses_cli.plan.models.layers import (
 )
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rows.ring import measure_ring
+from ulysses_cli.plan.work import (
+    compute_recurrence_flops,
+    compute_recurrence_seconds,
+    count_halos,
+    count_kimi_weights,
+    count_latent_exchanged,
+    count_latent_weights,
+    count_mlp_elements,
+    count_norm_passes,
+    count_recurrence_exchanged,
+    count_values,
+    saves_slices,
+)
 
 PARTS = (
     "projections",
@@ -191,13 +193,13 @@ def _count_projected_of(job: Job, mixer: Mixer) -> int:
     hidden = job.shape.hidden_size
     if isinstance(mixer, AttentionMixer):
         if mixer.latent is not None:
-            return attention.count_latent_weights(job, mixer)
+            return count_latent_weights(job, mixer)
         made = mixer.num_inputs * (mixer.num_heads + mixer.num_made * mixer.num_kv_heads)
         return hidden * ((mixer.num_heads + made) * mixer.head_dim + mixer.gate_width)
     if isinstance(mixer, ConvolutionMixer):
         return hidden * 4 * mixer.conv_channels
     if isinstance(mixer, KimiDeltaMixer):
-        return recurrence.count_kimi_weights(hidden, mixer, is_narrow=job.family.has_narrow_gates)
+        return count_kimi_weights(hidden, mixer, is_narrow=job.family.has_narrow_gates)
     small = (1 + int(isinstance(mixer, DeltaNetMixer))) * mixer.num_heads
     return hidden * (mixer.conv_channels + 2 * count_values(mixer) + small)
 
@@ -259,7 +261,7 @@ def _count_heads_exchanged(job: Job, kind: Layer) -> float:
         return 0.0
     of_widths = job.dtype_bytes * job.local_tokens * (num_ranks - 1) / num_ranks
     if kind.attention.latent is not None:
-        return of_widths * attention.count_latent_exchanged(job, kind.attention)
+        return of_widths * count_latent_exchanged(job, kind.attention)
     q, r = job.query_width, job.exchanged_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward
@@ -481,7 +483,7 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
     twice. Those on a disk are read for each run of a module, because none is kept; ranks of a machine share its
     disk."""
     rate, disk = gpu.host_gb_s * GIGA * gpu.efficiency.host, gpu.efficiency.disk_gb_s * GIGA
-    saved = compute_offloaded(job)
+    saved = count_offloaded(job)
     activations = 2.0 * saved / rate
     if swaps_activations(job.levers):  # copies and transfers run at the same time
         activations = max(activations, 2.0 * saved * job.ranks_per_node / disk)

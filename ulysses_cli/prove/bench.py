@@ -17,7 +17,7 @@ import torch
 from ulysses_cli.plan.files import remove_own
 from ulysses_cli.plan.hardware import Gpu, Hardware
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
+from ulysses_cli.plan.ledger.ledger import measure_ledger
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.estimate import explain_memory

@@ -27,9 +27,8 @@ from packaging.specifiers import SpecifierSet
 from ulysses_cli.plan.hardware import GIB, Hardware
 from ulysses_cli.plan.layout import GPUS_PER_NODE
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.machine import PROCESS_BYTES
-from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.ledger import weigh_ledger
+from ulysses_cli.plan.ledger.machine import PROCESS_BYTES, compute_node_disk_bytes
 from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -225,8 +224,8 @@ def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> tu
     gpu, _ = target.hardware.recognise(facts.name, facts.total_memory, host_bytes)
     levers = choose_levers(recipe, shape, gpu).levers
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
-    without_overlap = compute_ledger(replace(job, levers=replace(job.levers, early_groups=0)))
-    return compute_ledger(job).host_peak_bytes, without_overlap.host_peak_bytes, compute_node_disk_bytes(job)
+    without_overlap = weigh_ledger(replace(job, levers=replace(job.levers, early_groups=0)))
+    return weigh_ledger(job).host_peak_bytes, without_overlap.host_peak_bytes, compute_node_disk_bytes(job)
 
 
 def check_memory(target: CheckTarget) -> Iterator[Finding]:

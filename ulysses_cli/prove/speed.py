@@ -26,7 +26,7 @@ from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.zero.states import compute_swap_need
+from ulysses_cli.plan.ledger.machine import compute_swap_need
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe

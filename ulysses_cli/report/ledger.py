@@ -16,9 +16,9 @@ from ulysses_cli.plan.ledger.machine import (
     DEVICE_LINES,
     DEVICE_SHARE_UNSURE,
     LEDGER_SHARE_UNSURE,
+    compute_node_disk_bytes,
     compute_uncertainty,
 )
-from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
 from ulysses_cli.plan.levers import SPELLED, get_key
 from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.plan.planner.fit import compare
@@ -64,7 +64,6 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "host_uncertainty_bytes": fit.host_uncertainty_bytes,
         "peak_phase": ledger.peak.phase,
         "peak_moment": ledger.peak.name,
-        "no_run_because": ledger.missing or None,
         "phases": {phase: dict(moment.lines) for phase, moment in ledger.phases.items()},
         "host_phases": ledger.host_phases,
         "fragmentation_bytes": ledger.fragmentation,
@@ -121,7 +120,6 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         *(("assumed", assumption) for assumption in assumptions),
         ("verdict", format_verdict(estimate)),
         ("peak", f"in {_name_moment(peak)}: {largest_text}"),
-        *([("", f"by formulas: {estimate.ledger.missing}")] if estimate.ledger.missing else []),
         ("host", f"{host} on the fullest node"),
         *([("disk", f"{format_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
         ("longest", _format_longest(estimate)),
@@ -322,7 +320,7 @@ def format_moments(results: Sequence[Mapping[str, Any]], moments: Mapping[str, M
 
 def format_verdicts(
     results: Sequence[Mapping[str, Any]],
-    first: str = "no formula describes this model; this is a trace of its real layers",
+    first: str = "weights of this model are not known; this is a trace of its real layers",
 ) -> str:
     lines = [first]
     for result in results:
@@ -425,7 +423,7 @@ def make_sweep_page(sweeps: Sequence[tuple[Estimate, LengthSweep]]) -> str:
             for i, length in enumerate(sweep.lengths)
         ]
         table = Table(("tokens per row", *(curve.name for curve in sweep.curves)), rows, "GiB per GPU")
-        note = f"Predicted by formula, {LEVERS}; the last curve has every lever."
+        note = f"Predicted, {LEVERS}; the last curve has every lever."
         sections.append(PageSection(f"{estimate.job.shape.name} on {gpus}", [Chart(svg, note, table)]))
     about = Note("These are predictions made before a run. A rehearsal on the machine measures the peak.")
     return make_page("Memory by row length", [*sections, PageSection("About this page", [about])])

@@ -9,7 +9,7 @@ from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Placement, list_divisors
-from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall

@@ -27,7 +27,7 @@ from ulysses_cli.data.tokenizing.targets import list_turn_ends
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.hardware import GIB, Gpu, Hardware
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.zero.states import compute_swap_need
+from ulysses_cli.plan.ledger.machine import compute_swap_need
 from ulysses_cli.plan.levers import Levers, get_key, uses_disk
 from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.models.shape import ModelShape

@@ -1,1 +1,1 @@
-"""Bytes per rank, term by term: one named function each, with its formula and where the formula comes from."""
+"""Bytes that a job needs per rank and node, line by line: of tensors by a run on sizes, of machines term by term."""

@@ -22,27 +22,18 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import choose_layout, count_branches, make_layout, rank_experts
-from ulysses_cli.plan.rows.ring import Ring, RingShare, measure_ring
+from ulysses_cli.plan.rows.indexing import RowSizes, list_excess
+from ulysses_cli.plan.rows.ring import Ring
 
 Lines = dict[str, int]
 
-# Names of snapshots that other rules test for.
-LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
-HEAD_SNAPSHOTS = ("final norm", LEAVES, HEAD_SENT)
-EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
-BETWEEN, RECOMPUTATION = "between micro-steps", "recomputation"
-PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
-BEFORE_ATTENTION = ("the MLP's last matrix", "gate and up", "mlp", "norm")
-
 
 class MemorySnapshot(NamedTuple):
-    """The phase, what happens in it, every line alive, and the number of the layer in whose backward it is, where that
-    matters. A tuple because one search makes hundreds of thousands."""
+    """The phase, what happens in it, and every line alive."""
 
     phase: str
     name: str
     lines: Lines
-    layer: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -190,13 +181,6 @@ class Job:
         return 0 if self.shares_kv else self.kv_width
 
     @cached_property
-    def row_kv_width(self) -> int:
-        """Keys after the exchange, per local token: more than kv_width where ranks share key/value heads."""
-        num_ranks = self.layout.ulysses_size
-        heads = compute_kv_heads(self.shape.num_heads, self.shape.num_kv_heads, num_ranks)
-        return num_ranks * heads.num_local * self.shape.head_dim
-
-    @cached_property
     def chunk_kv_width(self) -> int:
         """The same for one chunk of heads: key/value heads do not shrink below one for each rank."""
         chunks, num_ranks = self.levers.head_chunks, self.layout.ulysses_size
@@ -207,18 +191,6 @@ class Job:
     def exchanged_kv_width(self) -> int:
         """Keys that the exchanges of all chunks bring, per local token: each chunk brings those of its own heads."""
         return self.levers.head_chunks * self.chunk_kv_width
-
-    @property
-    def kv_gradients_add_up(self) -> bool:
-        """Key/value gradients arrive in parts and are summed in float32 (train/attention/heads.py:
-        HeadPlan.adds_up)."""
-        chunks, num_ranks = self.levers.head_chunks, self.layout.ulysses_size
-        return chunks > 1 and (self.shape.num_kv_heads % (num_ranks * chunks) != 0)
-
-    @cached_property
-    def ring_share(self) -> RingShare:
-        """What the ranks of a ring need of each other in that of these layers that sees most."""
-        return measure_ring(self.max_length, self.document_tokens, self.make_ring(), self.widest_window)
 
     def make_ring(self) -> Ring:
         return Ring(self.layout.ring_size, self.shape.window_counts)
@@ -232,8 +204,24 @@ class Job:
         return min(self.world_size, self.gpus_per_node)
 
 
+def is_indexable(job: Job) -> bool:
+    """No call of an operator that counts in 32 bits sees a tensor of 2^31 elements (plan/rows/indexing.py)."""
+    sizes = RowSizes(
+        tokens=job.micro_step_tokens,
+        sp_size=job.layout.sp_size,
+        ring_size=job.layout.ring_size,
+        head_chunks=job.levers.head_chunks,
+        tiled_mlp=job.levers.tiled_mlp,
+        is_quantized=job.quantized is not None,
+        uses_dora=job.adapters is not None and job.adapters.has_magnitudes,
+        num_rows=job.batch,
+        kernel=job.kernel,
+    )
+    return not list_excess(job.shape, sizes)
+
+
 def is_known(shape: ModelShape) -> bool:
-    """Whether there is a formula for its layers that was compared with a trace of the family."""
+    """Whether all of its weights are described, layer by layer."""
     if shape.num_parameters is None or shape.family is None:
         return False
     return all(_is_plain(layer, shape) for layer in shape.layer_kinds) and not _has_more(shape)
@@ -275,12 +263,12 @@ def _explain_unknown(shape: ModelShape) -> str:
 
 
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
-    """Raises RecipeError for a model whose layers no formula describes: a guess would look like an answer."""
+    """Raises RecipeError for a model of which weights are not known: a guess would look like an answer."""
     if is_known(shape):
         return
     why = f": {reason}" if (reason := _explain_unknown(shape)) else ""
-    message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
-    hint = "estimate-memory needs none; formulas know most attention and recurrences, with dense MLPs or experts"
+    message = f"not all weights of {shape.name} are known, a model of type {shape.model_type}{why}"
+    hint = "estimate-memory needs no more than its config; known are most attention and recurrences, MLPs and experts"
     raise RecipeError([Problem(key, message, hint)])
 
 
@@ -315,10 +303,10 @@ def read_adapters(recipe: Recipe, shape: ModelShape) -> Adapters | None:
 
 
 def make_job(
-    recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8, needs_formula: bool = True
+    recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8, needs_weights: bool = True
 ) -> Job:
     """For a recipe that passed its checks, with settled levers."""
-    if needs_formula:
+    if needs_weights:
         check_known(shape)
     return Job(
         shape=shape,

@@ -1,19 +1,27 @@
 """What a machine holds besides a rank's tensors on its GPU: the CUDA context, NCCL's buffers, cuBLAS and the
-allocator's slack, which no trace sees; and the host memory of the fullest node, by line. Says how far the ledger
-may be off. Page-locked memory cannot be swapped and counts in full. Each term names its source."""
+allocator's slack, which no trace sees; the host memory of the fullest node, by line, and its disk. Says how far the
+ledger may be off. Page-locked memory cannot be swapped and counts in full. Each term names its source."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.mlp import compute_mlp_forward
-from ulysses_cli.plan.ledger.saved_results import compute_offloaded
+from ulysses_cli.plan.ledger import states
+from ulysses_cli.plan.ledger.job import Job, is_known, make_job
+from ulysses_cli.plan.ledger.sized.parts import count_offloaded
+from ulysses_cli.plan.ledger.states import compute_reduce_flush, list_sub_groups
 from ulysses_cli.plan.ledger.weights import Weights, count_shard
-from ulysses_cli.plan.ledger.zero import states
-from ulysses_cli.plan.ledger.zero.states import compute_reduce_flush, list_sub_groups
-from ulysses_cli.plan.levers import SWAP_CHUNK_BYTES, SWAP_THREADS, swaps_activations
+from ulysses_cli.plan.levers import (
+    SWAP_CHUNK_BYTES,
+    SWAP_THREADS,
+    Levers,
+    compute_num_mlp_tiles,
+    swaps_activations,
+)
+from ulysses_cli.plan.models.layers import ExpertsMlp
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe
 
 MIB = 1 << 20
 # One H200, CUDA 13 (benchmarks/results/gpu-nvidia-h200.json): what the GPU has in use and torch has not reserved. ALST,
@@ -54,11 +62,22 @@ def compute_allocator(job: Job, allocated: int, *, expandable: bool) -> int:
     if expandable:
         return reserved + allocated // 100
     plain = 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens
-    return (
-        reserved
-        + allocated // 100
-        + max(plain, max(compute_mlp_forward(job.view(kind), kind) for kind in job.shape.layer_kinds if kind.mlp))
-    )
+    return reserved + allocated // 100 + max(plain, _compute_widest_forward(job))
+
+
+def _compute_widest_forward(job: Job) -> int:
+    """Of an MLP: three tensors of the inner width at once, the input and the residual; of one tile, where it has
+    some."""
+    tokens, hidden = job.local_tokens, job.shape.hidden_size
+    if job.levers.tiled_mlp:
+        tokens = -(-tokens // compute_num_mlp_tiles(tokens, hidden, is_large=job.levers.large_tiles))
+    width = 0
+    for kind in job.shape.layer_kinds:
+        if isinstance(kind.mlp, ExpertsMlp):
+            width = max(width, kind.mlp.inner_size * kind.mlp.num_per_token + kind.mlp.shared_size)
+        elif kind.mlp is not None:
+            width = max(width, kind.mlp.inner_size)
+    return job.dtype_bytes * (3 * width * tokens + 2 * hidden * job.local_tokens)
 
 
 def compute_uncertainty(gpu_lines: Mapping[str, int]) -> int:
@@ -81,7 +100,7 @@ def compute_saved_pinned(job: Job) -> int:
     """Per rank, of every offloaded layer: its input (ALST: tokens / world x hidden x layers x 2 x ranks of the node)
     and its saved results. Page-locked buffers have exactly the tensors' sizes (train/memory/offload.py). Tensors
     that wait on a disk pass through a chunk of each thread (train/memory/offload.py)."""
-    return SWAP_THREADS * SWAP_CHUNK_BYTES if swaps_activations(job.levers) else compute_offloaded(job)
+    return SWAP_THREADS * SWAP_CHUNK_BYTES if swaps_activations(job.levers) else count_offloaded(job)
 
 
 def compute_pinned_rounding(job: Job) -> int:
@@ -156,3 +175,30 @@ def list_host_phases(job: Job, phases: Iterable[str]) -> dict[str, dict[str, int
         if phase in ("load", "save"):
             host_phases[phase]["weights_file"] = min(LARGEST_FILE_BYTES, job.dtype_bytes * job.weights.num_elements)
     return host_phases
+
+
+FILE_SLACK = 1.01  # files are rounded up
+
+
+def compute_swap_need(recipe: Recipe, shape: ModelShape, levers: Levers) -> tuple[int, int]:
+    """Returns a rank's bytes (on the disk, in page-locked memory). Zeros for a model of which weights are not known."""
+    if not is_known(shape):
+        return 0, 0
+    job = make_job(recipe, shape, levers)
+    return compute_disk_bytes(job), states.compute_locked_state_bytes(job) + states.compute_locked_weight_bytes(job)
+
+
+def compute_disk_bytes(job: Job) -> int:
+    """Per rank."""
+    of_states, of_weights = states.compute_state_file_bytes(job), states.compute_weight_file_bytes(job)
+    return int((of_states + of_weights + compute_activation_file_bytes(job)) * FILE_SLACK)
+
+
+def compute_activation_file_bytes(job: Job) -> int:
+    """What offloaded layers save, where it waits on the disk (train/memory/offload.py)."""
+    return count_offloaded(job) if swaps_activations(job.levers) else 0
+
+
+def compute_node_disk_bytes(job: Job) -> int:
+    """Bytes that the fullest node's ranks need below memory.nvme_path."""
+    return job.ranks_per_node * compute_disk_bytes(job)

@@ -47,10 +47,6 @@ class Adapters:
     has_magnitudes: bool = False  # DoRA
     experts: tuple[tuple[str, int], ...] = ()  # which of their matrices are adapted, with the ranks
 
-    def adapts(self, *names: str) -> bool:
-        """Whether any of these layers has an adapter."""
-        return not self.targets or any(name in self.targets for name in names)
-
 
 def trains(adapters: Adapters | None, part: str) -> bool:
     """Whether a part is trained whole: embed_tokens, lm_head or norm (all norms)."""

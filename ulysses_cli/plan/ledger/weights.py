@@ -43,14 +43,8 @@ from ulysses_cli.plan.models.layers import (
 from ulysses_cli.plan.models.shape import ModelShape
 
 SCALED_LAYER = "scaled layer"
-CHILD_DEPTH = 3  # of modules directly inside a layer
 ADAPTER_NAMES = (".a", ".b", ".lengths")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
-RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"}
-LATE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")  # of a delta net whose gate comes last
-LATENT_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa"}
-FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *LATENT_PROJECTIONS, *RECURRENT_PROJECTIONS}
-LAST_PROJECTIONS = ("o_proj", "out_proj")
 # Gates of attention with a matrix of their own (modeling_afmoe.py, modeling_laguna.py).
 ATTENTION_GATES = ("g_proj", "gate_proj")
 
@@ -76,20 +70,9 @@ class Weights:
         the layers before it, and they save nothing."""
         return find_first_trained(self.modules)
 
-    @cached_property
-    def last_trained(self) -> int:
-        """The number of the last layer with a trained weight, -1 where there is none."""
-        trained = (module.layer for module in self.modules if module.is_trained and module.weights)
-        return max(trained, default=-1)
-
     @property
     def num_elements(self) -> int:
         return self.num_trained + self.num_frozen
-
-    @cached_property
-    def first_layers(self) -> dict[str, int]:
-        """The number of the first layer that uses each weight: the last one to add to its gradient."""
-        return {name: module.layer for module in reversed(self.modules) for name, _ in module.weights}
 
 
 def find_first_trained(modules: Sequence[Module]) -> int:
@@ -117,11 +100,6 @@ def list_weights(shape: ModelShape, adapters: Adapters | None) -> Weights:
     everything = tuple(size for size, _ in sizes.values())
     largest = max(everything), max(trained, default=0)
     return Weights(modules, sum(trained) + biases, sum(frozen), *largest, everything)
-
-
-def name_weight(name: str) -> str:
-    """Without its layer. A bias has the name of its matrix, beside whose gradient its own is made."""
-    return name.partition(".")[2].removesuffix(BIAS)
 
 
 def is_adapter(weight: str) -> bool:

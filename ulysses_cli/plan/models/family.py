@@ -117,29 +117,17 @@ def _count_nothing(facts: ConfigFacts) -> int:
 
 
 class Trait(Enum):
-    """How a family's layers differ from Llama's in what memory they take, or what peft does with them. Each is of the
+    """How a family's layers differ from Llama's in their weights, or in what peft does with them. Each is of the
     installed modeling file that its comment names, or of all that have it."""
 
     # norms
-    PRECISE_NORMS = auto()  # the scaled result too is float32
-    NATIVE_NORMS = auto()  # torch's layer_norm in the model's dtype, which saves its input unchanged
-    FLOAT32_NORMS = auto()  # the same of a float32 copy, without weights (modeling_olmo.py: OlmoLayerNorm)
-    # A vector for each head is the weight of queries' and keys' norms. They are centered, and run neither in one kernel
-    # nor in tiles (train/memory/tiling.py: _is_norm).
-    MATRIX_NORMS = auto()
     WITHOUT_INPUT_NORM = auto()  # attention projects the layer's input
     POST_NORMS = auto()  # a layer ends with a norm
     NORMS_OF_VALUES = auto()  # without weights
     NORMS_AFTER_ALL = auto()  # queries and keys are normed when all three are projected
-    NORMED_EMBEDDINGS = auto()  # modeling_nanochat.py: NanoChatModel.forward
-    PRECISE_GATED_NORMS = auto()  # of a recurrence
     # positions
-    PRECISE_ROTARY = auto()  # cosines and sines are float32
-    COPIES_TO_ROTATE = auto()  # queries and keys, to float32 (modeling_cohere.py: apply_rotary_pos_emb)
-    WITHOUT_ROTATION = auto()  # of latent attention: queries are used as they were projected
     # the layer
     PARALLEL = auto()  # attention and MLP read the same normed input (modeling_cohere.py: CohereDecoderLayer)
-    SCALED_RESULTS = auto()  # a block's, before it is added (modeling_granite.py: residual_multiplier)
     # A layer's result is multiplied by a number that is saved for the backward: in a recomputation the layer is the
     # only module that its backward has entered (modeling_gemma4.py: Gemma4TextDecoderLayer.forward, layer_scalar).
     SCALED_LAYERS = auto()
@@ -148,21 +136,12 @@ class Trait(Enum):
     GIVES_POSITION = auto()  # to a mixer of any kind by one name (modeling_nemotron_h.py)
     NUMBERED_ATTENTION = auto()  # config.json has the numbers of layers with attention (configuration_bamba.py)
     # experts
-    PRECISE_ROUTERS = auto()  # tokens are cast to float32 for the router (modeling_glm4_moe.py: Glm4MoeTopkRouter)
     SIGMOID_ROUTERS = auto()  # each expert is scored by itself
-    # Routing weights are float32, and so are the experts' results times them (modeling_mixtral.py: MixtralTopKRouter).
-    PRECISE_RESULTS = auto()
-    SCALED_BLOCKS = auto()  # the gradient of a block's result, beside the residual's (modeling_granitemoe.py)
     # Experts read the residual that the MLP beside them reads, and have norms of their own (modeling_gemma4.py:
     # Gemma4TextDecoderLayer.forward). That MLP is what all tokens go to, as in a block with a shared expert.
     BESIDE_MLP = auto()
     SHARED_FIRST = auto()  # the expert that every token goes to runs before the router
-    SHARED_APART = auto()  # it is a module beside the block (modeling_granitemoeshared.py)
     EXPERTS_FIRST = auto()  # as their block is made; it is gathered in that order
-    ROUTER_FIRST = auto()  # their block makes it before the experts
-    EXPERTS_LAST = auto()  # their block makes them last
-    TRANSPOSED_EXPERTS = auto()  # weights lie as the product reads them; those of others are transposed for it
-    WHOLE_MLPS = auto()  # DeepSpeed's own leaf modules (runtime/zero/leaf_module_config.py)
     # Given all-linear or the MLP's names, peft adapts their experts and routers too, as it once found them: one matrix
     # each (utils/transformers_weight_conversion.py).
     EXPERTS_ADAPTED = auto()
@@ -177,10 +156,7 @@ class Family:
     `linear_extras`: names of linear layers besides those of plain attention and MLP,
     some with the field of config.json that has them made. `norm_parts`: 2 with a bias, 1
     without, 0 for norms without weights. `is_rotary`: whether any layer turns queries and keys by their positions.
-    `interleaved_rotary`: each layer makes its own cosines and sines, of this share of a head (modeling_glm.py:
-    apply_rotary_pos_emb). `inner_saved`: tensors of the inner width that an expert saves; ungated ones save the
-    activation and its square. `inner_at_once`: those that exist at most; with both biases, clamped, 9
-    (modeling_gpt_oss.py: _apply_gate). `attention_like`: the family as whose layers those with attention are built.
+    `attention_like`: the family as whose layers those with attention are built.
     `refused_by_peft`: a linear layer on which, and on all-linear with it, peft refuses an adapter
     (tuners/tuners_utils.py: _check_lora_target_modules_mamba). `refused`: why rows are not split over ranks, or ''."""
 
@@ -229,10 +205,7 @@ class Family:
     is_rotary: Callable[[ConfigFacts], bool] = lambda facts: True
     hides_windows: bool = False
     traits: tuple[Trait, ...] = ()
-    interleaved_rotary: float = 0.0
     activation: Literal["squared_relu", "gelu", "xielu"] = "squared_relu"  # of an MLP without gates
-    inner_saved: int = 4
-    inner_at_once: int = 4
     attention_like: str = ""
     refused_by_peft: str = ""
     refused: str = ""

@@ -127,10 +127,12 @@ HYBRIDS: dict[str, Family] = {
     "qwen3_next": replace(
         QWEN_EXPERTS,
         linear_extras=("in_proj_qkvz", "in_proj_ba", "out_proj"),
-        traits=(Trait.PRECISE_NORMS, Trait.SHARED_FIRST, Trait.ROUTER_FIRST, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SHARED_FIRST, Trait.EXPERTS_ADAPTED),
     ),
-    "qwen3_5_text": replace(QWEN_3_5, traits=(Trait.PRECISE_NORMS,)),
-    "qwen3_5_moe_text": replace(QWEN_EXPERTS, traits=(Trait.PRECISE_NORMS, Trait.SHARED_FIRST, Trait.ROUTER_FIRST)),
+    "qwen3_5_text": replace(
+        QWEN_3_5,
+    ),
+    "qwen3_5_moe_text": replace(QWEN_EXPERTS, traits=(Trait.SHARED_FIRST,)),
     "olmo_hybrid": Family(
         linear_extras=("a_proj", "b_proj", "g_proj"),
         query_key_norm="full",
@@ -139,7 +141,6 @@ HYBRIDS: dict[str, Family] = {
         is_rotary=turn_olmo,
         recurrence="delta_net",
         other_kinds=(LINEAR_ATTENTION,),
-        traits=(Trait.PRECISE_NORMS,),
         attention_like="olmo3",
     ),
     "kimi_linear": Family(
@@ -153,7 +154,7 @@ HYBRIDS: dict[str, Family] = {
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         other_kinds=(LINEAR_ATTENTION,),
-        traits=(Trait.SIGMOID_ROUTERS, Trait.WITHOUT_ROTATION, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
+        traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "bailing_hybrid": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -167,7 +168,7 @@ HYBRIDS: dict[str, Family] = {
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         has_narrow_gates=False,
-        traits=(Trait.SIGMOID_ROUTERS, Trait.PRECISE_ROUTERS, Trait.PRECISE_RESULTS),
+        traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "nemotron_h": Family(
         mlp_modules=PLAIN_MLP,
@@ -186,15 +187,7 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="use_bias",
         recurrence_conv_bias="use_conv_bias",
         other_kinds=(LINEAR_ATTENTION, ONLY_EXPERTS, ONLY_MLP),
-        traits=(
-            Trait.SIGMOID_ROUTERS,
-            Trait.PRECISE_ROUTERS,
-            Trait.PRECISE_RESULTS,
-            Trait.PRECISE_NORMS,
-            Trait.GIVES_POSITION,
-        ),
-        inner_saved=2,
-        inner_at_once=3,
+        traits=(Trait.SIGMOID_ROUTERS, Trait.GIVES_POSITION),
         refused_by_peft="out_proj",
     ),
     "granitemoehybrid": Family(
@@ -211,7 +204,6 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="mamba_proj_bias",
         recurrence_conv_bias="mamba_conv_bias",
         other_kinds=(LINEAR_ATTENTION,),
-        traits=(Trait.SCALED_BLOCKS, Trait.ROUTER_FIRST, Trait.SHARED_APART),
     ),
     "falcon_h1": Family(
         linear_extras=MAMBA_PROJECTIONS,
@@ -222,7 +214,6 @@ HYBRIDS: dict[str, Family] = {
         recurrence_conv_bias="mamba_conv_bias",
         norms_recurrence="mamba_rms_norm",
         other_kinds=(HYBRID,),
-        traits=(Trait.SCALED_RESULTS, Trait.PRECISE_GATED_NORMS),
         refused_by_peft="out_proj",
     ),
     "bamba": Family(
@@ -289,6 +280,5 @@ HYBRIDS: dict[str, Family] = {
         has_post_norms="use_sandwich_norm",
         kind_of_layer=find_lfm_3_kind,
         other_kinds=(CONVOLUTION,),
-        traits=(Trait.PRECISE_ROTARY,),
     ),
 }

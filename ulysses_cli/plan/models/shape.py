@@ -155,17 +155,6 @@ class ModelShape:
         return None if None in windows else max(filter(None, windows))
 
     @cached_property
-    def last_of_kind(self) -> dict[Layer, int]:
-        """The number of each kind's last layer."""
-        return {kind: before.index(before[-1]) - 1 for kind, before in self.kinds_before.items()}
-
-    def find_last_of_kind(self, kind: Layer, number: int) -> int | None:
-        """The number of the last layer of that kind up to this one."""
-        before = self.kinds_before[kind]
-        num = before[number + 1]
-        return before.index(num) - 1 if num else None
-
-    @cached_property
     def sp_sizes(self) -> tuple[int, ...]:
         """The sp sizes that divide the heads of every layer."""
         return tuple(list_divisors(math.gcd(*(count for _, count in self.head_counts)) or self.num_heads))

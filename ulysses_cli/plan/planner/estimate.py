@@ -9,22 +9,13 @@ from functools import cached_property, partial
 
 from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
-from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.job import Job, is_indexable, make_job
+from ulysses_cli.plan.ledger.ledger import Ledger, measure_ledger, weigh_ledger
+from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Accuracy, judge_speed, write_levers
-from ulysses_cli.plan.planner.fit import (
-    ROW_MULTIPLE,
-    Fit,
-    confirm,
-    confirm_length,
-    find_max_length,
-    is_indexable,
-    judge,
-)
+from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, confirm, confirm_length, find_max_length, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     LeverChoice,
@@ -89,7 +80,7 @@ def find_host_bound(job: Job, gpu: Gpu) -> HostBound | None:
         return None
     for change, tried in _list_changes(job):
         gain = compute_speed(tried, gpu).tokens_per_second / speed.tokens_per_second
-        if gain >= LEAST_GAIN and judge(tried, compute_ledger(tried), gpu).verdict == "fits":
+        if gain >= LEAST_GAIN and judge(tried, weigh_ledger(tried), gpu).verdict == "fits":
             found.append(HostRemedy(change, gain))
     found.sort(key=lambda remedy: -remedy.gain)
     best = {remedy.change.partition(":")[0]: remedy for remedy in reversed(found)}  # of each key

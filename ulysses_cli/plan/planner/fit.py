@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
+from ulysses_cli.plan.ledger.job import Job, is_indexable
+from ulysses_cli.plan.ledger.ledger import Ledger, measure_ledger, weigh_ledger
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.rows.indexing import RowSizes, has_untried, list_excess
+from ulysses_cli.plan.rows.indexing import has_untried
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "too_close", "does_not_fit")
@@ -37,8 +37,12 @@ class Fit:
         return self.margin_bytes - self.uncertainty_bytes
 
     @property
+    def spare_host_bytes(self) -> int:
+        return self.host_margin_bytes - self.host_uncertainty_bytes
+
+    @property
     def fits_host(self) -> bool:
-        return self.host_margin_bytes >= self.host_uncertainty_bytes
+        return self.spare_host_bytes >= 0
 
     @property
     def margin_bytes(self) -> int:
@@ -72,22 +76,6 @@ def compare(margin: int, uncertainty: int) -> Verdict:
     return "fits" if margin >= uncertainty else "too_close" if margin > -uncertainty else "does_not_fit"
 
 
-def is_indexable(job: Job) -> bool:
-    """No call of an operator that counts in 32 bits sees a tensor of 2^31 elements (plan/rows/indexing.py)."""
-    sizes = RowSizes(
-        tokens=job.micro_step_tokens,
-        sp_size=job.layout.sp_size,
-        ring_size=job.layout.ring_size,
-        head_chunks=job.levers.head_chunks,
-        tiled_mlp=job.levers.tiled_mlp,
-        is_quantized=job.quantized is not None,
-        uses_dora=job.adapters is not None and job.adapters.has_magnitudes,
-        num_rows=job.batch,
-        kernel=job.kernel,
-    )
-    return not list_excess(job.shape, sizes)
-
-
 def is_tried(job: Job) -> bool:
     """Nor does an operator outside tiles see one that tiles would spare it."""
     levers = job.levers
@@ -95,30 +83,35 @@ def is_tried(job: Job) -> bool:
     return is_indexable(job) and not is_wide
 
 
+def judge_indexable(job: Job, gpu: Gpu) -> Fit | None:
+    """None where no kernel can index it."""
+    return judge(job, weigh_ledger(job), gpu) if is_indexable(job) else None
+
+
 def fits(job: Job, gpu: Gpu) -> bool:
-    return is_indexable(job) and judge(job, compute_ledger(job), gpu).verdict == "fits"
+    fit = judge_indexable(job, gpu)
+    return fit is not None and fit.verdict == "fits"
 
 
 def try_levers(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
-    """The job's fit with other levers; None where no kernel can index it."""
-    tried = replace(job, levers=levers)
-    return judge(tried, compute_ledger(tried), gpu) if is_indexable(tried) else None
+    """The job's fit with other levers."""
+    return judge_indexable(replace(job, levers=levers), gpu)
 
 
 LEAST_LESS = 512  # a share of a GPU: a smaller change of its room would propose the same again
 
 
 def confirm(propose: Callable[[Gpu], Job], gpu: Gpu) -> tuple[Job, Ledger]:
-    """What formulas propose for a GPU, and what it needs when it runs on sizes. Where that is more than formulas said,
-    and too much, they propose for a GPU with as much less, until a proposal fits or formulas know of none."""
+    """What a search proposes for a GPU, and what it needs when it runs on sizes. Where that is more than the search
+    weighed, and too much, it proposes for a GPU with as much less, until a proposal fits or nothing seems to."""
     room = gpu
     while True:
         job = propose(room)
-        ledger, by_formula = measure_ledger(job), compute_ledger(job)
-        if judge(job, ledger, gpu).verdict == "fits" or judge(job, by_formula, room).verdict != "fits":
+        ledger, weighed = measure_ledger(job), weigh_ledger(job)
+        if judge(job, ledger, gpu).verdict == "fits" or judge(job, weighed, room).verdict != "fits":
             return job, ledger
         excess = ledger.gpu_peak_bytes + ledger.uncertainty_bytes
-        excess -= by_formula.gpu_peak_bytes + by_formula.uncertainty_bytes
+        excess -= weighed.gpu_peak_bytes + weighed.uncertainty_bytes
         most = room.memory_bytes - gpu.memory_bytes // LEAST_LESS
         room = replace(gpu, memory_bytes=min(gpu.memory_bytes - excess, most))
 
@@ -135,22 +128,66 @@ def confirm_length(job: Job, gpu: Gpu, propose: Callable[[Gpu], tuple[int, Lever
     return longest.max_length if judge(longest, ledger, gpu).verdict == "fits" else 0
 
 
-def find_max_length(job: Job, gpu: Gpu, holds: Callable[[Job, Gpu], bool] = fits) -> int:
-    """The longest row that fits with these levers, in whole multiples; 0 when none does. Bisection works because memory
-    never falls with length."""
-    multiple = job.layout.sp_size * ROW_MULTIPLE
-    return multiple * find_largest(lambda count: holds(replace(job, max_length=count * multiple), gpu))
+CLOSE = 512  # a row's length is known to a share of it, which is less than the ledger is sure of
 
 
-def find_largest(holds: Callable[[int], bool]) -> int:
-    """The largest positive number for which `holds` is true, which is false from some number on; 0 if it never is."""
-    if not holds(1):
+Rooms = tuple[float, float]  # bytes that are left on the GPU, and on a host
+
+
+def find_rooms(job: Job, gpu: Gpu) -> Rooms:
+    fit = judge_indexable(job, gpu)
+    return (-math.inf, -math.inf) if fit is None else (fit.spare_bytes, fit.spare_host_bytes)
+
+
+def find_max_length(job: Job, gpu: Gpu, find: Callable[[Job, Gpu], Rooms] = find_rooms) -> int:
+    """The longest row that fits with these levers, in whole multiples; 0 when none does. Memory never falls with
+    length, and that of a GPU and that of a host grow nearly in a line: most lengths that are tried are where the line
+    through the two nearest ones ends."""
+    multiple, rooms = job.layout.sp_size * ROW_MULTIPLE, dict[int, Rooms]()
+
+    def fits_length(number: int) -> bool:
+        rooms[number] = find(replace(job, max_length=number * multiple), gpu)
+        return min(rooms[number]) >= 0
+
+    def find_end(one: int, two: int) -> float:
+        """Where the first of both lines through two lengths ends."""
+        pairs = [(left, left - right) for left, right in zip(rooms[one], rooms[two], strict=True)]
+        ends = [one + left * (two - one) / falls if falls * (two - one) > 0 else math.inf for left, falls in pairs]
+        return min(ends) if math.isfinite(min(rooms[one])) and math.isfinite(min(rooms[two])) else math.inf
+
+    limit = _find_largest(lambda number: is_indexable(replace(job, max_length=number * multiple)))
+    low = min(limit, max(1, job.max_length // multiple))
+    if not low or not (fits_length(low) or fits_length(low := 1)):
         return 0
-    high = 2
-    while holds(high):
+    high = min((number for number in rooms if min(rooms[number]) < 0), default=limit + 1)
+    if len(rooms) == 1 and low < limit:
+        tried = min(limit, low + low // 4 + 1)
+        low, high = (tried, high) if fits_length(tried) else (low, tried)
+    num_slow = 0  # steps that halve nothing
+    while high - low > (least := max(1, low // CLOSE)):
+        near = sorted(rooms, key=lambda number: abs(min(rooms[number])))[:2]
+        pair = (near, (low, high))[num_slow] if num_slow < 2 and high in rooms else near
+        end = find_end(*pair) if num_slow < 2 else math.inf
+        middle = int(end) - least // 2 if math.isfinite(end) else (low + min(high, 64 * low)) // 2
+        middle, width = min(max(middle, low + 1), high - 1), high - low
+        low, high = (middle, high) if fits_length(middle) else (low, middle)
+        if middle == low and high - low > least:  # the longest row is hardly longer: the next step proves it
+            beyond = min(high - 1, low + least)
+            low, high = (beyond, high) if fits_length(beyond) else (low, beyond)
+        num_slow = 0 if 2 * (high - low) <= width else (num_slow + 1) % 3
+    return multiple * low
+
+
+def _find_largest(holds: Callable[[int], bool]) -> int:
+    """The largest positive number for which `holds` is true, which is false from some number on; 0 if it never is."""
+    high = 1
+    while holds(high) and high < MOST_MULTIPLES:
         high *= 2
     low = high // 2
-    while high - low > max(1, low // 512):  # a fifth of a percent is less than the ledger's uncertainty
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+MOST_MULTIPLES = 1 << 30

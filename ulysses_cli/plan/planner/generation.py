@@ -9,9 +9,9 @@ from typing import Any
 from ulysses_cli.plan.flops import compute_layers_flops, count_idle
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
-from ulysses_cli.plan.ledger.adapters import compute_quantized_spared
 from ulysses_cli.plan.ledger.job import Job, is_known
-from ulysses_cli.plan.ledger.ledger import compute_prefill
+from ulysses_cli.plan.ledger.sized.parts import measure_prefill
+from ulysses_cli.plan.ledger.states import compute_quantized_spared
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
@@ -79,7 +79,7 @@ def count_prefill_bytes(
     chunks = choose_head_chunks(shape, length, sp_size, bytes_per_number)
     levers = Levers(tiled_mlp=True, tiled_loss=True, head_chunks=chunks)
     job = Job(shape, layout, prefix, levers, dtype_bytes=bytes_per_number)
-    return compute_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
+    return measure_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
 
 
 def predict_seconds(

@@ -5,6 +5,7 @@ turns another on. Training and validate-config call `choose_levers`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -13,11 +14,10 @@ from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
-from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.ledger.job import Job, is_indexable, make_job
+from ulysses_cli.plan.ledger.ledger import Ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
-from ulysses_cli.plan.ledger.zero.states import list_sub_groups
+from ulysses_cli.plan.ledger.states import list_sub_groups
 from ulysses_cli.plan.levers import (
     ALL_GROUPS,
     Levers,
@@ -31,11 +31,12 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import (
     ROW_MULTIPLE,
     Fit,
+    Rooms,
     confirm,
     find_max_length,
-    is_indexable,
     is_tried,
     judge,
+    judge_indexable,
     try_levers,
 )
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -96,11 +97,8 @@ def _overlap_exchange(job: Job, gpu: Gpu, levers: Levers, open_names: Collection
         overlaps = _list_overlaps(job, gpu, open_names) if levers.overlap_exchange else []
     else:
         overlaps = [] if _explain_no_overlap(job, gpu, open_names) else _list_gains(job, gpu, open_names)
-    for tried in overlaps:
-        ledger = measure_ledger(tried)
-        if not ledger.missing and judge(tried, ledger, gpu).verdict == "fits":
-            return tried.levers
-    return levers
+    fitting = (tried.levers for tried in overlaps if judge(tried, weigh_ledger(tried), gpu).verdict == "fits")
+    return next(fitting, levers)
 
 
 def _explain_no_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
@@ -156,7 +154,7 @@ def _explain_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
 def _has_chunks_for_speed(job: Job, gpu: Gpu) -> bool:
     """Whether the job would fit with all heads exchanged at once."""
     at_once = replace(job, levers=replace(job.levers, head_chunks=1, overlap_exchange=False))
-    return job.levers.overlap_exchange and judge(at_once, measure_ledger(at_once), gpu).verdict == "fits"
+    return job.levers.overlap_exchange and judge(at_once, weigh_ledger(at_once), gpu).verdict == "fits"
 
 
 def _stop_recomputing(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str]) -> Levers:
@@ -279,7 +277,7 @@ def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> LeverCh
 
 
 def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[LeverChoice, Ledger]:
-    """What formulas propose and a run on sizes confirms, and that run's ledger."""
+    """What a search proposes and a run on sizes confirms, and that run's ledger."""
     settled, ledger = confirm(lambda room: replace(job, levers=_propose(job, room, open_names)), gpu)
     fit = judge(settled, ledger, gpu)
     reasons = {name: _explain(settled, gpu, name, fit, open_names) for name in open_names}
@@ -451,14 +449,20 @@ def _rank_levers(job: Job, open_names: tuple[str, ...]) -> tuple[Levers, ...]:
 
 
 def list_strongest(job: Job) -> list[Levers]:
-    """Sets that may let the longest row fit: most levers first, the given ones last. No set is the smallest for every
-    job: the host may have no room, tiles of an MLP add float32 sums of its gradients, one GPU gathers weights that are
-    in host memory, and a saved attention result avoids the buffers of an exchange."""
-    most = job.shape.num_heads // job.layout.ulysses_size
-    jobs = [job, *(replace(job, levers=replace(job.levers, **each)) for each in list_last_measures(job, list(COSTS)))]
-    every = (levers for each in jobs for levers in _walk_levers(each, _list_left(each.levers, list(COSTS))))
-    walked = [levers for levers in every if levers.head_chunks in (1, most)]
-    walked = [levers for levers in walked if levers.gradient_checkpointing is not False]
+    """Sets that may let the longest row fit: most levers first, the given ones last. All have tiles, the most chunks of
+    heads and as many offloaded layers as the GPU allows. No set is the smallest for every job: the host may have no
+    room, one GPU gathers weights that are in host memory, and a saved attention result avoids the buffers of an
+    exchange."""
+    most: dict[str, Any] = {
+        "tiled_loss": True,
+        "tiled_mlp": True,
+        "head_chunks": job.shape.common_heads // job.layout.ulysses_size,
+        "offloaded_layers": count_most_offloaded(job.shape),
+    }
+    given, names = replace(job, levers=replace(job.levers, **most)), [name for name in COSTS if name not in most]
+    jobs = [given, *(replace(given, levers=replace(given.levers, **each)) for each in list_last_measures(given, names))]
+    every = (levers for each in jobs for levers in _walk_levers(each, _list_left(each.levers, names)))
+    walked = [levers for levers in every if levers.gradient_checkpointing is not False]
     return [*sorted(dict.fromkeys(walked), key=lambda levers: -_count_cost(levers, OFF)), job.levers]
 
 
@@ -480,7 +484,7 @@ def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
         tried = replace(job, levers=levers)
         longer = best + max(1, best // multiple // 256) * multiple
         if _fits_somehow(replace(tried, max_length=longer), gpu):
-            best, chosen = max(longer, find_max_length(tried, gpu, _fits_somehow)), levers
+            best, chosen = max(longer, find_max_length(tried, gpu, _find_rooms)), levers
     return best, next(_walk_fitting(replace(job, max_length=best, levers=chosen), gpu), chosen) if best else chosen
 
 
@@ -492,6 +496,17 @@ def _list_left(given: Levers, open_names: list[str]) -> list[str]:
 def _fits_somehow(job: Job, gpu: Gpu) -> bool:
     """With that many layers offloaded, or fewer."""
     return any(True for _ in _walk_fitting(job, gpu))
+
+
+def _find_rooms(job: Job, gpu: Gpu) -> Rooms:
+    """On the GPU with so many layers offloaded, and on a host with as few as the GPU allows."""
+    judge_levers = partial(try_levers, job, gpu)
+    fit = judge_levers(job.levers)
+    if fit is None:
+        return -math.inf, -math.inf
+    if fit.spare_bytes < 0 or not job.levers.offloaded_layers:
+        return fit.spare_bytes, fit.spare_host_bytes
+    return fit.spare_bytes, offload_least(job.levers, fit, judge_levers)[1].spare_host_bytes
 
 
 def _walk_fitting(job: Job, gpu: Gpu) -> Iterator[Levers]:
@@ -541,9 +556,11 @@ def _count_cost(levers: Levers, base: Levers) -> float:
 
 def _count_need(job: Job, gpu: Gpu) -> tuple[bool, bool, int]:
     """Sorts what fits the GPU, by the host memory that it takes, before what does not."""
-    fit = judge(job, compute_ledger(job), gpu)
+    fit = judge_indexable(job, gpu)
+    if fit is None:
+        return True, True, 0
     fits_gpu = fit.spare_bytes >= 0
-    return not is_indexable(job), not fits_gpu, fit.host_peak_bytes if fits_gpu else fit.gpu_peak_bytes
+    return False, not fits_gpu, fit.host_peak_bytes if fits_gpu else fit.gpu_peak_bytes
 
 
 def _explain(job: Job, gpu: Gpu, name: str, fit: Fit, open_names: Collection[str]) -> str:
@@ -562,7 +579,7 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit, open_names: Collection[str
     if value == off:
         if fit.verdict == "fits" and name == RECOMPUTING:
             saving = replace(job, levers=replace(job.levers, gradient_checkpointing=False, offloaded_layers=0))
-            needs = compute_ledger(saving).gpu_peak_bytes / GIB
+            needs = weigh_ledger(saving).gpu_peak_bytes / GIB
             return f"without it the peak would be {needs:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
         if fit.verdict == "fits":
             return f"not needed: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
@@ -580,6 +597,6 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit, open_names: Collection[str
         has = gpu.get_host_bytes(job.world_size) / GIB
         with_it = fit.host_peak_bytes / GIB
         return f"{instead} a node would need {needs:,.0f} GiB of host memory of {has:,.0f}, with it {with_it:,.0f}"
-    peak = compute_ledger(without).gpu_peak_bytes
+    peak = weigh_ledger(without).gpu_peak_bytes
     gain = f"without it the peak would be {peak / GIB:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
     return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain

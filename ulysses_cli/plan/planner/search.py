@@ -11,9 +11,9 @@ from functools import cached_property, partial
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
-from ulysses_cli.plan.ledger.job import Job, check_known, make_job
-from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
-from ulysses_cli.plan.ledger.zero.states import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.job import Job, check_known, is_indexable, make_job
+from ulysses_cli.plan.ledger.ledger import Ledger, weigh_ledger
+from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import (
@@ -32,7 +32,7 @@ from ulysses_cli.plan.planner.candidates import (
     round_cost,
     write_draft,
 )
-from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_indexable, is_tried, judge
+from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_tried, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     find_cheapest,
@@ -95,7 +95,7 @@ class Contest:
             elif not plan.is_justified:
                 others.setdefault(kind, []).append((number, plan))
             elif (measured := self._measure(number, plan)) is not None:
-                if order(measured) > order(plan):  # it needs more levers than formulas said
+                if order(measured) > order(plan):  # it needs more levers than was weighed
                     heapq.heappush(heap, (order(measured), number, measured))
                 else:
                     found[kind] = measured
@@ -175,7 +175,7 @@ class LedgersOfJob:
     def judge(self, gpu: Gpu, levers: Levers) -> Fit | None:
         tried = replace(self.job, levers=levers)
         if levers not in self.measured:
-            self.measured[levers] = compute_ledger(tried) if is_indexable(tried) else None
+            self.measured[levers] = weigh_ledger(tried) if is_indexable(tried) else None
         ledger = self.measured[levers]
         return judge(tried, ledger, gpu) if ledger is not None else None
 

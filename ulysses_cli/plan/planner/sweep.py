@@ -10,9 +10,9 @@ from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.job import Job, is_indexable
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.planner.fit import Fit, is_indexable, is_tried, try_levers
+from ulysses_cli.plan.planner.fit import Fit, is_tried, try_levers
 from ulysses_cli.plan.planner.lever_choice import (
     OFF,
     SPENDING,

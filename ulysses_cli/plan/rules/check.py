@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ulysses_cli.plan.ds_config import MAX_PERSISTENT, WEIGHTS_ON_DISK, find_contradictions, make_ds_config
 from ulysses_cli.plan.ledger.job import is_known
-from ulysses_cli.plan.ledger.zero.states import NUM_BUFFERS
+from ulysses_cli.plan.ledger.states import NUM_BUFFERS
 from ulysses_cli.plan.models.model_files import TokenizerFacts
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem

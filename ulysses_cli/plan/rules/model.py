@@ -443,7 +443,7 @@ def check_dora(recipe: Recipe, shape: ModelShape) -> Problems:
     if _shares_blocks(shape):
         yield Problem(
             key,
-            f"layers of {shape.name} share the weights of a block: there is no memory formula for the lengths that "
+            f"layers of {shape.name} share the weights of a block: no trace has shown what the lengths take that "
             "each of them would have",
             "leave it out, or use lora.use_rslora",
         )

@@ -351,9 +351,20 @@ def make_config(sources: ModelSources, values: Mapping[str, Any]) -> Any:
     folder = find_folder(model_type)
     config_class = getattr(sources.load(f"models.{folder}.configuration_{folder}"), name)
     config = config_class(**{name: value for name, value in values.items() if name != "model_type"})
+    _fill_factors(config)
     config._attn_implementation = ATTENTION
     config._experts_implementation = "grouped_mm"
     return config
+
+
+def _fill_factors(config: Any) -> None:
+    """Known models leave out the factors by which longrope stretches: their number is all that sizes need."""
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        factors = [1.0] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
+        for name in ("long_factor", "short_factor"):
+            rope.setdefault(name, factors)
 
 
 def make_model(sources: ModelSources, config: Any) -> Any:

@@ -259,7 +259,7 @@ def list_ranks(request: Mapping[str, Any]) -> list[int]:
     """The ranks of which one needs most memory."""
     recipe = Recipe.model_validate_json(json.dumps(request["recipe"]))
     shape = read_model_shape(request["config"], "the traced model")
-    return find_fullest_ranks(make_job(recipe, shape, Levers(**request["levers"]), needs_formula=False))
+    return find_fullest_ranks(make_job(recipe, shape, Levers(**request["levers"]), needs_weights=False))
 
 
 def join_ranks(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from transformers import PretrainedConfig
 from ulysses_cli.data.steps import Batching, Rows, make_batching
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.ledger.job import read_adapters
+from ulysses_cli.plan.ledger.states import size_weight_buffers
 from ulysses_cli.plan.ledger.weights import list_weights
-from ulysses_cli.plan.ledger.zero.states import size_weight_buffers
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
 from ulysses_cli.plan.recipe.sections import Preference
 from ulysses_cli.plan.resolved import RunPlan, changes_positions

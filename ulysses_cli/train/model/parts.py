@@ -20,8 +20,7 @@ from transformers import PretrainedConfig
 from ulysses_cli.plan.attention import list_needs
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.ledger.job import is_known, make_job
-from ulysses_cli.plan.ledger.layer import is_one_kernel
-from ulysses_cli.plan.ledger.sized.moments import measure_ledger
+from ulysses_cli.plan.ledger.ledger import measure_ledger
 from ulysses_cli.plan.levers import compute_num_mlp_tiles
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
 from ulysses_cli.plan.models.shape import ModelShape
@@ -340,9 +339,11 @@ def describe_plain_norms(plan: RunPlan, choice: ElementwiseChoice, norms: Collec
     is_served = bool(norms) and all(choice.implementations[kind] != "transformers" for kind in norms)
     job = make_job(plan.recipe, plan.shape, plan.levers)
     plain = replace(job, fused_norms=False)
-    if is_served or is_one_kernel(job) == is_one_kernel(plain):
+    if is_served:
         return ""
     planned, needed = (measure_ledger(each).gpu_peak_bytes for each in (job, plain))
+    if planned == needed:
+        return ""
     return (
         f"norms run by transformers' own code, which takes {(needed - planned) / GIB:.2f} GiB more at the peak than "
         f"the plan counts: {needed / GIB:.2f} GiB in all; model.fused_kernels=false plans with it"

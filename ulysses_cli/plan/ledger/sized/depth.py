@@ -5,12 +5,21 @@ the whole depth, and says what it holds at each mark of each layer."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cache
+from itertools import count, groupby
 from typing import Any, NamedTuple
 
-from ulysses_cli.plan.ledger.sized.hooks import GATHERED, GRADIENTS, TRANSIENTS, HookMark, ModuleWeights, WeightSize
+from ulysses_cli.plan.ledger.sized.hooks import (
+    GATHERED,
+    GRADIENTS,
+    TRANSIENTS,
+    HookMark,
+    ModuleWeights,
+    WeightSize,
+)
 from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine
 from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.sizes.nn import ModuleList, Parameter, SizedModule
@@ -23,6 +32,10 @@ LOAD, SECOND_PASS = "load", " again"
 COPYING = 3  # layers until copies to the host come and go evenly
 
 
+def read_public(layer: SizedModule) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+
+
 class Skipped(SizedModule):
     """In place of a layer that is like another one, which runs before: what others read of it, and no work."""
 
@@ -30,7 +43,7 @@ class Skipped(SizedModule):
 
     def __init__(self, layer: SizedModule, like: SizedModule) -> None:
         super().__init__()
-        vars(self).update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+        vars(self).update(read_public(layer))
         self.num_beside: int | None = None  # what the layer returns besides, where it returns a tuple
         like.register_forward_hook(self._count_beside)
 
@@ -54,6 +67,15 @@ class Depth:
     def is_whole(self) -> bool:
         """Whether all layers run."""
         return len(self.live) == len(self.like)
+
+    def shorten(self, most: int) -> Depth:
+        """With no more than so many layers for each that runs."""
+        seen: Counter[int] = Counter()
+        like = []
+        for place in self.like:
+            seen[place] += 1
+            like += [place] * (seen[place] <= most)
+        return replace(self, like=tuple(like))
 
     def skip(self, layers: ModuleList) -> None:
         """Replaces layers that do not run."""
@@ -150,6 +172,7 @@ def _number(weights: list[WeightSize], sizes: Iterable[WeightSize]) -> list[Weig
     return [replace(size, number=places[size.path]) for size in weights]
 
 
+@cache
 def find_number(path: str) -> int | None:
     """Of the layer that a path leads into."""
     return next((int(part) for part in path.split(".") if part.isdigit()), None)
@@ -192,17 +215,42 @@ def count_constants(layer: SizedModule) -> int:
 
 @dataclass(frozen=True)
 class Stack:
-    """A model's layers: a number for each kind. `is_apart`: no two layers share weights."""
+    """A model's layers: a number for each kind. `is_apart`: no two layers share weights. `seen`: the class of each, and
+    what others read of it."""
 
     kinds: tuple[int, ...]
     is_apart: bool
+    seen: tuple[tuple[type[SizedModule], Mapping[str, Any]], ...] = ()
+
+    @contextmanager
+    def make_few(self, live: Collection[int]) -> Iterator[None]:
+        """While a model is made, layers that do not run get no modules."""
+        numbers, classes = count(), {kind for kind, _ in self.seen}
+        own = {kind: kind.__init__ for kind in classes}
+
+        def start(layer: SizedModule, *args: Any, **named: Any) -> None:
+            number = next(numbers)
+            if number in live or number >= len(self.seen):
+                own[type(layer)](layer, *args, **named)
+            else:
+                SizedModule.__init__(layer)
+                vars(layer).update(self.seen[number][1])
+
+        for kind in classes:
+            kind.__init__ = start  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            for kind in classes:
+                kind.__init__ = own[kind]  # type: ignore[method-assign]
 
 
 def describe_stack(layers: Sequence[SizedModule]) -> Stack:
     owners = Counter(id(weight) for layer in layers for weight in {id(p): p for p in layer.parameters()}.values())
     numbers: dict[Hashable, int] = {}
     kinds = tuple(numbers.setdefault(describe_layer(layer), len(numbers)) for layer in layers)
-    return Stack(kinds, max(owners.values(), default=1) == 1)
+    seen = tuple((type(layer), read_public(layer)) for layer in layers)
+    return Stack(kinds, max(owners.values(), default=1) == 1, seen)
 
 
 def choose_depth(stack: Stack, num_offloaded: int, first_trained: int = 0) -> Depth:
@@ -296,6 +344,32 @@ class Recorded:
                 end -= 1  # what comes between phases belongs to none
             window = Window(layer, own, own[0].at, end, number_work(layer, own))
             self.phases.setdefault(own[0].phase, []).append(window)
+        self.work: dict[Depth, Hashable] = {}
+        self.late, self.changes = set[tuple[int, int]](), Counter[tuple[str, int]]()
+        for phase, windows in self.phases.items():
+            step = "step" if phase in ("forward", "backward") else phase
+            for window in windows:
+                if window.layer is not None:
+                    others = {find_number(mark.path) for mark in window.marks}
+                    self.late |= {(window.layer, other) for other in others if other is not None}
+                    self.changes[step, window.layer] += self.levels[window.end] - self.levels[window.first]
+
+    def list_saved(self) -> Counter[int]:
+        """What each layer that ran leaves for the backward."""
+        saved: Counter[int] = Counter()
+        for window in self.phases["forward"]:
+            if window.layer is not None:
+                saved[window.layer] += self.levels[window.end] - self.levels[window.first]
+        return saved
+
+    def list_work(self, depth: Depth) -> Hashable:
+        """What an engine does in a run of all layers."""
+        if depth not in self.work:
+            self.work[depth] = tuple(
+                (phase, tuple((turn, window.work) for window, turn in depth.list_windows(phase, windows)))
+                for phase, windows in self.phases.items()
+            )
+        return self.work[depth]
 
     def find_fullest(self, first: int, end: int) -> int:
         """The event before which tensors take most."""
@@ -304,20 +378,10 @@ class Recorded:
     def is_even(self, depth: Depth) -> bool:
         """Whether each layer that stands for others gives back all that it takes, and work that is done late, in the
         turn of another layer, is that of a layer beside it."""
-        stands = {place for place, count in Counter(depth.like).items() if count > 1}
-        changes: Counter[tuple[str, int]] = Counter()
-        for phase, windows in self.phases.items():
-            step = "step" if phase in ("forward", "backward") else phase
-            for window in windows:
-                own = window.layer
-                if own is None:
-                    continue
-                late = {find_number(mark.path) for mark in window.marks} - {None}
-                if any(depth.live[other] - depth.live[own] != other - own for other in late if other is not None):
-                    return False
-                if own in stands:
-                    changes[step, own] += self.levels[window.end] - self.levels[window.first]
-        return not any(changes.values())
+        stands = {place for place, number in Counter(depth.like).items() if number > 1}
+        if any(depth.live[other] - depth.live[own] != other - own for own, other in self.late):
+            return False
+        return not any(size for (_, own), size in self.changes.items() if own in stands)
 
     def count_tags(self, first: int, end: int) -> Counter[Tag]:
         tags: Counter[Tag] = Counter()

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, cached_property
+from typing import Any, NamedTuple, TypeVar
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger import machine as gpu
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, is_known
-from ulysses_cli.plan.ledger.ledger import Ledger, complete_ledger, list_fullest
 from ulysses_cli.plan.ledger.sized.depth import (
     LOAD,
     SECOND_PASS,
@@ -28,19 +26,23 @@ from ulysses_cli.plan.ledger.sized.depth import (
     Turn,
     Window,
     choose_depth,
-    describe_stack,
-    find_layers,
     join_path,
     split_path,
 )
-from ulysses_cli.plan.ledger.sized.hooks import FORWARD, MADE, RECOMPUTED, join_lines, name_moment
+from ulysses_cli.plan.ledger.sized.hooks import (
+    FORWARD,
+    RECOMPUTED,
+    find_part,
+    join_lines,
+    name_moment,
+)
 from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine, ShardSettings
 from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
-from ulysses_cli.plan.ledger.sized.step import DTYPES, Recording, SizedRun, alone, make_bare_model
+from ulysses_cli.plan.ledger.sized.step import DTYPES, Recording, SizedRun, alone, read_stack
 from ulysses_cli.plan.rows.ring import count_held_keys, deal_row, list_dearest
 from ulysses_cli.plan.sizes.autograd import GRADIENT
 from ulysses_cli.plan.sizes.sources import ModelSources
-from ulysses_cli.plan.sizes.tensor import Running, Tag, UnknownOperator
+from ulysses_cli.plan.sizes.tensor import Running, Tag
 
 
 def find_fullest_ranks(job: Job) -> list[int]:
@@ -86,29 +88,54 @@ WORKS = {
 }
 
 
+class Total(NamedTuple):
+    """The bytes of a moment, the event that is the last before it, and what the engine holds then."""
+
+    num_bytes: int
+    at: int
+    turn: Turn
+    holding: EngineBytes
+
+
 class Joined:
     def __init__(self, recorded: Recorded, depth: Depth, walk: EngineWalk) -> None:
         self.recorded, self.depth = recorded, depth
+        self.walk = walk
         self.turns: dict[str, dict[Turn, tuple[Window, int]]] = {}
-        self.peaks: dict[str, tuple[int, int, EngineBytes]] = {}  # bytes, the event that is the last before, the engine
         for phase in recorded.phases:
             self.turns[phase] = dict(self._list_turns(phase))
-            alike = _group_layers(self.turns[phase])
-            most, fullest = -1, None
-            for holding in walk.holdings[phase]:
-                for turn in _list_highest(holding, alike):
-                    window, base = self.turns[phase][turn]
-                    at = window.marks[holding.mark].at
-                    end = window.marks[holding.mark + 1].at if holding.mark + 1 < len(window.marks) else window.end
-                    if holding.after:
-                        at = recorded.find_fullest(min(at + 1, end), end)
-                    elif holding.is_added:
-                        at = min(at + 1, end)
-                    total = base + recorded.levels[at] + holding.num_bytes
-                    if total > most:
-                        most, fullest = total, (total, at, holding._replace(turn=turn))
-            if fullest is not None:
-                self.peaks[phase] = fullest
+
+    def _list_totals(self, phase: str) -> Iterator[Total]:
+        alike, recorded = _group_layers(self.turns[phase]), self.recorded
+        for holding in self.walk.holdings[phase]:
+            for turn in _list_highest(holding, alike):
+                window, base = self.turns[phase][turn]
+                at = window.marks[holding.mark].at
+                end = window.marks[holding.mark + 1].at if holding.mark + 1 < len(window.marks) else window.end
+                if holding.after:
+                    at = recorded.find_fullest(min(at + 1, end), end)
+                elif holding.is_added:
+                    at = min(at + 1, end)
+                yield Total(base + recorded.levels[at] + holding.num_bytes, at, turn, holding)
+
+    @cached_property
+    def peaks(self) -> dict[str, Total]:
+        return {
+            phase: max(totals, key=lambda total: total.num_bytes)
+            for phase in self.turns
+            if (totals := [*self._list_totals(phase)])
+        }
+
+    def measure_parts(self, without: Collection[Tag]) -> dict[tuple[str, str], int]:
+        """The most bytes by phase and part of the model, without the engine's of these tags."""
+        parts: dict[tuple[str, str], int] = {}
+        for phase, turns in self.turns.items():
+            for total in self._list_totals(phase):
+                holding = total.holding
+                key = phase, find_part(turns[total.turn][0].marks[holding.mark].path)
+                size = total.num_bytes - sum(holding.tags.get(tag, 0) for tag in without)
+                parts[key] = max(parts.get(key, 0), size)
+        return parts
 
     def _list_turns(self, phase: str) -> Iterator[tuple[Turn, tuple[Window, int]]]:
         """Each turn's window, and by how much tensors take more when it begins than in the run of a few layers."""
@@ -124,18 +151,21 @@ class Joined:
 
     def measure(self) -> dict[str, int]:
         """The bytes of each phase's fullest moment."""
-        found = {phase: num_bytes for phase, (num_bytes, *_) in self.peaks.items()}
+        found = {phase: total.num_bytes for phase, total in self.peaks.items()}
         second = found.pop(LOAD + SECOND_PASS, 0)
-        return {**found, LOAD: max(found[LOAD], second)}
+        return {**found, LOAD: max(found.get(LOAD, 0), second)}
 
     def describe(self) -> dict[str, MemorySnapshot]:
-        moments = {phase: self._describe(phase, *peak) for phase, peak in self.peaks.items()}
+        moments = {
+            phase: self._describe(phase, total.at, total.holding._replace(turn=total.turn))
+            for phase, total in self.peaks.items()
+        }
         second = moments.pop(LOAD + SECOND_PASS, None)
         if second is not None and second.num_bytes > moments[LOAD].num_bytes:
             moments[LOAD] = second._replace(phase=LOAD)
         return moments
 
-    def _describe(self, phase: str, num_bytes: int, at: int, holding: EngineBytes) -> MemorySnapshot:
+    def _describe(self, phase: str, at: int, holding: EngineBytes) -> MemorySnapshot:
         recorded, window = self.recorded, self.turns[phase][holding.turn][0]
         tags = recorded.held + recorded.count_tags(0, recorded.phases[phase][0].first)
         if phase == "backward":
@@ -236,45 +266,55 @@ def run_step(job: Job, rank: int, *, runs_all: bool = False) -> dict[str, Memory
 
 
 def join(job: Job, rank: int, *, runs_all: bool = False) -> Joined:
-    """What tensors take and what the engine holds. Layers that are alike run once, but for `runs_all`. Raises
-    UnknownOperator for what has no sizes."""
-    stack = STACKS.get(repr(job.shape.config), lambda: _find_stack(job))
+    """What tensors take and what the engine holds. Raises UnknownOperator for what has no sizes."""
+    for depth in list_depths(job, runs_all=runs_all):
+        recording = record(job, rank, depth)
+        joined = join_walk(job, rank, recording, depth) if recording.recorded.is_even(depth) else None
+        if joined is not None:
+            return joined
+    raise AssertionError("where all layers run, none stands for another")
+
+
+def list_depths(job: Job, *, runs_all: bool = False) -> Iterable[Depth]:
+    """Layers that are alike run once, but for `runs_all`; all, where that does not do."""
+    stack = get_stack(job)
     every = tuple(range(len(stack.kinds)))
     whole = Depth(every, every)
     is_partial = job.lora is not None and not isinstance(job.lora.target_modules, str)
     if runs_all or (is_partial and not is_known(job.shape)):
-        few = whole
-    else:
-        few = choose_depth(stack, job.levers.offloaded_layers, job.weights.first_trained if is_partial else 0)
-    for depth in dict.fromkeys((few, whole)):
-        recording = RECORDINGS.get(*_plan_recording(job, rank, stack, depth))
-        if not recording.recorded.is_even(depth):
-            continue
-        walk = WALKS.get(*_plan_walk(job, rank, recording, depth))
-        if walk is not None:
-            return Joined(recording.recorded, depth, walk)
-    raise AssertionError("where all layers run, none stands for another")
+        return [whole]
+    few = choose_depth(stack, job.levers.offloaded_layers, job.weights.first_trained if is_partial else 0)
+    return dict.fromkeys((few, whole))
 
 
-def _find_stack(job: Job) -> Stack:
-    with alone():
-        layers = find_layers(make_bare_model(job))
-        return Stack((), is_apart=True) if layers is None else describe_stack(list(layers))
+def get_stack(job: Job) -> Stack:
+    return STACKS.get(repr(job.shape.config), lambda: read_stack(job))
 
 
-def _plan_recording(job: Job, rank: int, stack: Stack, depth: Depth) -> tuple[Hashable, Callable[[], Recording]]:
+def join_walk(job: Job, rank: int, recording: Recording, depth: Depth) -> Joined | None:
+    """None: a layer lacks a module of the one that runs for it."""
+    walk = WALKS.get(*_plan_walk(job, rank, recording, depth))
+    return None if walk is None else Joined(recording.recorded, depth, walk)
+
+
+def record(job: Job, rank: int, depth: Depth, *, step_alone: bool = False) -> Recording:
+    return RECORDINGS.get(*_plan_recording(job, rank, depth, step_alone=step_alone))
+
+
+def _plan_recording(job: Job, rank: int, depth: Depth, *, step_alone: bool) -> tuple[Hashable, Callable[[], Recording]]:
     """What the tensors of a run depend on, and how it is run."""
-    live = sum(number < job.levers.offloaded_layers for number in depth.live)
-    levers = replace(job.levers, offload_optimizer="none", offload_param="none", early_groups=0, offloaded_layers=live)
+    levers = replace(job.levers, offload_optimizer="none", offload_param="none", early_groups=0)
+    levers = replace(levers, offloaded_layers=sum(number < levers.offloaded_layers for number in depth.live))
     own = replace(_forget_engine(job), levers=levers)
     place = rank % job.layout.sp_size
+    stack = get_stack(job)
     kinds = tuple(stack.kinds[number] for number in depth.live)
 
     def run() -> Recording:
         with alone():
-            return SizedRun(own, place, depth).record()
+            return SizedRun(own, place, depth, stack).record(step_alone=step_alone)
 
-    return (own, repr(job.shape.config), place, kinds, depth.is_whole), run
+    return (own, repr(job.shape.config), place, kinds, depth.is_whole, step_alone), run
 
 
 def _forget_engine(job: Job) -> Job:
@@ -298,14 +338,8 @@ def _plan_walk(
 ) -> tuple[Hashable, Callable[[], EngineWalk | None]]:
     """What the engine's bytes depend on, and how it is walked. None: a layer lacks a module of the one that runs for
     it."""
-    is_sharded = job.zero_stage == 3
-    micro_steps = 1 if is_sharded and job.layout.dp_replicate_size == 1 else min(2, job.accumulation)
-    settings, stage = _read_settings(job, rank, micro_steps), job.zero_stage
-    phases = recording.recorded.phases
-    work = tuple(
-        (phase, tuple((turn, window.work) for window, turn in depth.list_windows(phase, windows)))
-        for phase, windows in phases.items()
-    )
+    settings, stage = read_engine_settings(job, rank)
+    is_sharded, phases = stage == 3, recording.recorded.phases
 
     def walk() -> EngineWalk | None:
         with alone():
@@ -313,17 +347,18 @@ def _plan_walk(
             modules, weights = depth.expand(recording.modules, recording.weights)
             engine = ShardedEngine(modules, weights, settings) if is_sharded else WholeEngine(weights, settings, stage)
             try:
-                return EngineWalk(phases, depth, engine, micro_steps)
+                return EngineWalk(phases, depth, engine, settings.micro_steps)
             except LayersDiffer:
                 return None
 
     model = repr(job.shape.config), repr(job.lora), job.quantized, job.dtype_bytes, job.is_on_cpu
-    return (model, settings, stage, work), walk
+    return (model, settings, stage, recording.recorded.list_work(depth)), walk
 
 
-def _read_settings(job: Job, rank: int, micro_steps: int) -> ShardSettings:
-    engine, levers = job.engine, job.levers
-    return ShardSettings(
+def read_engine_settings(job: Job, rank: int) -> tuple[ShardSettings, int]:
+    """An engine's settings, and its stage."""
+    engine, levers, replicas = job.engine, job.levers, job.layout.dp_replicate_size
+    settings = ShardSettings(
         world_size=job.world_size,
         replica_size=job.layout.replica_size,
         rank=rank,
@@ -337,47 +372,18 @@ def _read_settings(job: Job, rank: int, micro_steps: int) -> ShardSettings:
         max_reuse_distance=engine.max_reuse_distance,
         persistence_threshold=engine.persistence_threshold,
         sub_group=engine.sub_group,
-        micro_steps=micro_steps,
+        micro_steps=1 if job.zero_stage == 3 and replicas == 1 else min(2, job.accumulation),
         sent=DTYPES[engine.communication_bytes],
         kept=DTYPES[engine.gradient_bytes],
     )
+    return settings, job.zero_stage
 
 
 def find_moments(job: Job) -> dict[str, MemorySnapshot]:
-    """Of each phase, that of the rank which is fullest then. Raises UnknownOperator, also where the model's code asks
-    for what nobody has foreseen."""
+    """Of each phase, that of the rank which is fullest then. Raises UnknownOperator for what has no sizes."""
     found: dict[str, MemorySnapshot] = {}
     for rank in find_fullest_ranks(job):
-        try:
-            moments = run_step(job, rank)
-        except UnknownOperator:
-            raise
-        except Exception as error:
-            raise UnknownOperator(f"its code ends with {type(error).__name__}: {error}") from error
-        for phase, moment in moments.items():
+        for phase, moment in run_step(job, rank).items():
             if phase not in found or moment.num_bytes > found[phase].num_bytes:
                 found[phase] = moment
     return found
-
-
-def measure_ledger(job: Job) -> Ledger:
-    """What a job needs, as its own code takes it; by formulas where a part of the job has no sizes."""
-    try:
-        moments = find_moments(job)
-    except UnknownOperator as error:
-        return complete_ledger(job, list_fullest(job), str(error))
-    return complete_ledger(job, {phase: _add_cublas(job, moment) for phase, moment in moments.items()})
-
-
-def _add_cublas(job: Job, moment: MemorySnapshot) -> MemorySnapshot:
-    """No product has run when weights are made."""
-    size = 0 if MADE[1] in moment.lines else gpu.compute_cublas(job)
-    return moment._replace(lines={**moment.lines, "cublas_workspace": size})
-
-
-def add_device_lines(job: Job, moment: MemorySnapshot) -> MemorySnapshot:
-    """Of a model that no formula describes."""
-    lines = {**moment.lines, "cublas_workspace": gpu.compute_cublas(job)}
-    lines["allocator"] = sum(lines.values()) // 100
-    lines["cuda_context"] = gpu.compute_context(job)
-    return moment._replace(lines={**lines, "nccl": gpu.compute_nccl(job)} if job.world_size > 1 else lines)

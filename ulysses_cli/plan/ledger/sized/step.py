@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, find_layers
+from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, Stack, describe_stack, find_layers
 from ulysses_cli.plan.ledger.sized.hooks import (
     INPUTS,
     PARAMETERS,
@@ -291,19 +292,29 @@ class Recording(NamedTuple):
     weights: list[WeightSize]
 
 
-def make_bare_model(job: Job) -> SizedModule:
-    """Without levers, for a look at its layers."""
-    Unknown.running = False  # files are executed and models made
-    sources, _ = _open_sources(is_gpu=not job.is_on_cpu)
-    sources.forget_run()
-    model: SizedModule = make_model(sources, make_config(sources, job.shape.config))
-    return model
+def read_stack(job: Job) -> Stack:
+    """A look at the layers of a model without levers."""
+    with alone():
+        Unknown.running = False  # files are executed and models made
+        sources, _ = _open_sources(is_gpu=not job.is_on_cpu)
+        sources.forget_run()
+        config = make_config(sources, job.shape.config)
+        layers = find_layers(make_model(sources, config))
+        if layers is None:
+            return Stack((), is_apart=True)
+        stack = describe_stack(list(layers))
+        try:
+            with stack.make_few([0]):
+                make_model(sources, config)
+        except AttributeError:  # the model reads modules of its layers
+            return replace(stack, seen=())
+        return stack
 
 
 class SizedRun:
     """`depth`: which layers run, as many of them offloaded as the levers say."""
 
-    def __init__(self, job: Job, rank: int, depth: Depth) -> None:
+    def __init__(self, job: Job, rank: int, depth: Depth, stack: Stack | None = None) -> None:
         self.job = job
         self.rank = rank
         self.depth = depth
@@ -320,8 +331,9 @@ class SizedRun:
         Running.dtype = DTYPES[job.dtype_bytes]
         config = make_config(self.sources, job.shape.config)
         config._attn_implementation = attention
-        with tagged(*PARAMETERS):
+        with tagged(*PARAMETERS), nullcontext() if stack is None or depth.is_whole else stack.make_few(depth.live):
             model = make_model(self.sources, config)
+        with tagged(*PARAMETERS):
             self.layers = find_layers(model)
             if self.layers is not None and not depth.is_whole:
                 depth.skip(self.layers)
@@ -341,18 +353,20 @@ class SizedRun:
         if self.layers is not None:
             self.meter.held[PARAMETERS] += self.depth.count_skipped(list(self.layers))
         SizedModule.call, SizedModule.read = self.hooks.call, self.hooks.read if is_sharded else None
-        groups = SimpleNamespace(sp_axis=self.axis, ring_axis=self.ring_axis)
-        self._load("model.loss_model").check_head(self.module.model, self.rule, groups, DEVICE)
+
+    def record(self, *, step_alone: bool) -> Recording:
+        """The proof of the head, a step, an evaluation and a save, or the step alone."""
+        if not step_alone:
+            groups = SimpleNamespace(sp_axis=self.axis, ring_axis=self.ring_axis)
+            self._load("model.loss_model").check_head(self.module.model, self.rule, groups, DEVICE)
         self.meter.enter(BETWEEN)
         Unknown.running = True
-
-    def record(self) -> Recording:
-        """A step and an evaluation."""
         self.step()
-        if self.job.evaluates:
+        if self.job.evaluates and not step_alone:
             self.evaluate()
-        with self.meter.during("save"):
-            self.hooks.mark("save")
+        if not step_alone:
+            with self.meter.during("save"):
+                self.hooks.mark("save")
         events, self.meter.events = self.meter.events or (), None
         rename = cache(self.depth.rename)
         named = [(size, phase, (kind, rename(path))) for size, phase, (kind, path) in events]
@@ -383,9 +397,9 @@ class SizedRun:
         return name
 
     def _apply_levers(self, model: Any) -> Any:
+        """Rotations that follow a document's length (serve_rotary) are left out: which lengths there are is data."""
         job, shape = self.job, self.job.shape
         self._serve_recurrences(model)
-        self._load("attention.interface").serve_rotary(model, self.axis)
         if job.lora is not None:
             with tagged(*PARAMETERS):
                 left_out = self._load("model.routers").list_router_layers(model)

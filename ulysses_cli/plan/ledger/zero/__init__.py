@@ -1,1 +1,0 @@
-"""Bytes that DeepSpeed's ZeRO holds: states, gathered weights, gradient buckets, files on a disk."""
