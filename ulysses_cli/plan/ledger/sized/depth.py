@@ -70,11 +70,10 @@ class Depth:
 
     def shorten(self, most: int) -> Depth:
         """With no more than so many layers for each that runs."""
-        seen: Counter[int] = Counter()
-        like = []
+        like: list[int] = []
         for place in self.like:
-            seen[place] += 1
-            like += [place] * (seen[place] <= most)
+            if like.count(place) < most:
+                like.append(place)
         return replace(self, like=tuple(like))
 
     def skip(self, layers: ModuleList) -> None:

@@ -113,12 +113,12 @@ def _blend_anew(job: Job, own: Job, engine: Job, rank: int) -> Needs:
     share = max(0.0, (1 / few - 1 / levers.head_chunks) / (1 / few - 1 / most)) if most > few else 0.0
     numbers = {0.0: (few,), 1.0: (most,)}.get(share, (few, most))
     if not levers.gradient_checkpointing or levers.leaf_layers or levers.overlap_exchange:
-        inside, share = [_measure(own, engine, rank)], 0.0
+        share, inside = 0.0, [_measure(own, engine, rank)]  # these change more than one part
+        head = inside[0]
     else:
         inside = [run(is_tight=levers.tiled_mlp, num_chunks=number) for number in numbers]
-    head = inside[-1]
-    if levers.tiled_loss != levers.tiled_mlp and levers.gradient_checkpointing:
-        head = run(is_tight=levers.tiled_loss, num_chunks=most if levers.tiled_loss else few)
+        at_head = numbers[-1] if levers.tiled_loss == levers.tiled_mlp else most if levers.tiled_loss else few
+        head = run(is_tight=levers.tiled_loss, num_chunks=at_head)
 
     def blend(values: Sequence[int]) -> int:
         return round(values[0] + share * (values[-1] - values[0]))
@@ -155,8 +155,8 @@ def _measure_anew(own: Job, engine: Job, rank: int) -> Parts:
             of_places = recording.recorded.list_saved()
             stack = sum(of_places[place] for place in walked.like)
             peaks = joined.measure_parts(ALWAYS if is_sharded else ())
-            peaks = {(phase, part): size - stack * (phase in STACKED) for (phase, part), size in peaks.items()}
-            return Parts(peaks, tuple(of_places[place] for place in depth.like))
+            own_peaks = {key: size - stack if key[0] in STACKED else size for key, size in peaks.items()}
+            return Parts(own_peaks, tuple(of_places[place] for place in depth.like))
     raise AssertionError("where all layers run, none stands for another")
 
 
