@@ -126,13 +126,13 @@ class Joined:
             if (totals := [*self._list_totals(phase)])
         }
 
-    def measure_parts(self, without: Collection[Tag]) -> dict[tuple[str, str], int]:
-        """The most bytes by phase and part of the model, without the engine's of these tags."""
-        parts: dict[tuple[str, str], int] = {}
+    def measure_parts(self, without: Collection[Tag]) -> dict[tuple[str, str, int | None], int]:
+        """The most bytes by phase, part of the model and layer, without the engine's of these tags."""
+        parts: dict[tuple[str, str, int | None], int] = {}
         for phase, turns in self.turns.items():
             for total in self._list_totals(phase):
                 holding = total.holding
-                key = phase, find_part(turns[total.turn][0].marks[holding.mark].path)
+                key = phase, find_part(turns[total.turn][0].marks[holding.mark].path), total.turn.layer
                 size = total.num_bytes - sum(holding.tags.get(tag, 0) for tag in without)
                 parts[key] = max(parts.get(key, 0), size)
         return parts

@@ -27,21 +27,27 @@ IN_FLIGHT = 2  # offloaded layers whose saved tensors are on the GPU (train/memo
 MOST_ALIKE = 8  # layers for which an engine that stands for others walks one that ran
 SEVERAL, ALONE = Layout(dp_shard_size=8), Layout()
 ALWAYS = (PARAMETERS, SECOND, GRADIENTS, MASTER, MOMENTS)
+AT_HEAD = (LOGITS, "norm")
 STACKED = ("forward", "backward")  # in which what layers left for the backward is there
 
 
-class Parts(NamedTuple):
-    """Of one run. `peaks`: the most bytes by phase and part of the model, without what layers leave for the backward.
-    `saved`: that, by layer."""
+Part = tuple[str, str]  # a phase, and a part of the model
 
-    peaks: Mapping[tuple[str, str], int]
+
+class Parts(NamedTuple):
+    """Of one run, by part, the most bytes beside what layers leave for the backward: `peaks` with all of that there,
+    `lower` in the layers whose own is the last that is there. `saved`: that, by layer."""
+
+    peaks: Mapping[Part, int]
+    lower: Mapping[Part, int]
     saved: tuple[int, ...]
 
 
 class Needs(NamedTuple):
-    """Of a set of levers with no layer offloaded. `phases`: as `Parts.peaks`. `sums`: what so many layers leave."""
+    """Of a set of levers with no layer offloaded, the same by phase. `sums`: what so many layers leave."""
 
-    phases: Mapping[str, int]
+    peaks: Mapping[str, int]
+    lower: Mapping[str, int]
     sums: tuple[int, ...]
     most_of_a_layer: int
 
@@ -49,9 +55,10 @@ class Needs(NamedTuple):
 def weigh(job: Job) -> dict[str, int]:
     """About the bytes of torch's tensors in each phase of a step."""
     needs = _compute_needs(job)
-    whole, offloaded = needs.sums[-1], needs.sums[min(job.levers.offloaded_layers, len(needs.sums) - 1)]
-    stack = whole - max(0, min(offloaded, whole - IN_FLIGHT * needs.most_of_a_layer))
-    return {phase: size + (stack if phase in STACKED else 0) for phase, size in needs.phases.items()}
+    in_flight = min(needs.sums[-1], IN_FLIGHT * needs.most_of_a_layer)
+    stack = max(in_flight, needs.sums[-1] - needs.sums[min(job.levers.offloaded_layers, len(needs.sums) - 1)])
+    phases = {phase: size + (stack if phase in STACKED else 0) for phase, size in needs.peaks.items()}
+    return {phase: max(size, needs.lower.get(phase, 0) + in_flight) for phase, size in phases.items()}
 
 
 def count_offloaded(job: Job) -> int:
@@ -72,17 +79,21 @@ def _compute_needs(job: Job) -> Needs:
     own = _forget_others(job, levers)
     if job.zero_stage < 3:
         ranks = find_fullest_ranks(job)
-        found = [_blend(job, own, job, rank) for rank in ranks]
-        phases = Counter[str]()
-        for needs in found:
-            phases |= Counter(needs.phases)
-        return found[0]._replace(phases=dict(phases))
+        first, *others = [_blend(job, own, job, rank) for rank in ranks]
+        for other in others:
+            peaks, lower = Counter(first.peaks) | Counter(other.peaks), Counter(first.lower) | Counter(other.lower)
+            first = first._replace(peaks=peaks, lower=lower)
+        return first
     gathers = job.world_size > 1 or job.levers.offload_param != "none"
     engine = replace(job, levers=levers, layout=SEVERAL if gathers else ALONE, accumulation=1)
     needs = _blend(job, own, engine, 0)
     held = states.compute_parameters(job) + states.compute_secondary_shard(job) + states.compute_gradients(job)
     held += states.compute_master(job) + states.compute_adam(job)
-    return needs._replace(phases={phase: size + held for phase, size in needs.phases.items()})
+    return needs._replace(peaks=_add_to_each(needs.peaks, held), lower=_add_to_each(needs.lower, held))
+
+
+def _add_to_each(sizes: Mapping[str, int], more: int) -> dict[str, int]:
+    return {phase: size + more for phase, size in sizes.items()}
 
 
 def _forget_others(job: Job, levers: Levers) -> Job:
@@ -123,15 +134,18 @@ def _blend_anew(job: Job, own: Job, engine: Job, rank: int) -> Needs:
     def blend(values: Sequence[int]) -> int:
         return round(values[0] + share * (values[-1] - values[0]))
 
-    phases: dict[str, int] = {}
-    for (phase, part), size in inside[0].peaks.items():
-        if part in (LOGITS, "norm"):
-            size = head.peaks.get((phase, part), size)
-        else:
-            size = blend([each.peaks.get((phase, part), size) for each in inside])
-        phases[phase] = max(phases.get(phase, size), size)
+    peaks = {key: blend([each.peaks.get(key, size) for each in inside]) for key, size in inside[0].peaks.items()}
+    peaks |= {key: size for key, size in head.peaks.items() if key[1] in AT_HEAD}
+    lower = {key: blend([each.lower.get(key, size) for each in inside]) for key, size in inside[0].lower.items()}
     saved = [blend(sizes) for sizes in zip(*(each.saved for each in inside), strict=True)]
-    return Needs(phases, (0, *accumulate(saved)), max(saved, default=0))
+    return Needs(_join(peaks), _join(lower), (0, *accumulate(saved)), max(saved, default=0))
+
+
+def _join(sizes: Mapping[Part, int]) -> dict[str, int]:
+    phases: dict[str, int] = {}
+    for (phase, _), size in sizes.items():
+        phases[phase] = max(phases.get(phase, size), size)
+    return phases
 
 
 def _find_fewest_chunks(job: Job, chunks: Sequence[int]) -> int:
@@ -153,10 +167,14 @@ def _measure_anew(own: Job, engine: Job, rank: int) -> Parts:
         joined = join_walk(engine, rank, recording, walked)
         if joined is not None:
             of_places = recording.recorded.list_saved()
-            stack = sum(of_places[place] for place in walked.like)
-            peaks = joined.measure_parts(ALWAYS if is_sharded else ())
-            own_peaks = {key: size - stack if key[0] in STACKED else size for key, size in peaks.items()}
-            return Parts(own_peaks, tuple(of_places[place] for place in depth.like))
+            sums = (0, *accumulate(of_places[place] for place in walked.like))
+            peaks, lower = dict[Part, int](), dict[Part, int]()
+            for (phase, part, layer), size in joined.measure_parts(ALWAYS if is_sharded else ()).items():
+                own_peak = size - sums[-1] if phase in STACKED else size
+                peaks[phase, part] = max(peaks.get((phase, part), own_peak), own_peak)
+                if phase in STACKED and layer is not None:
+                    lower[phase, part] = max(lower.get((phase, part), 0), size - sums[layer + 1])
+            return Parts(peaks, lower, tuple(of_places[place] for place in depth.like))
     raise AssertionError("where all layers run, none stands for another")
 
 
