@@ -4,12 +4,13 @@ of a later token."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ulysses_cli.plan.flops import compute_layers_flops, count_idle
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
-from ulysses_cli.plan.ledger.job import Job, is_known
+from ulysses_cli.plan.ledger.job import Job, is_indexable, is_known
 from ulysses_cli.plan.ledger.sized.parts import measure_prefill
 from ulysses_cli.plan.ledger.states import compute_quantized_spared
 from ulysses_cli.plan.levers import Levers
@@ -78,8 +79,10 @@ def count_prefill_bytes(
     prefix = count_shared_out(length - 1, sp_size, ring_size)
     chunks = choose_head_chunks(shape, length, sp_size, bytes_per_number)
     levers = Levers(tiled_mlp=True, tiled_loss=True, head_chunks=chunks)
-    job = Job(shape, layout, prefix, levers, dtype_bytes=bytes_per_number)
-    return measure_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
+    job, times = Job(shape, layout, prefix, levers, dtype_bytes=bytes_per_number), 1
+    while not is_indexable(job):  # no kernel would read it
+        job, times = replace(job, max_length=job.max_length // 2), 2 * times
+    return times * measure_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
 
 
 def predict_seconds(
