@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +47,7 @@ def tagged(kind: str, path: str) -> Iterator[None]:
         meter.tag = before
 
 
+@cache
 def find_part(path: str) -> str:
     """The part of a model that a path leads to: of a layer, the module right below it."""
     in_layer = AFTER_NUMBER.search(path)

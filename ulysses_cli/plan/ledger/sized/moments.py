@@ -129,12 +129,17 @@ class Joined:
     def measure_parts(self, without: Collection[Tag]) -> dict[tuple[str, str, int | None], int]:
         """The most bytes by phase, part of the model and layer, without the engine's of these tags."""
         parts: dict[tuple[str, str, int | None], int] = {}
+        holding: EngineBytes | None = None
+        held = 0
         for phase, turns in self.turns.items():
             for total in self._list_totals(phase):
-                holding = total.holding
+                if total.holding is not holding:  # those of one holding come together
+                    holding = total.holding
+                    held = sum(holding.tags.get(tag, 0) for tag in without)
                 key = phase, find_part(turns[total.turn][0].marks[holding.mark].path), total.turn.layer
-                size = total.num_bytes - sum(holding.tags.get(tag, 0) for tag in without)
-                parts[key] = max(parts.get(key, 0), size)
+                size = total.num_bytes - held
+                if size > parts.get(key, 0):
+                    parts[key] = size
         return parts
 
     def _list_turns(self, phase: str) -> Iterator[tuple[Turn, tuple[Window, int]]]:
@@ -305,7 +310,7 @@ def _plan_recording(job: Job, rank: int, depth: Depth, *, step_alone: bool) -> t
     """What the tensors of a run depend on, and how it is run."""
     levers = replace(job.levers, offload_optimizer="none", offload_param="none", early_groups=0)
     levers = replace(levers, offloaded_layers=sum(number < levers.offloaded_layers for number in depth.live))
-    own = replace(_forget_engine(job), levers=levers)
+    own = replace(forget_engine(job), levers=levers)
     place = rank % job.layout.sp_size
     stack = get_stack(job)
     kinds = tuple(stack.kinds[number] for number in depth.live)
@@ -317,7 +322,7 @@ def _plan_recording(job: Job, rank: int, depth: Depth, *, step_alone: bool) -> t
     return (own, repr(job.shape.config), place, kinds, depth.is_whole, step_alone), run
 
 
-def _forget_engine(job: Job) -> Job:
+def forget_engine(job: Job) -> Job:
     """Without what the engine alone reads."""
     return replace(
         job,

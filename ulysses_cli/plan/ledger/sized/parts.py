@@ -16,6 +16,7 @@ from ulysses_cli.plan.ledger.sized.hooks import GRADIENTS, LOGITS, MASTER, MOMEN
 from ulysses_cli.plan.ledger.sized.moments import (
     Kept,
     find_fullest_ranks,
+    forget_engine,
     join_walk,
     list_depths,
     read_engine_settings,
@@ -97,11 +98,12 @@ def _add_to_each(sizes: Mapping[str, int], more: int) -> dict[str, int]:
 
 
 def _forget_others(job: Job, levers: Levers) -> Job:
-    """Without the ranks that share no row with it."""
+    """What runs: without the ranks that share no row with it, and what the engine or a machine alone reads."""
     layout = Layout(sp_size=job.layout.sp_size, ring_size=job.layout.ring_size)
+    own = replace(forget_engine(job), layout=layout, levers=levers, zero_stage=job.zero_stage, engine=job.engine)
     if job.num_branches or layout.ring_size > 1:
-        return replace(job, layout=layout, levers=levers)
-    return replace(job, layout=layout, levers=levers, max_length=job.micro_step_tokens, batch=1)
+        return own
+    return replace(own, max_length=job.micro_step_tokens, batch=1)
 
 
 def _blend(job: Job, own: Job, engine: Job, rank: int) -> Needs:
