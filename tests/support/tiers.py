@@ -15,7 +15,7 @@ LONGEST_FIRST = (
     "test_gpu_benchmark.py", "test_leaks.py", "test_quickstart.py", "test_kernels.py", "test_targets.py",
     "test_evaluate_command.py", "test_levers_on_ranks.py", "test_prepare.py", "test_estimate_command.py",
     "test_recipes.py", "test_levers.py", "test_lever_choice.py", "test_recurrent_models.py", "test_models.py",
-    "test_exact_training.py", "test_ledger.py", "test_early_steps.py", "test_engines.py", "test_train_command.py",
+    "test_exact_training.py", "test_search.py", "test_early_steps.py", "test_engines.py", "test_train_command.py",
     "test_verify.py", "test_merging.py", "test_generation.py",
     "test_traced_files.py", "test_sizes.py",
 )  # fmt: skip

@@ -49,6 +49,7 @@ def offer(*kinds: str) -> list[Offer]:
 REQUEST = PlanRequest(LLAMA, 2**18, 10**8)
 
 
+@pytest.mark.check
 def test_every_offer_fits_and_is_valid() -> None:
     plan_results = search(REQUEST, offer("h100-80gb:16", "h200:8", "a100-80gb:8"))
     assert plan_results.by_cost
