@@ -238,6 +238,7 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("section", COMMANDS)
 def test_the_page_names_the_fields_of_a_command(section: str) -> None:
     answers: list[Any] = [json.loads(run(*words, "--format", "json").stdout) for words in COMMANDS[section]]

@@ -27,6 +27,7 @@ KEYS = {
 NOISE = 2.5  # the speed of a shared core doubles and halves; benchmarks/estimate.py holds the real bars
 
 
+@pytest.mark.check
 def test_the_json_of_an_estimate() -> None:
     done = run("estimate-memory", RECIPE, "--gpu", "h100-80gb", "--gpu", "h200", "--format", "json")
     assert (done.returncode, done.stderr) == (0, "")
