@@ -93,29 +93,27 @@ def _overlap_exchange(job: Job, gpu: Gpu, levers: Levers, open_names: Collection
     """Exchanges a chunk of heads while another attends: in as many chunks as are predicted to take least time, of those
     with which the job fits."""
     job = replace(job, levers=levers)
-    if "overlap_exchange" not in open_names:
-        overlaps = _list_overlaps(job, gpu, open_names) if levers.overlap_exchange else []
+    if "overlap_exchange" in open_names:
+        overlaps, _ = _find_gains(job, gpu, open_names)
     else:
-        overlaps = [] if _explain_no_overlap(job, gpu, open_names) else _list_gains(job, gpu, open_names)
+        overlaps = _list_overlaps(job, gpu, open_names) if levers.overlap_exchange else []
     fitting = (tried.levers for tried in overlaps if judge(tried, weigh_ledger(tried), gpu).verdict == "fits")
     return next(fitting, levers)
 
 
-def _explain_no_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
+def _find_gains(job: Job, gpu: Gpu, open_names: Collection[str]) -> tuple[list[Job], str]:
+    """The job with overlapped chunks that are worth it, the fastest first, or why there is none."""
     if why := explain_no_overlap(job.shape, job.layout.ulysses_size):
-        return why
+        return [], why
     speed = compute_speed(job, gpu)
     if (share := speed.parts["exchange"] / speed.step_seconds) <= LEAST_EXCHANGE:
-        return f"the exchange takes {share:.1%} of a step"
-    if not _list_overlaps(job, gpu, open_names):
-        return "chunks would be too small" if "head_chunks" in open_names else "all heads are exchanged at once"
-    return "" if _list_gains(job, gpu, open_names) else "a step would take about as long with chunks"
-
-
-def _list_gains(job: Job, gpu: Gpu, open_names: Collection[str]) -> list[Job]:
-    """Of these, those that are worth it."""
-    most = (1 - LEAST_GAIN) * compute_speed(job, gpu).step_seconds
-    return [each for each in _list_overlaps(job, gpu, open_names) if compute_speed(each, gpu).step_seconds <= most]
+        return [], f"the exchange takes {share:.1%} of a step"
+    overlaps = _list_overlaps(job, gpu, open_names)
+    if not overlaps:
+        return [], "chunks would be too small" if "head_chunks" in open_names else "all heads are exchanged at once"
+    most = (1 - LEAST_GAIN) * speed.step_seconds
+    gains = [each for each in overlaps if compute_speed(each, gpu).step_seconds <= most]
+    return gains, "" if gains else "a step would take about as long with chunks"
 
 
 def _list_overlaps(job: Job, gpu: Gpu, open_names: Collection[str]) -> list[Job]:
@@ -145,7 +143,7 @@ def _explain_no_leaves(job: Job, gpu: Gpu) -> str:
 def _explain_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
     in_turn = replace(job, levers=replace(job.levers, overlap_exchange=False))
     if not job.levers.overlap_exchange:
-        return _explain_no_overlap(job, gpu, open_names) or NO_ROOM
+        return _find_gains(job, gpu, open_names)[1] or NO_ROOM
     now, before = compute_speed(job, gpu), compute_speed(in_turn, gpu)
     share, left = before.parts["exchange"] / before.step_seconds, now.parts["exchange"] / before.parts["exchange"]
     return f"the exchange would take {share:.1%} of a step; attention hides {1 - left:.0%} of it"

@@ -90,7 +90,7 @@ def _start_group_in(slices: list[Tensor], spans: Sequence[Spans], axis: Sequence
 
 def _bound_reach(row: Tensor) -> Tensor:
     """Kernels may address a row by its stride in 32 bits. A view of a buffer that is wider than the row is copied where
-    such an address would wrap; the ledger counts that copy (plan/ledger/attention.py)."""
+    such an address would wrap."""
     return row.contiguous() if wraps(row.size(0), row.stride(0)) else row
 
 
@@ -283,9 +283,9 @@ def ulysses_attention(
 
     Takes q [B, S, heads, D], k [B, S, kv_heads, D] and v [B, S, kv_heads, V], any strides; returns [B, S, heads, V].
     `documents` describes the whole rows, and their order on a ring. With `overlaps`, a chunk of heads travels while the
-    one before attends. Collective over both axes, with the same shapes on
-    all their ranks: each call is two all-to-alls of the axis, or three where V is not D, and one of the ring where its
-    ranks need keys of each other.
+    one before attends. Collective over both axes, with the same shapes on all their ranks: each call is, for each
+    chunk, two all-to-alls of the axis, or three where V is not D, and one of the ring where its ranks need keys of each
+    other.
     """
     batch, tokens, heads, dim = q.shape
     for name, tensor, width in (("k", k, dim), ("v", v, v.size(3))):

@@ -31,7 +31,6 @@ ALWAYS = (PARAMETERS, SECOND, GRADIENTS, MASTER, MOMENTS)
 AT_HEAD = (LOGITS, "norm")
 STACKED = ("forward", "backward")  # in which what layers left for the backward is there
 
-
 Part = tuple[str, str]  # a phase, and a part of the model
 
 
