@@ -2,7 +2,7 @@
 in nearly every pair, each with a trace of torch's tensors without data under the real engine.
 
     python benchmarks/yardstick.py                       compares searches and runs on sizes with the stored traces
-    python benchmarks/yardstick.py --trace               traces all recipes anew (`make yardstick`)
+    python benchmarks/yardstick.py --trace [NUMBER ...]  traces all recipes anew, or these (`make yardstick`)
     python benchmarks/yardstick.py --add RECIPE ...      traces these recipes and adds them
     python benchmarks/yardstick.py --draw N --seed S     draws N recipes that nobody has seen, traces and compares them
 
@@ -56,15 +56,17 @@ def trace_each(recipes: Sequence[Settings], file: Path) -> Iterator[Phases]:
         yield known["traces"][digest]
 
 
-def trace_anew(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    traced = trace_each([row["recipe"] for row in rows], UNFINISHED)
-    anew = []
-    for number, (row, phases) in enumerate(zip(rows, traced, strict=True)):
+def trace_anew(rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    anew = [dict(row) for row in rows]
+    numbers = numbers or range(len(rows))
+    traced = trace_each([rows[number]["recipe"] for number in numbers], UNFINISHED)
+    for number, phases in zip(numbers, traced, strict=True):
+        row = rows[number]
         moved = {name: size / row["traced"].get(name, size) - 1 for name, size in phases.items()}
         moved = {name: f"{share:+.2%}" for name, share in moved.items() if abs(share) > 1e-4}
         if moved:
             print(f"{number} {row['recipe']['model']['config']['model_type']} moved: {moved}")
-        anew.append({**row, "traced": phases})
+        anew[number]["traced"] = phases
     return anew
 
 
@@ -113,7 +115,7 @@ def draw(num: int, seed: int, first: int, file: Path | None) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="store_true", help="trace all recipes anew")
+    parser.add_argument("--trace", type=int, nargs="*", metavar="NUMBER", help="trace all recipes anew, or these")
     parser.add_argument("--add", type=Path, nargs="+", default=(), metavar="RECIPE")
     parser.add_argument("--draw", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
@@ -123,13 +125,13 @@ def main() -> int:
     if options.draw is not None:
         return draw(options.draw, options.seed, options.first, options.keep)
     rows = json.loads(RECORD.read_text())["rows"]
-    if options.trace:
-        rows = trace_anew(rows)
+    if options.trace is not None:
+        rows = trace_anew(rows, options.trace)
     if options.add:
         added = [yaml.safe_load(file.read_text()) for file in options.add]
         traces = trace_each(added, UNFINISHED)
         rows += [{"recipe": settings, "traced": phases} for settings, phases in zip(added, traces, strict=True)]
-    if options.trace or options.add:
+    if options.trace is not None or options.add:
         save(rows)
     return compare(rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -125,6 +126,9 @@ for cluster, (command, short_help) in CLUSTERS.items():
     launch_app.command(cluster, cls=Command, short_help=short_help)(command)
 
 
+FEW_COLLECTIONS = 20_000
+
+
 def run() -> None:
     """Entry point of the `ulysses` command."""
     from ulysses_cli.plan.problem import RecipeError
@@ -132,6 +136,7 @@ def run() -> None:
     from ulysses_cli.run import host
 
     host.refuse_core_files(os.environ)
+    gc.set_threshold(FEW_COLLECTIONS)  # Python looks for cycles after 700 new objects; a plan makes millions
     printing.open_closed_streams()
     try:
         app()

@@ -32,7 +32,7 @@ from ulysses_cli.plan.planner.first_recipe import FirstAnswers, make_request
 from ulysses_cli.plan.planner.fit import Verdict, fits, judge, try_levers
 from ulysses_cli.plan.planner.lever_choice import COSTS, find_cheapest, read_levers, spend_what_is_left
 from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, list_sp_layouts
-from ulysses_cli.plan.planner.search import _list_layouts, draft_candidate, search, search_longest
+from ulysses_cli.plan.planner.search import Contest, _list_layouts, draft_candidate, search, search_longest
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.sections import RowType
 from ulysses_cli.plan.rules.model import check_lora_targets
@@ -176,6 +176,23 @@ def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str
         for chunks, recomputes in itertools.product((1, 2, job.shape.num_heads // job.layout.sp_size), (True, "full")):
             levers = Levers(recomputes, chunks, host, tiles, True, optimizer, param)
             assert not fits(replace(beyond, levers=levers), gpu), levers
+
+
+@pytest.mark.check
+def test_no_plan_is_faster_than_its_bound() -> None:
+    """Also where a processor launches for longer than a GPU computes, so that leaf layers save time."""
+    request = PlanRequest(get_shape("meta-llama/Llama-3.1-70B"), 2**17, 10**9)
+    layouts = [each for each in _list_layouts(request, offer("b300:512", "l40s:64")) if each[0].layout.dp_size == 8]
+    contest = Contest(request, layouts)
+    settled = [
+        (bound, contest.settle(number, at))
+        for number, bounds in enumerate(contest.bounds)
+        for at, bound in enumerate(bounds)
+    ]
+    plans = [(bound, plan) for bound, plan in settled if bound is not None and plan is not None]
+    assert all(bound.seconds <= plan.seconds for bound, plan in plans)
+    fastest = min((plan for _, plan in plans), key=lambda plan: plan.seconds)
+    assert (fastest.gpu.key, fastest.job.world_size, fastest.job.levers.leaf_layers) == ("b300", 512, True)
 
 
 def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[Candidate], list[Candidate]]:

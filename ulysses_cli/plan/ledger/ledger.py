@@ -13,7 +13,7 @@ from ulysses_cli.plan.ledger.job import Job, Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.machine import compute_host_uncertainty, list_host_phases
 from ulysses_cli.plan.ledger.sized.hooks import MADE
 from ulysses_cli.plan.ledger.sized.moments import find_moments
-from ulysses_cli.plan.ledger.sized.parts import weigh
+from ulysses_cli.plan.ledger.sized.parts import weigh, weigh_least
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.sizes.tensor import UnknownOperator
 
@@ -67,8 +67,17 @@ def measure_ledger(job: Job) -> Ledger:
 
 def weigh_ledger(job: Job) -> Ledger:
     """About the same, of a step alone, for a search."""
+    return _complete_sizes(job, _run(weigh, job))
+
+
+def weigh_least_ledger(job: Job) -> Ledger:
+    """What jobs with the same states need at least (weigh_least)."""
+    return _complete_sizes(job, {"backward": _run(weigh_least, job)})
+
+
+def _complete_sizes(job: Job, phases: Mapping[str, int]) -> Ledger:
     lines = {"cublas_workspace": machine.compute_cublas(job)}
-    moments = {phase: MemorySnapshot(phase, "", {TENSORS: size, **lines}) for phase, size in _run(weigh, job).items()}
+    moments = {phase: MemorySnapshot(phase, "", {TENSORS: size, **lines}) for phase, size in phases.items()}
     return complete_ledger(job, moments)
 
 

@@ -325,6 +325,9 @@ def find_excess(request: PlanRequest, candidate: Candidate) -> str:
     return ""
 
 
+BEHIND = "fits, behind the others"
+
+
 def explain_absence(request: PlanRequest, gpu: Gpu, tried: Sequence[Candidate]) -> str:
     """Why a kind of GPU is not among the best, though others are."""
     own = [plan for plan in tried if plan.gpu.key == gpu.key]
@@ -346,11 +349,7 @@ def explain_absence(request: PlanRequest, gpu: Gpu, tried: Sequence[Candidate]) 
         return f"the cheapest that fits costs about {format_usd(cheapest, digits=2)}"
     if request.deadline_seconds is not None and fastest > request.deadline_seconds:
         return f"the fastest that fits takes {fastest / 3600:.3g} h"
-    return (
-        "fits, behind the others"
-        if any(not find_excess(request, plan) for plan in fitting)
-        else "misses either --deadline or --budget"
-    )
+    return BEHIND if any(not find_excess(request, plan) for plan in fitting) else "misses either --deadline or --budget"
 
 
 def list_walls(

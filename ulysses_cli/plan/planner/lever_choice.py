@@ -334,10 +334,10 @@ def _find_cheapest(
     return None if close is None else (close, False)
 
 
-def screen_levers(job: Job, judge_levers: Judge) -> Callable[[Levers], bool]:
-    """A test that leaves out sets of levers at once: those with the same weights, states and checkpointing, where not
-    even their strongest fit, which tile the loss and offload as few layers as the GPU allows. Tiles of an MLP add sums
-    of its gradients, and one chunk or the most need least."""
+def screen_levers(job: Job, judge_levers: Judge, may_hold: Callable[[Levers], bool]) -> Callable[[Levers], bool]:
+    """A test that leaves out sets of levers at once: those with the same states and checkpointing, where these alone do
+    not fit, or not even their strongest, which tile the loss and offload as few layers as the GPU allows. Tiles of an
+    MLP add sums of its gradients, and one chunk or the most need least."""
     most_chunks = list_divisors(job.shape.common_heads // job.layout.ulysses_size)[-1]
     most_layers = count_most_offloaded(job.shape)
     known: dict[tuple[Any, ...], bool] = {}
@@ -350,7 +350,7 @@ def screen_levers(job: Job, judge_levers: Judge) -> Callable[[Levers], bool]:
                 for tiles, chunks in product((True, False), {1, most_chunks})
             )
             fits = walk_fits(job, strongest, judge_levers, is_open=True)
-            known[key] = any(fit.verdict == "fits" for _, fit in fits)
+            known[key] = may_hold(levers) and any(fit.verdict == "fits" for _, fit in fits)
         return known[key]
 
     return may_fit

@@ -35,17 +35,36 @@ def keep_rings_that_win(plans: Sequence[Candidate]) -> list[Candidate]:
         kept.setdefault((plan.gpu.key, forget_ring(plan.job.layout)), []).append(plan)
     best = []
     for alike in kept.values():
-        fastest = min(plan.speed.step_seconds for plan in alike)
-        near = (plan for plan in alike if plan.speed.step_seconds * (1 - RING_GAIN) <= fastest)
-        best.append(min(near, key=_rank_ring))
+        fastest = min(alike, key=lambda plan: plan.speed.step_seconds)
+        best.append(min((plan for plan in alike if not is_slower(plan, fastest)), key=rank_ring))
     return best
+
+
+def is_slower(plan: Candidate, other: Candidate) -> bool:
+    """By as much as a ring must gain."""
+    return plan.speed.step_seconds * (1 - RING_GAIN) > other.speed.step_seconds
+
+
+def may_win(layout: Layout, plan: Candidate) -> bool:
+    """Whether another ring gains enough with the plan's levers. What layers save, and what of it leaves the GPU, is the
+    same on any ring."""
+    own = replace(plan.job, levers=replace(plan.job.levers, offloaded_layers=0))
+    mine, other = (compute_speed(job, plan.gpu).step_seconds for job in (own, change_ring(own, layout)))
+    return other <= (1 - RING_GAIN) * mine
+
+
+def change_ring(job: Job, layout: Layout) -> Job:
+    """With no more chunks of heads than its ranks have."""
+    heads = job.shape.num_heads // layout.ulysses_size
+    chunks = max(each for each in list_divisors(heads) if each <= job.levers.head_chunks)
+    return replace(job, layout=layout, levers=replace(job.levers, head_chunks=chunks))
 
 
 def forget_ring(layout: Layout) -> Layout:
     return replace(layout, ring_size=1)
 
 
-def _rank_ring(plan: Candidate) -> tuple[bool, int]:
+def rank_ring(plan: Candidate) -> tuple[bool, int]:
     layout = plan.job.layout
     usual = find_ring_size(plan.job.shape, layout.sp_size, plan.job.gpus_per_node)
     return layout.ring_size != usual, layout.ring_size
@@ -127,11 +146,9 @@ def find_better_ring(job: Job, gpu: Gpu) -> BetterRing | None:
         layout = replace(job.layout, ring_size=size)
         if size > (MAX_RING if takes_rings else 1) or layout == job.layout:
             continue
-        heads = job.shape.num_heads // layout.ulysses_size
-        chunks = max(each for each in list_divisors(heads) if each <= job.levers.head_chunks)
-        tried = replace(job, layout=layout, levers=replace(job.levers, head_chunks=chunks))
+        tried = change_ring(job, layout)
         if fits(tried, gpu):
-            found.append((compute_speed(tried, gpu).step_seconds, size, chunks))
+            found.append((compute_speed(tried, gpu).step_seconds, size, tried.levers.head_chunks))
     if not found:
         return None
     seconds, size, chunks = min(found)

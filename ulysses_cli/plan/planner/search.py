@@ -8,15 +8,19 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
+from operator import le
+from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, check_known, is_indexable, make_job
-from ulysses_cli.plan.ledger.ledger import Ledger, weigh_ledger
+from ulysses_cli.plan.ledger.ledger import Ledger, weigh_least_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
-from ulysses_cli.plan.levers import Levers, uses_disk
+from ulysses_cli.plan.levers import ALL_GROUPS, Levers, Offload, explain_no_overlap, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import (
+    BEHIND,
     METHODS,
     Candidate,
     Draft,
@@ -35,35 +39,45 @@ from ulysses_cli.plan.planner.candidates import (
 from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_tried, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
+    OFF,
     find_cheapest,
     find_longest,
     list_smallest,
     offload_least,
     screen_levers,
     spend_what_is_left,
+    swaps_states,
     walk_fits,
 )
-from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, forget_ring, keep_rings_that_win, list_sp_layouts
+from ulysses_cli.plan.planner.rings import (
+    MAX_RING,
+    explain_rings,
+    forget_ring,
+    is_slower,
+    keep_rings_that_win,
+    list_sp_layouts,
+    may_win,
+    rank_ring,
+)
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import Preference
 from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rules.model import REPLACEABLE, check_quantized_base
-from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.plan.speed import MOST_HIDDEN, Speed, compute_speed
 from ulysses_cli.plan.units import format_count, format_range
 
 Order = Callable[[Candidate], tuple[float, ...]]
 
 
 class Contest:
-    """Settles layouts, the most promising first: no step is faster than one that saves all and recomputes nothing, so
-    its time is a bound for a layout's plan. A layout whose bound lies behind the plans that are listed is never
-    settled."""
+    """Settles layouts, the most promising first. A bound for a layout's plan is the fastest step of those sets of
+    levers whose least needs fit. A layout whose bound lies behind the plans that are listed is never settled."""
 
     def __init__(self, request: PlanRequest, layouts: Sequence[tuple[Job, list[Gpu]]]) -> None:
         self.request = request
-        self._settled: dict[int, list[Candidate | None]] = {}
+        self._settled: dict[tuple[int, int], Candidate | None] = {}
         self._ledgers: dict[int, LedgersOfJob] = {}
         groups: dict[tuple[str, Layout], list[tuple[Job, Gpu]]] = {}
         for job, gpus in layouts:
@@ -75,11 +89,11 @@ class Contest:
     def rank(self, order: Order, limit: int) -> list[Candidate]:
         """The best plan of each kind inside all bounds, the best kinds first, at most `limit`. A kind whose plans all
         have more GPUs than the work needs comes after the others, with the fewest GPUs that fit."""
-        heap: list[tuple[tuple[float, ...], int, Candidate | None]] = [
-            (min(map(order, bounds)), number, None)
-            for number, bounds in enumerate(self.bounds)
-            if not all(find_excess(self.request, bound) for bound in bounds)
-        ]
+        heap: list[tuple[tuple[float, ...], int, Candidate | None]] = []
+        for number, bounds in enumerate(self.bounds):
+            known = [bound for bound in bounds if bound is not None]
+            if not all(find_excess(self.request, bound) for bound in known):
+                heap.append((min(map(order, known)), number, None))
         heapq.heapify(heap)
         found: dict[str, Candidate] = {}
         others: dict[str, list[tuple[int, Candidate]]] = {}
@@ -132,33 +146,71 @@ class Contest:
         firsts = [(gpu.key, forget_ring(job.layout)) for job, gpu in (group[0] for group in self.groups)]
         return [plan for number, first in enumerate(firsts) if first in shown for plan in self._list_tried(number)]
 
+    def explain_absence(self, gpu: Gpu) -> str:
+        """Why a kind is not listed, though others are. Where one of its layouts is inside all bounds, others are
+        better."""
+        own = [number for number, group in enumerate(self.groups) if group[0][1].key == gpu.key]
+        own.sort(key=lambda number: (number, 0) not in self._settled)
+        is_behind = any(self._choose(number) is not None for number in own)
+        return BEHIND if is_behind else explain_absence(self.request, gpu, self.list_tried(gpu))
+
     def _list_tried(self, number: int) -> list[Candidate]:
         missed = (
-            plan or find_nearest(self.request, self._get_ledgers(job), gpu)
-            for plan, (job, gpu) in zip(self._settle(number), self.groups[number], strict=True)
+            self.settle(number, at) or find_nearest(self.request, self._get_ledgers(job), gpu)
+            for at, (job, gpu) in enumerate(self.groups[number])
         )
         return [plan for plan in missed if plan is not None]
 
     def _choose(self, number: int) -> Candidate | None:
-        plans = [plan for plan in self._settle(number) if plan is not None]
-        kept = keep_rings_that_win([plan for plan in plans if not find_excess(self.request, plan)])
+        """First that of `ring_size: auto`. Another ring can win alone if it is faster with the same levers."""
+        group, plans = self.groups[number], list[Candidate]()
+        known = [(bound, at) for at, bound in enumerate(self.bounds[number]) if bound is not None]
+        for bound, at in sorted(known, key=lambda each: (rank_ring(each[0]), each[0].speed.step_seconds)):
+            if any(not may_win(group[at][0].layout, plan) or is_slower(bound, plan) for plan in plans):
+                continue
+            plan = self.settle(number, at)
+            plans += [plan] if plan is not None and not find_excess(self.request, plan) else []
+        kept = keep_rings_that_win(plans)
         return kept[0] if kept else None
 
-    def _settle(self, number: int) -> list[Candidate | None]:
-        if number not in self._settled:
-            fits = [find_fit(self.request, self._get_ledgers(job), gpu) for job, gpu in self.groups[number]]
-            self._settled[number] = fits
-        return self._settled[number]
+    def settle(self, number: int, at: int) -> Candidate | None:
+        if (number, at) not in self._settled:
+            job, gpu = self.groups[number][at]
+            may_fit = self.bounds[number][at] is not None
+            found = find_fit(self.request, self._get_ledgers(job), gpu) if may_fit else None
+            self._settled[number, at] = found
+        return self._settled[number, at]
 
     def _get_ledgers(self, job: Job) -> LedgersOfJob:
         return self._ledgers.setdefault(id(job), LedgersOfJob(job))  # whose layouts keep the job alive
 
-    def _find_bound(self, job: Job, gpu: Gpu) -> Candidate:
-        fastest = replace(job, levers=replace(job.levers, gradient_checkpointing=False))
-        return Candidate(gpu, job, UNKNOWN, compute_speed(fastest, gpu), self.request.num_tokens)
+    def _find_bound(self, job: Job, gpu: Gpu) -> Candidate | None:
+        speeds = [compute_bound(job, gpu, levers) for levers in self._get_ledgers(job).list_least(gpu)]
+        if not speeds:
+            return None
+        fastest = min(speeds, key=lambda speed: speed.step_seconds)
+        return Candidate(gpu, job, UNKNOWN, fastest, self.request.num_tokens)
 
 
 UNKNOWN = Fit("fits", "", 0, 0, 0, 0, 0, 0)
+
+
+def compute_bound(job: Job, gpu: Gpu, levers: Levers) -> Speed:
+    """No step with the same states, recomputation and MLPs in tiles is faster: with all that saves time, as if it took
+    no memory, and with as much of the exchange hidden as there can be."""
+    early = ALL_GROUPS if levers.offload_optimizer == "cpu" else 0
+    speed = compute_speed(replace(job, levers=replace(levers, leaf_layers=True, early_groups=early)), gpu)
+    hidden = 0.0 if explain_no_overlap(job.shape, job.layout.ulysses_size) else MOST_HIDDEN * speed.parts["exchange"]
+    return replace(speed, step_seconds=speed.step_seconds - hidden)
+
+
+# What sets of levers hold, from the fastest, which need most memory.
+SAVED: tuple[dict[str, Any], ...] = (
+    {"gradient_checkpointing": False},
+    {"gradient_checkpointing": False, "tiled_mlp": True},
+    {},
+)
+STATES: tuple[Offload, ...] = ("none", "cpu", "nvme")
 
 
 class LedgersOfJob:
@@ -167,6 +219,38 @@ class LedgersOfJob:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.measured: dict[Levers, Ledger | None] = {}
+        self.least: dict[tuple[bool, bool, str, str], Ledger] = {}
+
+    def may_fit(self, gpu: Gpu, levers: Levers) -> bool:
+        """Whether the least fits that sets need which hold as much."""
+        saves_all = levers.gradient_checkpointing is False
+        if saves_all and not self.may_fit(gpu, replace(levers, gradient_checkpointing=True)):
+            return False
+        held = saves_all, saves_all and levers.tiled_mlp, levers.offload_optimizer, levers.offload_param
+        if held not in self.least:
+            states = replace(OFF, offload_optimizer=levers.offload_optimizer, offload_param=levers.offload_param)
+            tried = replace(states, gradient_checkpointing=not saves_all, tiled_mlp=held[1])
+            self.least[held] = weigh_least_ledger(replace(self.job, levers=tried))
+        return judge(self.job, self.least[held], gpu).verdict != "does_not_fit"
+
+    @cached_property
+    def fastest(self) -> list[tuple[tuple[int, ...], Levers]]:
+        """Levers that differ in what they hold, the fastest first, and their places in the three lists of choices."""
+        job = self.job
+        optimizers = STATES[: 1 + int(job.optim == "adamw") + int(job.has_disk and swaps_states(job))]
+        params = STATES[: 1 + int(job.zero_stage == 3)]
+        return [
+            (place, replace(OFF, **SAVED[place[0]], offload_optimizer=STATES[place[1]], offload_param=STATES[place[2]]))
+            for place in product(range(len(SAVED)), range(len(optimizers)), range(len(params)))
+        ]
+
+    def list_least(self, gpu: Gpu) -> list[Levers]:
+        """The fastest that may fit, where none of these holds at least as much."""
+        found = list[tuple[tuple[int, ...], Levers]]()
+        for place, levers in self.fastest:
+            if not any(all(map(le, other, place)) for other, _ in found) and self.may_fit(gpu, levers):
+                found.append((place, levers))
+        return [levers for _, levers in found]
 
     @cached_property
     def smallest(self) -> list[Levers]:
@@ -183,10 +267,11 @@ class LedgersOfJob:
 def find_fit(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate | None:
     """The cheapest levers that fit; where none fit without a last measure, the fastest that fit with one."""
     job, judge_levers = ledgers.job, partial(ledgers.judge, gpu)
-    plain = judge_levers(job.levers)
+    may_fit = partial(ledgers.may_fit, gpu)
+    plain = judge_levers(job.levers) if may_fit(job.levers) else None
     levers: Levers | None = job.levers
     if plain is None or plain.verdict != "fits" or not is_tried(job):
-        levers = find_cheapest(job, gpu, list(COSTS), judge_levers, screen_levers(job, judge_levers))
+        levers = find_cheapest(job, gpu, list(COSTS), judge_levers, screen_levers(job, judge_levers, may_fit))
     fit = judge_levers(levers) if levers is not None else None
     if levers is None or fit is None or fit.verdict != "fits":
         return None
@@ -227,7 +312,7 @@ def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN, *,
         return SearchResult((), (), tuple(list_walls(request, offers, layouts, tried, fitting)))
     shown = {plan.gpu.key for plan in (*best, *fastest)}
     absent = [offer.gpu for offer in offers if explains and offer.gpu.key not in shown]
-    left_out = {gpu.key: explain_absence(request, gpu, contest.list_tried(gpu)) for gpu in absent}
+    left_out = {gpu.key: contest.explain_absence(gpu) for gpu in absent}
     rivals = contest.list_rivals((*best, *fastest))
     return SearchResult(tuple(best), tuple(fastest), (), left_out, tuple(explain_rings((*best, *fastest), rivals)))
 

@@ -316,7 +316,7 @@ class SizedModule:
         self._after_hooks.append((hook, with_kwargs))
 
     def children(self) -> Iterator[SizedModule]:
-        return (module for _, module in self.named_children())
+        return iter({id(module): module for module in self._modules.values() if module is not None}.values())
 
     def named_children(self) -> Iterator[tuple[str, SizedModule]]:
         seen: set[int] = set()
@@ -329,14 +329,15 @@ class SizedModule:
         return (module for _, module in self.named_modules())
 
     def named_modules(self, memo: set[int] | None = None, prefix: str = "") -> Iterator[tuple[str, SizedModule]]:
-        memo = set() if memo is None else memo
-        if id(self) in memo:
-            return
-        memo.add(id(self))
-        yield prefix, self
-        for name, module in self._modules.items():
-            if module is not None:
-                yield from module.named_modules(memo, f"{prefix}.{name}" if prefix else name)
+        """But for those that do no work and are in another one."""
+        memo, waiting = set() if memo is None else memo, [(prefix, self)]
+        while waiting:
+            path, module = waiting.pop()
+            if id(module) not in memo:
+                memo.add(id(module))
+                yield path, module
+                inner = [each for each in module._modules.items() if each[1] is not None and each[1].does_work]
+                waiting += [(f"{path}.{name}" if path else name, each) for name, each in reversed(inner)]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
         seen: set[int] = set()

@@ -172,6 +172,15 @@ def give_default(*_: Any, **__: Any) -> Callable[..., Any]:
     )
 
 
+class Executed:
+    """A module, what it holds when a run begins, and its own functions that keep results."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module, self.held = module, dict(vars(module))
+        kept = (value for value in self.held.values() if hasattr(value, "cache_clear"))
+        self.cached = [value for value in kept if value.__module__ == module.__name__]
+
+
 class ModelSources:
     """One set of executed files: transformers', and this package's own that compute with torch. `attend`: attention as
     transformers' layers call it; `given`: what stands for modules of other packages."""
@@ -181,7 +190,7 @@ class ModelSources:
     ) -> None:
         self.torch = make_torch()
         self.modules: dict[str, ModuleType] = {}
-        self.executed: list[tuple[ModuleType, dict[str, Any]]] = []  # modules, and what each held when it was executed
+        self.executed: list[Executed] = []
         self.root = find_package()
         self.own: dict[str, ModuleType] = {}
         self.builtins = {name: value for name, value in vars(builtins).items() if name not in BLOCKED}
@@ -227,7 +236,7 @@ class ModelSources:
         exec(_compile(path), vars(module))
         if name == "integrations.moe":
             module._grouped_mm = self.torch["torch"]._grouped_mm  # type: ignore[attr-defined]
-        self.executed.append((module, dict(vars(module))))
+        self.executed.append(Executed(module))
         return module
 
     def load_own(self, name: str) -> ModuleType:
@@ -240,21 +249,20 @@ class ModelSources:
         self.own[name] = module
         sys.modules[module.__name__] = module
         exec(_compile(path), vars(module))
-        self.executed.append((module, dict(vars(module))))
+        self.executed.append(Executed(module))
         return module
 
     def keep_changes(self) -> None:
         """What was replaced in modules so far stays replaced."""
-        self.executed = [(module, dict(vars(module))) for module, _ in self.executed]
+        self.executed = [Executed(each.module) for each in self.executed]
 
     def forget_run(self) -> None:
         """Undoes what a run changed in modules, and empties their caches, which may hold its tensors."""
-        for module, held in self.executed:
-            for value in held.values():
-                if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
-                    value.cache_clear()
-            vars(module).clear()
-            vars(module).update(held)
+        for each in self.executed:
+            for function in each.cached:
+                function.cache_clear()
+            vars(each.module).clear()
+            vars(each.module).update(each.held)
         for name in [name for name in self.attentions if name != ATTENTION]:
             del self.attentions[name]
 

@@ -158,8 +158,10 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         tokens, labels = hidden.detach().flatten(0, 1), labels.flatten()
         losses: list[Tensor] = []
+        ctx.rows_of_logits = loss.tile_tokens
 
         def compute_grad(part: slice, found: slice | Tensor, logits: Tensor) -> Tensor:
+            ctx.rows_of_logits = max(loss.tile_tokens, logits.numel() // tokens.size(1))
             given = None if target_weights is None else target_weights[part]
             tile_losses, dlogits = loss.compute(logits, labels[found], loss.rule, with_grad=True, weights=given)
             losses.append((tile_losses if given is None else tile_losses * given).sum())
@@ -167,7 +169,6 @@ class _Loss(torch.autograd.Function):
 
         dtokens = _backward_tiles(loss, tokens, places, weights, compute_grad)
         ctx.save_for_backward(dtokens.view(hidden.shape), *weights.take_sums())
-        ctx.tile_tokens = loss.tile_tokens
         ctx.dtypes = [weight.dtype for weight in weights.weights]
         return torch.stack(losses).sum() if losses else _make_sum(tokens)
 
@@ -176,7 +177,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dtokens, *sums = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
-        for rows in dtokens.flatten(0, 1).split(ctx.tile_tokens):
+        for rows in dtokens.flatten(0, 1).split(ctx.rows_of_logits):  # copies take no more than a tile's logits did
             rows.copy_(rows.to(dtotal.dtype).mul_(dtotal))  # a scale rounded to bfloat16 would bias every gradient
         dweights: list[Tensor] = []
         while sums:  # each sum is freed before the next weight's gradient is made

@@ -252,11 +252,12 @@ def describe_stack(layers: Sequence[SizedModule]) -> Stack:
     return Stack(kinds, max(owners.values(), default=1) == 1, seen)
 
 
-def choose_depth(stack: Stack, num_offloaded: int, first_trained: int = 0) -> Depth:
+def choose_depth(stack: Stack, num_offloaded: int = 0, first_trained: int = 0, *, is_sample: bool = False) -> Depth:
     """Of layers of each kind behind each kind, the first runs, and the last of all. The first and the last of a kind
-    stand for no other: they begin and end what all layers of the kind read, such as their rotation's cosines. Where
-    some are offloaded, copies leave two layers later and come back one layer earlier. Layers below the first that is
-    trained save nothing. Layers that share weights are never alike: one of them gets the sum of their gradients."""
+    stand for no other, but in a sample: they begin and end what all layers of the kind read, such as their rotation's
+    cosines. Where some are offloaded, copies leave two layers later and come back one layer earlier. Layers below the
+    first that is trained save nothing. Layers that share weights are never alike: one of them gets the sum of their
+    gradients."""
     kinds, every = stack.kinds, tuple(range(len(stack.kinds)))
     if not stack.is_apart:
         return Depth(every, every)
@@ -269,6 +270,8 @@ def choose_depth(stack: Stack, num_offloaded: int, first_trained: int = 0) -> De
         return kinds[max(0, number - reach) : number]
 
     def describe(number: int) -> Hashable:
+        if is_sample:
+            return kinds[max(0, number - 1)], kinds[number]
         place = 0
         if num_offloaded:
             kept = number - num_offloaded
@@ -513,6 +516,8 @@ class EngineWalk:
         windows = self.windows.get(phase, ())
         for window, turn in self.depth.list_windows(phase, windows):
             for at, mark in enumerate(self._list_marks(window, turn.layer)):
+                if finds:
+                    meter.measure_anew()
                 try:
                     is_added = self._do(mark)
                 except KeyError as error:
@@ -539,7 +544,6 @@ class EngineWalk:
     def _do(self, mark: HookMark) -> bool:
         """Returns whether a gradient was added to one that was there, and is gone before the engine does its work."""
         engine = self.engine
-        self.meter.measure_anew()
         if mark.work == "reduce":
             weight = engine.weights[mark.path]
             was_there = weight.grad is not None

@@ -132,7 +132,7 @@ class Hooks:
         self, root: SizedModule, leaves: Collection[SizedModule], made: Iterable[Parameter], *, gathers: bool, kept: int
     ) -> None:
         self.root, self.gathers, self.leaves = root, gathers, set(leaves) if gathers else set()
-        self.places = {module: path for path, module in root.named_modules() if module.does_work}
+        self.places = {module: path for path, module in root.named_modules()}
         self.inside = {inner for leaf in self.leaves for inner in leaf.modules() if inner is not leaf}
         self.leaves -= self.inside  # the engine looks into no leaf
         self.names: dict[int, str] = {}

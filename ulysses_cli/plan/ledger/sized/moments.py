@@ -280,8 +280,9 @@ def join(job: Job, rank: int, *, runs_all: bool = False) -> Joined:
     raise AssertionError("where all layers run, none stands for another")
 
 
-def list_depths(job: Job, *, runs_all: bool = False) -> Iterable[Depth]:
-    """Layers that are alike run once, but for `runs_all`; all, where that does not do."""
+def list_depths(job: Job, *, runs_all: bool = False, is_sample: bool = False) -> Iterable[Depth]:
+    """Layers that are alike run once, but for `runs_all`; all, where that does not do. `is_sample`: of stage 3, fewer
+    layers, which show about as much; below it gradients leave in the backward of the next layers."""
     stack = get_stack(job)
     every = tuple(range(len(stack.kinds)))
     whole = Depth(every, every)
@@ -289,6 +290,8 @@ def list_depths(job: Job, *, runs_all: bool = False) -> Iterable[Depth]:
     if runs_all or (is_partial and not is_known(job.shape)):
         return [whole]
     few = choose_depth(stack, job.levers.offloaded_layers, job.weights.first_trained if is_partial else 0)
+    if is_sample and job.zero_stage == 3 and not is_partial:
+        return dict.fromkeys((choose_depth(stack, is_sample=True), few, whole))
     return dict.fromkeys((few, whole))
 
 

@@ -61,6 +61,18 @@ def weigh(job: Job) -> dict[str, int]:
     return {phase: max(size, needs.lower.get(phase, 0) + in_flight) for phase, size in phases.items()}
 
 
+def weigh_least(job: Job) -> int:
+    """What no set with the same states, the same recomputation and the same MLPs in tiles takes less than, on any ring:
+    what a rank holds between steps, and what layers leave where nothing is computed twice. That depends on a rank's
+    tokens and not on how a row is shared, so a search for many layouts asks for few runs."""
+    held = _count_held(job) if job.zero_stage == 3 else 0
+    if job.levers.gradient_checkpointing is not False or job.num_branches:
+        return held
+    levers = Levers(gradient_checkpointing=False, tiled_mlp=job.levers.tiled_mlp, tiled_loss=True)
+    alone = replace(job, levers=levers, layout=ALONE, max_length=job.max_length // job.layout.sp_size)
+    return held + _compute_needs(alone).sums[-1] if is_indexable(alone) else held
+
+
 def count_offloaded(job: Job) -> int:
     """About the bytes that offloaded layers keep in host memory."""
     if not job.levers.offloaded_layers:
@@ -87,9 +99,14 @@ def _compute_needs(job: Job) -> Needs:
     gathers = job.world_size > 1 or job.levers.offload_param != "none"
     engine = replace(job, levers=levers, layout=SEVERAL if gathers else ALONE, accumulation=1)
     needs = _blend(job, own, engine, 0)
-    held = states.compute_parameters(job) + states.compute_secondary_shard(job) + states.compute_gradients(job)
-    held += states.compute_master(job) + states.compute_adam(job)
+    held = _count_held(job)
     return needs._replace(peaks=_add_to_each(needs.peaks, held), lower=_add_to_each(needs.lower, held))
+
+
+def _count_held(job: Job) -> int:
+    """What a rank of stage 3 always has on its GPU."""
+    held = states.compute_parameters(job) + states.compute_secondary_shard(job) + states.compute_gradients(job)
+    return held + states.compute_master(job) + states.compute_adam(job)
 
 
 def _add_to_each(sizes: Mapping[str, int], more: int) -> dict[str, int]:
@@ -162,7 +179,7 @@ def _measure(own: Job, engine: Job, rank: int) -> Parts:
 
 def _measure_anew(own: Job, engine: Job, rank: int) -> Parts:
     is_sharded = engine.zero_stage == 3
-    for depth in list_depths(own):
+    for depth in list_depths(own, is_sample=True):
         recording = record(own, find_fullest_ranks(own)[0], depth, step_alone=True)
         walked = depth.shorten(MOST_ALIKE) if is_sharded and own.levers.gradient_checkpointing else depth
         joined = join_walk(engine, rank, recording, walked)

@@ -318,6 +318,8 @@ class ShardedEngine:
 
     def _gather(self, weights: Iterable[Weight]) -> None:
         away = [weight for weight in weights if weight.status is Status.AWAY]
+        if not away:
+            return
         self.num_live += sum(weight.numel for weight in away)
         for in_replica in (True, False):
             group = [weight for weight in away if (weight.second is not None) == in_replica]

@@ -270,6 +270,7 @@ LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the 
 @contextmanager
 def alone() -> Iterator[None]:
     """Bytes are freed by references alone, and what the last run left is gone."""
+    was_collecting = gc.isenabled()
     gc.disable()
     Running.meter, Running.device, Running.dtype = ByteMeter([]), DEVICE, FLOAT32
     Running.hooks, Running.grad, Running.sequence = [], True, 0
@@ -281,7 +282,8 @@ def alone() -> Iterator[None]:
         Unknown.running, SizedModule.call, SizedModule.read = False, None, None
         Linear.compute = staticmethod(nn.linear)
         CustomOperator.inside = {}
-        gc.enable()
+        if was_collecting:
+            gc.enable()
 
 
 class Recording(NamedTuple):
