@@ -21,6 +21,7 @@ from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.elementwise.choice import CPU_IMPLEMENTATIONS, GPU_IMPLEMENTATIONS
 from ulysses_cli.train.elementwise.interface import Implementations, serve_elementwise
+from ulysses_cli.train.elementwise.operators import Implementation
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import MAX_LEAVING, Offloader
@@ -104,7 +105,8 @@ class Run:
         longest = self.scale.shape["max_position_embeddings"]
         run_in_pieces(self.model, longest, self.scale.dtype, in_tiles=[self.model.lm_head])
         checkpoint_layers(self.model, "save_attention", self.offloader and self.offloader.make_storage)
-        return make_tiled_loss(self.model.lm_head, HeadRule(), self.scale.loss_tile)
+        way: Implementation = "blocks" if self.device.type == "cpu" else "torch"
+        return make_tiled_loss(self.model.lm_head, HeadRule(), self.scale.loss_tile, implementation=way)
 
     def use_deepspeed(self, offloads: bool) -> Any:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP

@@ -22,6 +22,7 @@ from support.real_steps import (
     trace_bytes,
     trace_step,
 )
+from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
@@ -112,18 +113,15 @@ def test_the_ledger_counts_lengths_of_rows(words: tuple[str, ...]) -> None:
     assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
 
 
-def list_cases(quick: str) -> list[Any]:
-    return [pytest.param(name, marks=[] if name == quick else pytest.mark.full) for name in CASES]
+BROAD = "two ranks, bfloat16, tiles"  # differs from a GPU's step most: it takes blocks, which a GPU does not
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", list_cases("two ranks"))
+@pytest.mark.parametrize("case", sample(CASES, quick=[], checked=[BROAD]))
 def test_a_trace_equals_a_real_step(case: str) -> None:
     assert trace_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.01)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", list_cases("ZeRO-2, sums in float32"))
+@pytest.mark.parametrize("case", sample(CASES, quick=[], checked=[BROAD, "ZeRO-2, sums in float32"]))
 def test_the_ledger_equals_a_real_step(case: str) -> None:
     assert predict_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.03)
 

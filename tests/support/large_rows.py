@@ -127,7 +127,7 @@ def _make_mlp(device: torch.device) -> RowFunction:
 
 def _make_tiled_loss(device: torch.device) -> RowFunction:
     head = nn.Linear(WIDTH, 64, bias=False).to(device, torch.bfloat16)
-    loss = make_tiled_loss(head, HeadRule(), WIDTH)
+    loss = make_tiled_loss(head, HeadRule(), WIDTH, implementation="torch")
 
     def run(rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         leaf = rows.detach().requires_grad_()

@@ -19,7 +19,6 @@ from torch import Tensor, _meta_registrations
 if TYPE_CHECKING:
     from ulysses_cli.plan.resolved import RunPlan
     from ulysses_cli.train.choosing import Choice as Chosen
-    from ulysses_cli.train.elementwise.interface import Implementations
     from ulysses_cli.train.model.parts import Functions, Parts
     from ulysses_cli.train.recurrence.rules import Kernel
 
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 DEFAULT_STREAM = 0
 DEFAULT_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
-# Rotation and gated activations are traced as transformers computes them, which takes at least as much memory.
-TRACED_IMPLEMENTATIONS: Implementations = {
-    "rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers",
-    "loss": "blocks",
-}  # fmt: skip
 _current = DEFAULT_STREAM
 _move = torch.nn.Module.to
 _multiply_groups = _meta_registrations._meta_grouped_mm_common
@@ -300,7 +294,7 @@ def make_parts() -> Parts:
     from ulysses_cli.prove.trace import kernels as recurrent_kernels
     from ulysses_cli.train.attention.kernels.choice import KernelChoice
     from ulysses_cli.train.choosing import Choice
-    from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice
+    from ulysses_cli.train.elementwise.choice import ElementwiseChoice, foresee_implementations
     from ulysses_cli.train.model import adapters
     from ulysses_cli.train.model.parts import Parts as RealParts
     from ulysses_cli.train.recurrence.interface import CONVOLUTION
@@ -336,9 +330,10 @@ def make_parts() -> Parts:
         return KernelChoice(DEFAULT_KERNEL if name == "auto" else name, "traced")
 
     def choose_implementations(plan: RunPlan, *_: Any) -> ElementwiseChoice:
-        return ElementwiseChoice(
-            TRACED_IMPLEMENTATIONS if plan.recipe.model.fused_kernels else NO_IMPLEMENTATIONS, "traced"
-        )
+        model, is_gpu = plan.recipe.model, plan.recipe.run.device != "cpu"
+        dtype = getattr(torch, model.dtype)
+        found = foresee_implementations(dtype, is_fused=model.fused_kernels, is_gpu=is_gpu)
+        return ElementwiseChoice(found, "traced")
 
     def choose_recurrences(functions: Functions, plan: RunPlan, *_: Any) -> dict[str, Chosen[Kernel]]:
         """On a GPU, kernels of packages; a convolution is called for each row."""

@@ -46,7 +46,12 @@ GPU_IMPLEMENTATIONS: Implementations = {part: candidates[0] for part, candidates
 # Measured on a CPU: a norm's backward in blocks takes 0.6 of autograd's time. A rotation in blocks saves 2 % of a step
 # in float32 and nothing in bfloat16, a gate nothing.
 CPU_IMPLEMENTATIONS: Implementations = {part: "transformers" if part == "gate" else "blocks" for part in CANDIDATES}
-NO_IMPLEMENTATIONS: Implementations = {part: "blocks" if part == "loss" else "transformers" for part in CANDIDATES}
+NO_IMPLEMENTATIONS: Implementations = {part: "torch" if part == "loss" else "transformers" for part in CANDIDATES}
+# What takes most memory of what a GPU may choose where norms are fused.
+LARGEST_IMPLEMENTATIONS: Implementations = {
+    "rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers",
+    "loss": "torch",
+}  # fmt: skip
 NUM_COMPARED, NUM_TIMED = 4096, 10  # rows; repetitions
 TIMED_BYTES = 1 << 27  # of a tensor: more than a cache holds, so that memory decides and not the starts of kernels
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # of the largest value; bfloat16 keeps 8 bits
@@ -89,8 +94,8 @@ def choose_implementations(
     """Tries all candidates where there is a GPU. `num_tokens`: of a rank's rows. A choice in which nothing failed is
     kept for later runs, since trials compile for up to half a minute."""
     if device.type == "cpu":
-        rotary: Implementation = CPU_IMPLEMENTATIONS["rotary"] if dtype == torch.float32 else "transformers"
-        return ElementwiseChoice({**CPU_IMPLEMENTATIONS, "rotary": rotary}, "in blocks that fit a processor's cache")
+        implementations = foresee_implementations(dtype, is_fused=True, is_gpu=False)
+        return ElementwiseChoice(implementations, "in blocks that fit a processor's cache")
     if device.type != "cuda":
         return ElementwiseChoice(GPU_IMPLEMENTATIONS, "as on a GPU")
     rows = {
@@ -104,6 +109,16 @@ def choose_implementations(
     facts = {"dtype": str(dtype), "rows": rows}  # beyond some length all rows of tokens are timed alike
     choice = choose_once(facts | _list_versions(device), SOURCES, choose, _is_choice) if uses_cache else choose()
     return ElementwiseChoice(json.loads(choice.name), choice.reason)
+
+
+def foresee_implementations(dtype: torch.dtype, *, is_fused: bool, is_gpu: bool) -> Implementations:
+    """What is known before a run, which memory is counted with. `is_fused`: as the recipe says. On a CPU it is what the
+    run has; on a GPU, where trials decide, no choice takes more."""
+    if is_gpu:
+        return LARGEST_IMPLEMENTATIONS if is_fused else NO_IMPLEMENTATIONS
+    if not is_fused:
+        return {**NO_IMPLEMENTATIONS, "loss": CPU_IMPLEMENTATIONS["loss"]}
+    return CPU_IMPLEMENTATIONS if dtype == torch.float32 else {**CPU_IMPLEMENTATIONS, "rotary": "transformers"}
 
 
 def _list_versions(device: torch.device) -> dict[str, str]:

@@ -226,10 +226,10 @@ def compute_losses(
 ) -> tuple[Tensor, Tensor]:
     """Takes logits [N, vocabulary] and labels [N]. Returns losses [N] in float32 or better and, when asked, the
     gradient of their sum by each logit, each loss times its weight [N]. `overwrites`: the logits' memory is free for
-    the gradient, and is lost in any case."""
+    the gradient, and is lost in any case. Where nothing can be compiled, it is computed as by `torch`."""
     if implementation == "compiled" and overwrites and rule.token_loss is None and logits.size(0) > 1:
         return _run_compiled(logits, labels, rule, weights, with_grad=with_grad)
-    if implementation == "torch" or logits.device.type != "cpu":
+    if implementation != "blocks":
         return _compute_at_once(logits, labels, rule, weights, with_grad=with_grad)
     grad = logits if overwrites else torch.empty_like(logits)
     losses = logits.new_empty(len(labels), dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -240,7 +240,7 @@ def compute_losses(
     return losses, grad if with_grad else losses
 
 
-MEASURED_ELEMENTS = 1 << 23  # on a device: in few kernels, and with less memory than the losses of a tile take
+MEASURED_ELEMENTS = 1 << 23  # on a GPU: in few kernels, and with less memory than the losses of a tile take
 
 
 def measure_targets(logits: Tensor, labels: Tensor, rule: HeadRule, implementation: Implementation) -> Tensor:
@@ -251,7 +251,7 @@ def measure_targets(logits: Tensor, labels: Tensor, rule: HeadRule, implementati
         compiled: Callable[..., Tensor] = compile_once(_measure_tile, logits.size(-1))
         return compiled(logits, labels, rule.divisor, rule.softcap)
     measures = logits.new_empty((3, len(labels)), dtype=torch.promote_types(logits.dtype, torch.float32))
-    elements = BLOCK_ELEMENTS if logits.device.type == "cpu" else MEASURED_ELEMENTS
+    elements = BLOCK_ELEMENTS if implementation == "blocks" else MEASURED_ELEMENTS
     for part in walk_blocks(logits.size(0), logits.size(1), elements):
         measures[:, part] = measure_logits(logits[part], labels[part], rule.divisor, rule.softcap)
     return measures

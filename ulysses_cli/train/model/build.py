@@ -33,7 +33,7 @@ from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.attention.kernels.trial import ANY_MIX, LengthMix, measure_mix
 from ulysses_cli.train.checkpoint.format import CheckpointContext
 from ulysses_cli.train.clock import count_as, watch_module
-from ulysses_cli.train.elementwise.choice import describe
+from ulysses_cli.train.elementwise.choice import describe, foresee_implementations
 from ulysses_cli.train.elementwise.interface import find_norm_widths, serve_elementwise
 from ulysses_cli.train.engine import IS_FROZEN, Engine, OrderedCopies
 from ulysses_cli.train.loop import StopConditions, TrainState
@@ -182,7 +182,7 @@ def build(
         if cost:
             report(cost)
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
-    loss = apply_levers(model, plan, head_rule, device, swap_folder, choice.implementations["loss"])
+    loss = apply_levers(model, plan, head_rule, device, choice.implementations["loss"], swap_folder)
     objective = make_router_losses(plan, model) or objective
     module = LossModel(model, loss, objective)
     module.train()
@@ -255,7 +255,8 @@ def build_for_answers(
         REAL_PARTS.add_adapters(recipe, plan.shape, model)
     model.requires_grad_(False)
     head_rule = read_head_rule(config, 0.0)
-    module = LossModel(model, apply_levers(model, plan, head_rule, device))
+    implementations = foresee_implementations(model.dtype, is_fused=False, is_gpu=device.type == "cuda")
+    module = LossModel(model, apply_levers(model, plan, head_rule, device, implementations["loss"]))
     wrapped, *_ = deepspeed.initialize(model=module, config=ds_config, dist_init_required=False)
     wrapped.eval()
     check_head(model, head_rule, groups, device)

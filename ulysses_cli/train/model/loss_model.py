@@ -160,11 +160,11 @@ def apply_levers(
     plan: RunPlan,
     rule: HeadRule,
     device: torch.device,
+    loss_implementation: Implementation,
     swap_folder: Path | None = None,
-    loss_implementation: Implementation = "blocks",
 ) -> Loss:
-    """Changes the model in place and returns the loss, which is tiled where the plan says so. `swap_folder`: on a
-    disk, for what layers save. `loss_way`: how a tile's losses are computed."""
+    """Changes the model in place and returns the loss, which is tiled where the plan says so. `loss_implementation`: of
+    a tile's losses. `swap_folder`: on a disk, for what layers save."""
     from deepspeed.runtime.zero import linear
     from deepspeed.utils import set_z3_leaf_module
 

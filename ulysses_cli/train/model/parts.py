@@ -38,7 +38,12 @@ from ulysses_cli.train.attention.kernels.choice import (
 )
 from ulysses_cli.train.attention.kernels.trial import KernelSearch, KernelWorkload, LengthMix
 from ulysses_cli.train.choosing import Choice, Outcome, find_version, try_in_child
-from ulysses_cli.train.elementwise.choice import NO_IMPLEMENTATIONS, ElementwiseChoice, Widths, choose_implementations
+from ulysses_cli.train.elementwise.choice import (
+    ElementwiseChoice,
+    Widths,
+    choose_implementations,
+    foresee_implementations,
+)
 from ulysses_cli.train.elementwise.formulas import NormKind
 from ulysses_cli.train.experts import (
     DISTRIBUTIONS,
@@ -322,12 +327,14 @@ def choose_common_implementations(
     """Collective over all ranks: all use rank 0's choice, since times differ from rank to rank. `norms`: the formulas
     of the model's norms, with their widths."""
     recipe, shape = plan.recipe, plan.shape
+    dtype = getattr(torch, recipe.model.dtype)
     if not recipe.model.fused_kernels:
-        return ElementwiseChoice(NO_IMPLEMENTATIONS, "as the recipe says")
+        plain = foresee_implementations(dtype, is_fused=False, is_gpu=device.type == "cuda")
+        return ElementwiseChoice(plain, "as the recipe says")
     inner = shape.intermediate_size or shape.hidden_size
     vocabulary = shape.vocab_size if plan.levers.tiled_loss else 0
     widths = Widths(shape.hidden_size, shape.num_heads, shape.head_dim, inner, norms, vocabulary)
-    dtype, num_tokens = getattr(torch, recipe.model.dtype), plan.resolved.local_tokens
+    num_tokens = plan.resolved.local_tokens
     return choose_on_first(groups, lambda: choose_implementations(device, dtype, widths, num_tokens, uses_cache=True))
 
 

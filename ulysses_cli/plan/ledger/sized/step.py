@@ -259,11 +259,8 @@ class Lengths(SizedModule):
 
 DTYPES: Mapping[int, DType] = {2: BFLOAT16, 4: FLOAT32}
 LOAD, BETWEEN = "load", "between"
-# Rotation and gated activations as transformers computes them take at least as much memory as in one kernel.
-FUSED = {"rounded": "torch", "precise": "torch", "offset": "compiled", "rotary": "transformers", "gate": "transformers"}
 # DeepSpeed's own leaf modules (runtime/zero/leaf_module_config.py).
 WHOLE = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
-PLAIN = dict.fromkeys(FUSED, "transformers")
 LARGEST_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 
 
@@ -399,7 +396,8 @@ class SizedRun:
         return name
 
     def _apply_levers(self, model: Any) -> Any:
-        """Rotations that follow a document's length (serve_rotary) are left out: which lengths there are is data."""
+        """Rotations that follow a document's length (serve_rotary) are left out: which lengths there are is data. A
+        rotation is transformers' own: whether it may be another is found by numbers (elementwise/interface.py)."""
         job, shape = self.job, self.job.shape
         self._serve_recurrences(model)
         if job.lora is not None:
@@ -408,10 +406,14 @@ class SizedRun:
                 add_adapters(model, job.lora, left_out, rank_experts(job.lora, shape))
         elementwise = self._load("elementwise.interface")
         elementwise.recognise_norm_class = recognise_norm
-        elementwise.serve_elementwise(model, FUSED if job.fused_norms else PLAIN)
+        implementations = self._load("elementwise.choice").foresee_implementations(
+            DTYPES[job.dtype_bytes], is_fused=job.fused_norms, is_gpu=not job.is_on_cpu
+        )
+        elementwise.serve_elementwise(model, {**implementations, "rotary": "transformers"})
         self.rule = self._load("loss").HeadRule(shape.final_softcap, shape.logits_divisor, float(job.has_z_loss))
-        loss = self._load("model.loss_model").apply_levers(model, self._make_plan(), self.rule, DEVICE)
-        module = self._load("model.loss_model").LossModel(model, loss)
+        of_model = self._load("model.loss_model")
+        loss = of_model.apply_levers(model, self._make_plan(), self.rule, DEVICE, implementations["loss"])
+        module = of_model.LossModel(model, loss)
         module.train()
         return module
 
