@@ -1,5 +1,5 @@
-"""Tests that groups which step while the backward goes on end with the bits of DeepSpeed's own order: also in steps
-that are clipped, that have a gradient which is not finite, and after a resume."""
+"""Tests that gradients which leave the GPU once, and groups which step while the backward goes on, end with the bits of
+DeepSpeed's own order: also in steps that are clipped, that have a gradient which is not finite, and after a resume."""
 
 import math
 from concurrent.futures import Executor, Future
@@ -10,11 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
+from support.moved_bytes import count_moved
 from support.rank_pool import run_on_ranks
+from support.real_steps import make_case
 from support.run_harness import RunHarness
 from support.tiers import mark_by
 from support.training import CONFIG, MemoryRows, make_recipe
 
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -24,7 +28,8 @@ from ulysses_cli.train.loop import train
 from ulysses_cli.train.model import build
 from ulysses_cli.train.model.build import assemble_run
 from ulysses_cli.train.model.loading import load_model_config
-from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, keeps_gradients
+from ulysses_cli.train.optimizer.host_gradients import HostGradients, keeps_gradients
+from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer
 from ulysses_cli.train.optimizer.states import KINDS, list_flats
 from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.tensor_file import get_tensor
@@ -80,9 +85,17 @@ def read_states(harness: RunHarness) -> list[torch.Tensor]:
 Outcome = tuple[list[list[torch.Tensor]], list[float], list[int]]
 
 
-def run(recipe: Recipe, waits: bool = False, forgets: bool = False) -> Outcome:
+def run_deepspeeds(recipe: Recipe) -> Outcome:
+    """Gradients come as DeepSpeed brings them."""
+    with mock.patch.object(build, "HostGradients"):
+        return run(recipe, is_deepspeeds=True)
+
+
+def run(recipe: Recipe, waits: bool = False, forgets: bool = False, is_deepspeeds: bool = False) -> Outcome:
     """Returns states after each step, norms, and how many early steps of groups were kept in each step."""
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
+    receive = harness.built.engine.wrapped.optimizer.partition_grads
+    assert isinstance(receive.__self__, HostGradients | OverlappedOptimizer) != is_deepspeeds
     early = get_early(harness)
     if early is not None and not waits:
         early.executor = AtOnce()
@@ -104,7 +117,8 @@ def run(recipe: Recipe, waits: bool = False, forgets: bool = False) -> Outcome:
 
 def is_same(ours: Outcome, right: Outcome) -> bool:
     pairs = zip(ours[0], right[0], strict=True)
-    return all(torch.equal(a, b) for own, other in pairs for a, b in zip(own, other, strict=True))
+    has_right_states = all(torch.equal(a, b) for own, other in pairs for a, b in zip(own, other, strict=True))
+    return has_right_states and str(ours[1]) == str(right[1])
 
 
 # ranks, a limit that clips some of the steps and not all, settings
@@ -113,6 +127,11 @@ CASES = {
     "two ranks": (2, 2.0, ("parallel.sp_size=2",)),
     "two micro-steps": (2, 0.8007, ("parallel.dp_shard_size=2", "train.gradient_accumulation_steps=2")),
     "bfloat16": (2, 2.0, ("parallel.sp_size=2", "model.dtype=bfloat16")),
+    "bfloat16, two micro-steps": (
+        2,
+        0.8007,
+        ("parallel.dp_shard_size=2", "train.gradient_accumulation_steps=2", "model.dtype=bfloat16"),
+    ),
     "weights on the host": (1, 2.0, ("memory.offload_param=cpu",)),
     "tiles": (2, 2.0, ("parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true")),
     "adapters": (2, 0.4, ("parallel.sp_size=2", "lora.r=32")),
@@ -121,10 +140,12 @@ CASES = {
 
 @NEEDS_ADAM
 @pytest.mark.parametrize("case", [pytest.param(name, marks=mark_by(False, name == "two ranks")) for name in CASES])
-def test_early_steps_change_no_bit(case: str) -> None:
+def test_gradients_that_leave_once_and_early_steps_change_no_bit(case: str) -> None:
     num_ranks, limit, words = CASES[case]
     words = (*words, f"train.max_grad_norm={limit}")
-    expected = run_on_ranks(num_ranks, run, make(*words, overlap=False))
+    expected = run_on_ranks(num_ranks, run_deepspeeds, make(*words, overlap=False))
+    ours = run_on_ranks(num_ranks, run, make(*words, overlap=False))
+    assert all(map(is_same, ours, expected))
     for waits in (False, True):
         for ours, right in zip(run_on_ranks(num_ranks, run, make(*words, overlap=True), waits), expected, strict=True):
             assert is_same(ours, right)
@@ -135,6 +156,24 @@ def test_early_steps_change_no_bit(case: str) -> None:
                 assert 0 in kept[:BAD_STEP] + kept[BAD_STEP + 1 :], "no step was clipped"
 
 
+@pytest.mark.parametrize(
+    ("words", "down", "up"),
+    [
+        pytest.param((), 2, 0, marks=pytest.mark.check),
+        pytest.param(("memory.overlap_optimizer=true",), 2, 0, marks=pytest.mark.full),
+        pytest.param(("train.gradient_accumulation_steps=2",), 8, 4, marks=pytest.mark.full),
+    ],
+)
+def test_a_gradient_leaves_the_gpu_once(words: tuple[str, ...], down: int, up: int) -> None:
+    """Bytes of a weight of this rank. The sum of two micro-steps is float32, and made on the GPU."""
+    common = ("parallel.sp_size=2", "memory.offload_optimizer=cpu", "model.dtype=bfloat16", "run.device=cuda")
+    recipe = make_case({}, *common, *words)
+    share = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers()).weights.num_trained // 2
+    assert count_moved(recipe) == {"down": down * share, "up": up * share}
+    moved = {"down": (down + 4) * share, "up": (up + max(up, 2)) * share}
+    assert count_moved(recipe, is_deepspeeds=True) == moved, "it comes back and leaves again in float32"
+
+
 @NEEDS_ADAM
 @pytest.mark.full
 def test_an_early_step_that_is_not_undone_is_noticed() -> None:
@@ -142,8 +181,8 @@ def test_an_early_step_that_is_not_undone_is_noticed() -> None:
     expected = run_on_ranks(1, run, make(*words, overlap=False))[0]
     faulty = run_on_ranks(1, run, make(*words, overlap=True), False, True)[0]
     assert not is_same(faulty, expected)
-    before = ([*faulty[0][:BAD_STEP]], *faulty[1:]), ([*expected[0][:BAD_STEP]], *expected[1:])
-    assert is_same(*before)
+    states, norms = ([outcome[part][:BAD_STEP] for outcome in (faulty, expected)] for part in (0, 1))
+    assert is_same(*zip(states, norms, ([], []), strict=True))
 
 
 def train_and_save(recipe: Recipe, folder: str) -> list[list[torch.Tensor]]:

@@ -128,7 +128,7 @@ def overlap(*words: str, gpu: Gpu = L40S):
         (("parallel.ring_size=4",), "no heads of attention are exchanged"),
         (("parallel.sp_size=32", "parallel.ring_size=1"), "a rank has one head"),
         (("data.max_length=8Ki",), "chunks would be too small"),
-        (("data.max_length=1Mi",), "the exchange takes 1.9% of a step"),
+        (("data.max_length=1Mi",), "the exchange takes 1.4% of a step"),
     ],
 )
 def test_chunks_overlap_where_the_exchange_costs_more_than_3_percent(words: tuple[str, ...], why: str) -> None:
@@ -429,13 +429,13 @@ ONE_GPU = ("parallel.sp_size=1", "parallel.dp_shard_size=1", "data.max_length=32
 
 
 def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
-    recipe = load(*ONE_GPU).recipe
-    choice = choose_levers(recipe, LLAMA_8B, H200)
+    recipe, gpu = load(*ONE_GPU).recipe, replace(H200, host_bytes_per_gpu=200 << 30)
+    choice = choose_levers(recipe, LLAMA_8B, gpu)
     job = make_job(recipe, LLAMA_8B, choice.levers)
     groups = list_sub_groups(job.weights, 1, job.engine.sub_group)
     assert 0 < choice.levers.early_groups < len(groups) - 1
-    assert fits(job, H200)
-    assert not fits(replace(job, levers=replace(job.levers, early_groups=job.levers.early_groups + 1)), H200)
+    assert fits(job, gpu)
+    assert not fits(replace(job, levers=replace(job.levers, early_groups=job.levers.early_groups + 1)), gpu)
     plain = replace(job, levers=replace(job.levers, early_groups=0))
     copies = weigh_ledger(job).host_peak_bytes - weigh_ledger(plain).host_peak_bytes
     assert copies == 12 * sum(groups[-job.levers.early_groups :])

@@ -14,7 +14,7 @@ from ulysses_cli.plan.hardware import Gpu, HostCosts
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.sized.parts import count_offloaded
-from ulysses_cli.plan.ledger.states import compute_state_file_bytes, list_overlapped_groups
+from ulysses_cli.plan.ledger.states import FLOAT_BYTES, compute_state_file_bytes, list_overlapped_groups
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles, swaps_activations
 from ulysses_cli.plan.models.layers import (
@@ -507,7 +507,16 @@ def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float
         return on_host + STEP_TRAFFIC_BYTES * shard / memory, moved
     seconds = on_host + CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
     link = gpu.host_gb_s * GIGA * gpu.efficiency.host
-    return seconds, moved + (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
+    return seconds, moved + (_count_gradient_bytes(job) + job.dtype_bytes) * shard / link
+
+
+def _count_gradient_bytes(job: Job) -> int:
+    """Of a gradient, in a step, to the host and back. At stage 3 the sum of the micro-steps before comes back for each
+    other one (train/optimizer/host_gradients.py); for a disk DeepSpeed brings all back, and sends them in float32."""
+    steps, size = job.accumulation, job.engine.gradient_bytes
+    if job.zero_stage < 3:
+        return FLOAT_BYTES
+    return (2 * steps - 1) * size if job.levers.offload_optimizer == "cpu" else 2 * steps * size + FLOAT_BYTES
 
 
 def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> float:

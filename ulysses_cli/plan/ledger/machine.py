@@ -5,13 +5,12 @@ ledger may be off. Page-locked memory cannot be swapped and counts in full. Each
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
 from ulysses_cli.plan.ledger.sized.parts import count_offloaded
-from ulysses_cli.plan.ledger.states import compute_reduce_flush, list_sub_groups
-from ulysses_cli.plan.ledger.weights import Weights, count_shard
+from ulysses_cli.plan.ledger.states import compute_reduce_flush
+from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.levers import (
     SWAP_CHUNK_BYTES,
     SWAP_THREADS,
@@ -110,16 +109,9 @@ def compute_pinned_rounding(job: Job) -> int:
     blocks = [states.compute_host_parameters(job)] if levers.offload_param == "cpu" else []
     if levers.offload_optimizer != "none":
         blocks.append(job.engine.gradient_bytes * shard)
-    in_groups = 0
-    if levers.offload_optimizer == "cpu":
-        in_groups = _round_groups(job.weights, job.world_size, job.engine.sub_group)
-    return sum(round_up(size) - size for size in blocks) + in_groups
-
-
-@lru_cache(maxsize=256)
-def _round_groups(weights: Weights, num_ranks: int, size: int) -> int:
-    """What rounding adds to the float32 gradients of each sub-group."""
-    return sum(round_up(4 * group) - 4 * group for group in list_sub_groups(weights, num_ranks, size))
+    if levers.offload_optimizer == "cpu" and job.zero_stage < 3:
+        blocks.append(states.FLOAT_BYTES * shard)
+    return sum(round_up(size) - size for size in blocks)
 
 
 def round_up(size: int) -> int:

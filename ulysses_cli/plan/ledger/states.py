@@ -151,14 +151,11 @@ def compute_adam(job: Job) -> int:
 
 
 def compute_host_optimizer_pinned(job: Job) -> int:
-    """Per rank: gradients g N / W and their float32 copies 4 N / W, page-locked (stage3.py:
-    initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe, instead of the copies: DeepSpeed's four buffers
-    of a sub-group's states."""
+    """Per rank: gradients g N / W, page-locked (stage3.py: grad_partitions_flat_buffer). On NVMe also DeepSpeed's four
+    buffers of a sub-group's states."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer == "cpu":
-        if job.zero_stage < 3:
-            return _compute_lower_pinned(job)
-        return (job.engine.gradient_bytes + 4) * shard
+        return job.engine.gradient_bytes * shard if job.zero_stage == 3 else _compute_lower_pinned(job)
     if job.levers.offload_optimizer == "nvme":
         return job.engine.gradient_bytes * shard + compute_locked_state_bytes(job)
     return 0
@@ -175,12 +172,16 @@ def _compute_lower_pinned(job: Job) -> int:
 
 
 def compute_host_optimizer_pageable(job: Job) -> int:
-    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory; below stage 3 Adam alone. And
+    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory, and the float32 gradient of the largest
+    group, where gradients are kept in another dtype (train/optimizer/host_gradients.py); below stage 3 Adam alone. And
     copies of 12 bytes per weight that steps early (train/optimizer/overlapped_optimizer.py)."""
     if job.levers.offload_optimizer != "cpu":
         return 0
-    own = 12 if job.zero_stage == 3 else 8
-    return own * count_shard(job.weights.num_trained, job.world_size) + 12 * sum(list_overlapped_groups(job))
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    if job.zero_stage < 3:
+        return 8 * shard
+    cast = 0 if job.engine.gradient_bytes == FLOAT_BYTES else FLOAT_BYTES * count_largest_group(job)
+    return 12 * shard + cast + 12 * sum(list_overlapped_groups(job))
 
 
 def list_overlapped_groups(job: Job) -> tuple[int, ...]:

@@ -165,8 +165,9 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     shape = read_model_shape(config, "the traced model")
     layout, levers = choose_layout(recipe, shape), Levers(**{**request["levers"], "offloaded_layers": layers[0]})
     num_steps = settings["train"]["gradient_accumulation_steps"]
-    if num_steps > 1:  # under ZeRO-3 without replicas all micro-steps are alike; else two are enough
+    if num_steps > 1:  # under ZeRO-3 without replicas or gradients on the host all are alike; else two are enough
         are_alike = settings["parallel"]["zero_stage"] == 3 and settings["parallel"]["dp_replicate_size"] == 1
+        are_alike = are_alike and levers.offload_optimizer != "cpu"
         num_steps = 1 if are_alike else 2
         settings["train"] = {**settings["train"], "gradient_accumulation_steps": num_steps}
         if settings["model"]["dtype"] == "bfloat16" and settings["parallel"]["zero_stage"] > 1:

@@ -58,6 +58,7 @@ from ulysses_cli.train.model.parts import (
 )
 from ulysses_cli.train.model.routers import RouterLosses, freeze_routers, list_router_weights
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
+from ulysses_cli.train.optimizer.host_gradients import HostGradients
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, unlock
 from ulysses_cli.train.optimizer.shards import count_parameters, get_shape
 from ulysses_cli.train.optimizer.states import read_each_once, reset_beta_powers
@@ -198,10 +199,12 @@ def build(
     if plan.levers.offload_param == "nvme":
         read_each_once(module.parameters())
     early = None
-    if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
-        if not unlock(optimizer):
-            report(LOCKED)
-        early = OverlappedOptimizer(wrapped.optimizer, device, parts.make_executor(device), plan.levers.early_groups)
+    if recipe.parallel.zero_stage == 3 and plan.levers.offload_optimizer == "cpu":
+        gradients = HostGradients(wrapped.optimizer, get_accelerator())
+        if plan.levers.early_groups:
+            if not unlock(optimizer):
+                report(LOCKED)
+            early = OverlappedOptimizer(gradients, device, parts.make_executor(device), plan.levers.early_groups)
     check_head(model, head_rule, groups, device)
     _watch(wrapped, module)
     schedule = make_schedule(recipe.train, num_steps)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.train.optimizer.host_gradients import HostGradients, holds, keeps_gradients
 from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats
 
 # int ds_adam_step(int, size_t, float x 5, bool, at::Tensor& x 4), as compilers for Linux name it
@@ -76,34 +77,33 @@ class OverlappedOptimizer:
     `most`: that many groups, from the last, whose gradients come first. The first group's come when the backward is
     over."""
 
-    def __init__(self, zero: Any, device: torch.device, executor: Executor, most: int) -> None:
-        self.zero, self.device, self.executor = zero, device, executor
+    def __init__(self, gradients: HostGradients, device: torch.device, executor: Executor, most: int) -> None:
+        self.gradients, self.device, self.executor = gradients, device, executor
+        self.zero = zero = gradients.zero
         self.flats: list[Flat] = list_flats(zero)
         on_host = [group for group in range(1, len(self.flats)) if zero.subgroup_to_device[group] == "cpu"]
         self.copies = {group: [torch.empty(self.flats[group].numel) for _ in KINDS] for group in on_host[-most:]}
-        self.num_expected = Counter(self._find_group(p) for group in zero.fp16_groups for p in group if self._holds(p))
+        self.num_expected = Counter(self._find_group(p) for group in zero.fp16_groups for p in group if holds(zero, p))
         self.num_arrived: Counter[int] = Counter()
         self.started: dict[int, Future[None]] = {}
         self.stepped: set[int] = set()
         self.is_worthwhile = True  # after a step that was clipped the next one often is; its early steps would be lost
         self.num_kept = self.num_read = 0
         self.own_step, self.own_group_step = zero.step, zero._optimizer_step
-        self.own_scaling, self.own_partition = zero.unscale_and_clip_grads, zero.partition_grads
         zero.step, zero._optimizer_step = self.step, self.step_group
         zero.unscale_and_clip_grads, zero.partition_grads = self.scale, self.receive
 
-    def receive(self, parameters: Sequence[Any], gradients: list[Tensor]) -> Any:
+    def receive(self, parameters: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """In place of partition_grads, which brings gradients of some weights to the host."""
-        arrived = [self._find_group(parameter) for parameter in parameters if self._holds(parameter)]
-        result = self.own_partition(parameters, gradients)
+        arrived = [self._find_group(parameter) for parameter in parameters if holds(self.zero, parameter)]
+        self.gradients.receive(parameters, gradients)
         if not self.zero.is_gradient_accumulation_boundary() or not self.is_worthwhile:
-            return result
+            return
         wait = self._mark_copies()
         for group in arrived:
             self.num_arrived[group] += 1
             if self.num_arrived[group] == self.num_expected[group] and group in self.copies:
                 self.started[group] = self.executor.submit(self._step_overlapped, group, wait)
-        return result
 
     def step(self, closure: Any = None) -> Any:
         """In place of DeepSpeed's step. What has not begun yet is left to it."""
@@ -126,7 +126,7 @@ class OverlappedOptimizer:
         if group in self.stepped and not (self.is_worthwhile and is_final):
             self._undo(group)
         if group not in self.stepped:
-            self.own_scaling(group, norm)
+            self.gradients.scale(group, norm)
 
     def step_group(self, group: int) -> None:
         """In place of _optimizer_step."""
@@ -146,6 +146,7 @@ class OverlappedOptimizer:
         wait()
         for copy, own in zip(self.copies[group], self._get_tensors(group), strict=True):
             copy.copy_(own)
+        self.gradients.cast(group)
         self.own_group_step(group)
 
     def _undo(self, group: int) -> None:
@@ -171,13 +172,3 @@ class OverlappedOptimizer:
     def _find_group(self, parameter: Any) -> int:
         group, _, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
         return int(group)
-
-    def _holds(self, parameter: Any) -> bool:
-        """Whether this rank's share is more than padding. DeepSpeed leaves out the others."""
-        rank = self.zero._get_param_partition_rank(parameter)
-        return bool(parameter.partition_numel() * rank < parameter.ds_numel)
-
-
-def keeps_gradients(norm: Tensor, loss_scale: float, limit: float) -> bool:
-    """Whether DeepSpeed multiplies gradients of this norm by exactly 1 (stage3.py: unscale_and_clip_grads)."""
-    return loss_scale == 1 and (limit <= 0 or float((norm / loss_scale + 1e-6) / limit) <= 1)

@@ -366,6 +366,7 @@ def _plan_walk(
 def read_engine_settings(job: Job, rank: int) -> tuple[ShardSettings, int]:
     """An engine's settings, and its stage."""
     engine, levers, replicas = job.engine, job.levers, job.layout.dp_replicate_size
+    are_alike = job.zero_stage == 3 and replicas == 1 and levers.offload_optimizer != "cpu"
     settings = ShardSettings(
         world_size=job.world_size,
         replica_size=job.layout.replica_size,
@@ -380,7 +381,7 @@ def read_engine_settings(job: Job, rank: int) -> tuple[ShardSettings, int]:
         max_reuse_distance=engine.max_reuse_distance,
         persistence_threshold=engine.persistence_threshold,
         sub_group=engine.sub_group,
-        micro_steps=1 if job.zero_stage == 3 and replicas == 1 else min(2, job.accumulation),
+        micro_steps=1 if are_alike else min(2, job.accumulation),
         sent=DTYPES[engine.communication_bytes],
         kept=DTYPES[engine.gradient_bytes],
     )

@@ -419,17 +419,23 @@ class ShardedEngine:
         self.num_filled += weight.numel
         return stays
 
+    @property
+    def adds(self) -> bool:
+        """Whether gradients are added to those of a micro-step before."""
+        return (self.num_backwards - 1) % self.settings.micro_steps > 0
+
     def _flush(self) -> None:
         if not self.filled:
             return
         settings = self.settings
         weights = sorted(self.filled, key=lambda weight: weight.number)
         parts = self._scatter(weights)  # which stay until all are copied
-        is_last = self.num_backwards % settings.micro_steps == 0
+        is_last, returns = self.num_backwards % settings.micro_steps == 0, settings.states_on_disk or self.adds
         for weight in weights:
             share = self.count_share(weight)
             if settings.states_on_host and share * settings.rank < weight.numel:
-                copied = Storage(share * settings.kept.itemsize, FLUSHED)  # the share on the host, copied back
+                # the share on the host, copied back (train/optimizer/host_gradients.py; of a disk, partition_grads)
+                copied = Storage(share * settings.kept.itemsize if returns else 0, FLUSHED)
                 Running.meter.add_temporary((8 if is_last else 0) * min(share, NORM_ELEMENTS))
                 if is_last and weight in self.swapped:
                     self.leaving[weight] = copied if settings.kept is FLOAT32 else Storage(4 * share, FLUSHED)
