@@ -163,7 +163,7 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
     ours, peer = (levers[f"{name}, 16384 tokens, 4 layers"] for name in ("all", "(b) DeepSpeed, all of its"))
     flops = ours["GFLOPs without head"] / peer["GFLOPs without head"]
     rows = load("estimate")["a real step's peak: counted, predicted"]
-    steps = [row for row in rows if row["what"].startswith("formula")]
+    steps = [row for row in rows if row["what"].startswith("ledger")]
     errors = [100 * row["error"] for row in steps]
     faults = [load(name) for name in ("faults-cpu", "faults-2-hosts-cpu", "faults-4-hosts-cpu")]
     for found in faults:
