@@ -15,6 +15,7 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import machine
 from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.ledger import measure_ledger
+from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.speed import compute_speed
@@ -182,7 +183,7 @@ def count_upipe_bytes(tokens: int, is_chunked: bool) -> int:
     # and their float32 sum; the rotary table of the whole row, whose storage resize_ keeps
     hidden, layers = LLAMA.hidden_size, LLAMA.num_layers
     unit = 2 * hidden * tokens // 8
-    total, embedding = LLAMA.num_parameters or 0, LLAMA.vocab_size * hidden
+    total, embedding = read_weights(LLAMA, None).num_elements, LLAMA.vocab_size * hidden
     states = 16 * total // 8 + 6 * embedding + 10 * (total - 2 * embedding) // layers
     rotary = 8 * LLAMA.head_dim // 2 * tokens
     job = Job(LLAMA, Layout(1, 1, 8), tokens, TILED)

@@ -26,6 +26,7 @@ from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, Placement, count_near_ranks
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import measure_ledger
+from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import judge
@@ -101,8 +102,8 @@ def split_by_link(job: Job) -> tuple[float, float]:
 
 def count_zero_bytes(job: Job) -> float:
     """Weights are gathered for the forward and for the backward, and gradients are reduced."""
-    gathered = 2 * job.dtype_bytes * job.weights.num_elements
-    reduced = job.engine.communication_bytes * job.weights.num_trained
+    gathered = 2 * job.dtype_bytes * get_weights(job).num_elements
+    reduced = job.engine.communication_bytes * get_weights(job).num_trained
     return float(gathered + reduced) * (job.world_size - 1) / job.world_size
 
 

@@ -82,7 +82,7 @@ def compare(rows: Sequence[Mapping[str, Any]]) -> int:
     """Prints how far searches and runs on sizes are from the traces."""
     from support import random_recipes as recipes
 
-    from ulysses_cli.plan.ledger.sized.parts import weigh
+    from ulysses_cli.plan.ledger.parts import weigh
 
     methods = {
         "searches": lambda drawn: weigh(recipes.make_drawn_job(drawn)),

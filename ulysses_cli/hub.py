@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files import find_address, find_special, read_regular
+from ulysses_cli.plan.ledger.weights import find_num_parameters
 from ulysses_cli.plan.models.families import FAMILIES, REFUSED_FAMILIES
 from ulysses_cli.plan.models.model_files import (
     TokenizerFacts,
@@ -193,7 +194,7 @@ def summarize_table() -> list[ModelSummary]:
     """Every well-known model once, by name."""
     entries = {str(entry["repo"]): entry for entry in load_table().values()}
     return [
-        summarize(shape, _read_gate(entry), list_auto_rings(shape))
+        summarize(shape, find_num_parameters(shape), _read_gate(entry), list_auto_rings(shape))
         for name, entry in sorted(entries.items(), key=lambda item: item[0].lower())
         for shape in (read_model_shape(entry["config"], name),)
     ]

@@ -18,10 +18,10 @@ from test_families import LAYERS, make_config, make_hybrid_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.plan.ledger.job import make_job, read_adapters
-from ulysses_cli.plan.ledger.sized.depth import Depth
-from ulysses_cli.plan.ledger.sized.step import LoraExperts, SizedRun, alone
-from ulysses_cli.plan.ledger.weights import list_weights
+from ulysses_cli.plan.ledger.depth import Depth
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.step import LoraExperts, SizedRun, alone
+from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -159,7 +159,7 @@ def test_adapters_on_sizes_are_those_of_a_run(kind: str) -> None:
     recipe, shape, adapted = adapt(kind)
     real = {name: tuple(each.shape) for name, each in adapted.base_model.model.named_parameters() if each.requires_grad}
     trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
-    assert list_weights(shape, read_adapters(recipe, shape)).num_trained == trained
+    assert read_weights(shape, recipe.lora).num_trained == trained
     depth = Depth(tuple(range(shape.num_layers)), tuple(range(shape.num_layers)))
     with alone():
         sized = SizedRun(make_job(recipe, shape, Levers()), 0, depth).module.model

@@ -139,9 +139,9 @@ def test_checks_that_only_a_recipe_asks_for(tmp_path: Path, monkeypatch: pytest.
 
 def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
     recipe = make_recipe(f"run.output_dir={tmp_path}/run", f"data.store_dir={tmp_path}/store")
-    shape = read_model_shape(CONFIG, "test")
+    wide = {"vocab_size": 10**9, "hidden_size": 10**6}
     small, huge = (
-        CheckTarget(recipe, replace(shape, num_parameters=size), load_hardware(), 0) for size in (1_000, 10**15)
+        CheckTarget(recipe, read_model_shape({**CONFIG, **sizes}, "test"), load_hardware(), 0) for sizes in ({}, wide)
     )
     assert {each.verdict for each in doctor.check_disks(small)} == {"PASS"}
     values = {each.name: each for each in doctor.check_disks(huge)}

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,19 @@ from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
-from ulysses_cli.plan.ledger.job import make_job, name_linear
-from ulysses_cli.plan.ledger.modules import BIAS, Adapters
-from ulysses_cli.plan.ledger.sized.depth import Depth
-from ulysses_cli.plan.ledger.sized.step import LoraLinear, SizedRun, alone
-from ulysses_cli.plan.ledger.weights import find_alike, has_norm_behind, list_weights
+from ulysses_cli.plan.ledger.depth import Depth
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.step import LoraLinear, SizedRun, alone
+from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS, AttentionMixer
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules.check import check_recipe
 from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
-from ulysses_cli.train.memory.tiled_mlp import NORMS_AFTER
 from ulysses_cli.train.model.adapters import choose_layers
 from ulysses_cli.train.model.loading import find_unused_weights, stretch_positions
 from ulysses_cli.train.model.routers import find_routers, list_router_layers
@@ -120,7 +118,7 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     config = make_config(model_type, **{**LAYERS, **changes})
     model = make_model(config)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
-    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert read_weights(shape, None).num_elements == sum(parameter.numel() for parameter in model.parameters())
     assert bool(shape.rope_type) == any("Rotary" in type(module).__name__ for module in model.modules())
     layers = [layer.attention for layer in shape.layers]
     for layer, attention in zip(layers, find_attention(model, shape.num_layers), strict=True):
@@ -145,15 +143,6 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     assert set(shape.linear_modules) == linear - experts - {FAMILIES[model_type].refused_by_peft}
 
 
-@pytest.mark.parametrize("model_type", sample_every(8, sorted(FAMILIES)))
-def test_the_ledger_has_norms_behind_mlps_where_layers_have_them(model_type: str) -> None:
-    config = make_config(model_type, **LAYERS)
-    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
-    layers = make_model(config).get_decoder().layers
-    counted = any(has_norm_behind(replace(shape, model_type=find_alike(shape, layer))) for layer in shape.layers)
-    assert counted == any(hasattr(layer, name) for layer in layers for name in NORMS_AFTER)
-
-
 BIASED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("qwen2", "jais2", "starcoder2", "granitemoehybrid", "bamba", "nemotron_h", "zamba2")),
     *((name, {"attention_bias": True, "mlp_bias": True}) for name in ("llama", "glm", "deepseek_v3")),
@@ -171,15 +160,12 @@ def make_biased(model_type: str, changes: dict[str, Any]) -> tuple[Any, ModelSha
 
 
 @pytest.mark.parametrize(("model_type", "changes"), sample_every(6, BIASED))
-def test_the_ledger_lists_every_weight_and_a_bias_beside_its_matrix(model_type: str, changes: dict[str, Any]) -> None:
+def test_the_ledger_lists_every_weight_in_the_models_order(model_type: str, changes: dict[str, Any]) -> None:
     model, shape = make_biased(model_type, changes)
-    weights = list_weights(shape, None)
-    assert sorted(weights.persistent_sizes) == sorted(parameter.numel() for parameter in model.parameters())
-    layers = {id(each.weight): each for each in model.modules() if isinstance(each, torch.nn.Linear)}
-    pairs = [(each.weight.numel(), each.bias.numel()) for each in layers.values() if each.bias is not None]
-    linear = {module.weights for module in weights.modules if "norm" not in module.name and len(module.weights) == 2}
-    ours = [(matrix, bias) for (_, matrix), (name, bias) in linear if name.endswith(BIAS) and "conv" not in name]
-    assert sorted(ours) == sorted(pairs)
+    weights = read_weights(shape, None)
+    assert weights.every == tuple((name, each.numel(), True) for name, each in model.named_parameters())
+    layers = [[each.numel() for each in layer.parameters()] for layer in model.get_decoder().layers]
+    assert [list(block) for block in weights.blocks[1:-1]] == layers
 
 
 @pytest.mark.parametrize(("model_type", "changes"), sample_every(6, BIASED))
@@ -188,13 +174,10 @@ def test_the_ledger_counts_what_peft_trains_and_freezes(model_type: str, changes
     model, shape = make_biased(model_type, changes)
     targets: Any = "all-linear" if shape.adapts_all else list(shape.linear_modules)
     get_peft_model(model, LoraConfig(r=2, target_modules=targets), autocast_adapter_dtype=False)
-    names = () if shape.adapts_all else tuple(name_linear(name, FAMILIES[model_type]) for name in targets)
-    counted = list_weights(shape, Adapters(2, names))
-    trained, frozen = (
-        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad is is_trained)
-        for is_trained in (True, False)
-    )
-    assert (counted.num_trained, counted.num_frozen) == (trained, frozen)
+    counted = read_weights(shape, Lora(r=2, target_modules=targets if shape.adapts_all else tuple(targets)))
+    trained = [each.numel() for each in model.parameters() if each.requires_grad]
+    assert sorted(counted.trained) == sorted(trained)
+    assert counted.num_elements == sum(each.numel() for each in model.parameters())
 
 
 def test_routers_that_score_by_sigmoids_are_known() -> None:
@@ -235,7 +218,7 @@ def test_no_router_takes_an_adapter_on_ranks_or_on_sizes(model_type: str) -> Non
     with alone():
         sized = SizedRun(job, 0, Depth(tuple(range(shape.num_layers)), tuple(range(shape.num_layers)))).module.model
     assert {name for name, layer in sized.named_modules() if isinstance(layer, LoraLinear)} == found
-    counted = list_weights(shape, Adapters(2, () if shape.adapts_all else tuple(targets)))
+    counted = read_weights(shape, job.lora)
     assert counted.num_trained == sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
@@ -329,7 +312,8 @@ def test_the_small_model_of_verify_has_the_same_kinds_of_layers(model_type: str,
     shape = read_model_shape(config, "large")
     small = AutoConfig.for_model(**shrink_config(config, shape))
     small_shape = read_model_shape(json.loads(small.to_json_string(use_diff=False)), "small")
-    assert small_shape.num_parameters == sum(parameter.numel() for parameter in make_model(small).parameters())
+    made = sum(parameter.numel() for parameter in make_model(small).parameters())
+    assert read_weights(small_shape, None).num_elements == made
     assert name_kinds(small_shape) == name_kinds(shape)
     assert small_shape.head_counts == shape.head_counts
 
@@ -355,7 +339,7 @@ def test_the_tables_parameters_are_transformers_own(entry: dict[str, Any]) -> No
         pytest.skip(f"refused: {shape.inexact}")
     values = {k: v for k, v in config.items() if k not in ("rope_scaling", "quantization_config", "architectures")}
     model = make_model(AutoConfig.for_model(**values))
-    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert read_weights(shape, None).num_elements == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(n, marks=mark_by(n in TELLING, False)) for n in FAMILIES])
@@ -392,4 +376,4 @@ def test_a_small_model_keeps_kinds_heads_and_taps(model_type: str) -> None:
     model.tie_weights()
     num_recurrent = sum(any(not isinstance(each, AttentionMixer) for each in layer.mixers) for layer in kept)
     assert len(list(list_recurrent_layers(model))) == num_recurrent
-    assert sum(p.numel() for p in set(model.parameters())) == shrunk.num_parameters
+    assert sum(p.numel() for p in set(model.parameters())) == read_weights(shrunk, None).num_elements

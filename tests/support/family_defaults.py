@@ -17,7 +17,7 @@ from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS, OTHER_NAMES
 FILE = ROOT / "ulysses_cli" / "plan" / "models" / "defaults" / "transformers.json"
 FIELDS = (
     *("num_key_value_heads", "head_dim", "attention_head_dim", "tie_word_embeddings", "max_position_embeddings"),
-    *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qk_norm", "use_post_norm"),
+    *("use_qk_norm", "use_post_norm"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"),
     *("global_attn_every_n_layers", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     *(
@@ -39,10 +39,10 @@ FIELDS = (
         "mamba_head_dim", "mamba_d_head", "mamba_d_ssm",
     ),
     *("mamba_expand", "n_groups", "mamba_n_groups", "ssm_state_size", "mamba_d_state", "conv_kernel"),
-    *("mamba_d_conv", "chunk_size", "mamba_chunk_size", "use_conv_bias", "mamba_conv_bias", "mamba_proj_bias"),
-    *("mamba_rms_norm", "projectors_bias", "attn_layer_indices", "conv_L_cache", "conv_bias", "full_attn_idxs"),
+    *("mamba_d_conv", "chunk_size", "mamba_chunk_size"),
+    *("mamba_rms_norm", "attn_layer_indices", "conv_L_cache", "full_attn_idxs"),
     *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
-    *("n_mamba_heads", "mamba_ngroups", "add_bias_linear", "num_mem_blocks", "adapter_rank", "use_mem_rope"),
+    *("n_mamba_heads", "mamba_ngroups", "num_mem_blocks", "adapter_rank", "use_mem_rope"),
     "use_shared_attention_adapter",
     *INEXACT_KEYS,
 )  # fmt: skip

@@ -21,7 +21,7 @@ import yaml
 from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, join
+from ulysses_cli.plan.ledger.moments import find_fullest_ranks, join
 from ulysses_cli.plan.levers import explain_no_leaves, explain_no_overlap
 from ulysses_cli.plan.models.families import FAMILIES, list_traits
 from ulysses_cli.plan.models.family import Trait

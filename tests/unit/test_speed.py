@@ -14,10 +14,11 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.hardware import compute_cost
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.modules import Adapters
 from ulysses_cli.plan.ledger.states import list_sub_groups
+from ulysses_cli.plan.ledger.weights import get_weights, read_weights
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers
 from ulysses_cli.plan.planner.candidates import FAR, NEAR, judge_speed
+from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.speed import (
     HOST,
     PARTS,
@@ -93,8 +94,11 @@ def test_documents_make_rows_cheaper_and_windows_too() -> None:
 
 
 def test_matrix_products_take_two_flops_per_weight_and_token() -> None:
+    """Those of all but the embedding, the head and norms."""
     job = Job(LLAMA, Layout(1, 1, 8), 2**17, Levers())
-    matrices = LLAMA.num_parameters - 2 * 128_256 * 4096 - 65 * 4096  # without embedding, head and norms
+    matrices = (
+        read_weights(LLAMA, None).num_elements - 2 * 128_256 * 4096 - 65 * 4096
+    )  # without embedding, head and norms
     assert compute_projection_flops(job) + compute_mlp_flops(job) == 2 * matrices * 2**17 / 8
 
 
@@ -146,7 +150,7 @@ def test_attention_hides_chunks_under_way(layout: Layout, chunks: int) -> None:
 
 jobs = st.builds(
     lambda shape, sp, dp, row, levers, lora: Job(
-        shape, Layout(1, dp, sp), 4096 * row, levers, adapters=Adapters(8) if lora else None
+        shape, Layout(1, dp, sp), 4096 * row, levers, lora=Lora(r=8) if lora else None
     ),
     st.sampled_from(list(SHAPES.values())),
     st.sampled_from([1, 2, 4, 8]),
@@ -222,7 +226,7 @@ def test_a_reference_is_a_forward_of_each_step() -> None:
         assert 32 * seconds / compute_speed(many, H100).step_seconds == pytest.approx(share, rel=0.1)
         far = replace(job, layout=Layout(1, 16, 1))  # two machines: weights come over the network, once
         rate = H100.network_gb_s * 1e9 * H100.efficiency.network * 8
-        assert compute_reference_seconds(far, H100) >= 2 * LLAMA.num_parameters / rate
+        assert compute_reference_seconds(far, H100) >= 2 * read_weights(LLAMA, None).num_elements / rate
 
 
 def test_money_is_hours_times_price() -> None:
@@ -253,7 +257,7 @@ def test_early_steps_hide_adam_behind_the_backward() -> None:
     backward = sum(before.parts[part] for part in ("projections", "attention", "mlp", "head_loss", "other"))
     assert 0.5 < hidden / (0.8 * backward * 34 / 58) < 0.8  # of a forward and a backward that computes layers again
     long_row, on_host = replace(all_early, max_length=2**18), compute_optimizer_host_seconds(plain, h200.host)
-    groups = list_sub_groups(plain.weights, 1, plain.engine.sub_group)
+    groups = list_sub_groups(get_weights(plain), 1, plain.engine.sub_group)
     assert compute_speed(long_row, h200).parts["optimizer"] == pytest.approx(34 * groups[0] / 30e9 + on_host)
     few = replace(long_row, levers=replace(plain.levers, early_groups=3))
     assert compute_speed(few, h200).hidden["optimizer"] == pytest.approx(34 * sum(groups[-3:]) / 30e9)

@@ -19,7 +19,7 @@ from support.random_recipes import (
 from support.tiers import sample
 
 from ulysses_cli.plan.ledger.ledger import measure_ledger
-from ulysses_cli.plan.ledger.sized.parts import weigh
+from ulysses_cli.plan.ledger.parts import weigh
 from ulysses_cli.plan.models.families import FAMILIES
 
 sys.path.append(str(ROOT / "benchmarks"))

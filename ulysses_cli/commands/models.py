@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
+from ulysses_cli.plan.ledger.weights import find_num_parameters
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
@@ -40,7 +41,7 @@ def models(
     named = known if name is None else {name} & known or set(find_text_types(name, known))
     if name is not None and not named:
         shape = or_exit(lambda: _find_shape(name, known, online=online))
-        summary = summarize(shape, hub.find_gate(name), list_auto_rings(shape))
+        summary = summarize(shape, find_num_parameters(shape), hub.find_gate(name), list_auto_rings(shape))
         if output is Format.json:
             printing.print_json(shown.make_model(summary))
         else:

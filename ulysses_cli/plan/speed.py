@@ -9,23 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, list_needs
-from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_vector_weights
+from ulysses_cli.plan.flops import count_mlp_weights, count_pair_flops, count_pairs, count_projected
 from ulysses_cli.plan.hardware import Gpu, HostCosts
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.sized.parts import count_offloaded
+from ulysses_cli.plan.ledger.parts import count_offloaded
 from ulysses_cli.plan.ledger.states import FLOAT_BYTES, compute_state_file_bytes, list_overlapped_groups
-from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.weights import count_shard, get_weights
 from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles, swaps_activations
 from ulysses_cli.plan.models.layers import (
-    AttentionMixer,
-    ConvolutionMixer,
-    DeltaNetMixer,
-    DenseMlp,
-    KimiDeltaMixer,
     Layer,
-    Mixer,
-    count_own_of_shared,
     count_shared_norms,
 )
 from ulysses_cli.plan.models.shape import ModelShape
@@ -34,13 +27,10 @@ from ulysses_cli.plan.work import (
     compute_recurrence_flops,
     compute_recurrence_seconds,
     count_halos,
-    count_kimi_weights,
     count_latent_exchanged,
-    count_latent_weights,
     count_mlp_elements,
     count_norm_passes,
     count_recurrence_exchanged,
-    count_values,
     saves_slices,
 )
 
@@ -71,7 +61,7 @@ def compute_host_seconds(job: Job, costs: HostCosts) -> float:
     layer = costs.get_layer(job.zero_stage, job.world_size)
     if job.shape.query_key_norm:
         layer += costs.head_norms
-    if job.adapters is not None:
+    if job.lora is not None:
         layer *= 1 + costs.adapters
     if levers.gradient_checkpointing:
         is_full = levers.gradient_checkpointing == "full"
@@ -177,47 +167,16 @@ def compute_attention_flops(job: Job) -> float:
 
 
 def compute_projection_flops(job: Job) -> float:
-    """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer, and gates; of a convolution 2 h 4 c; of a
-    delta net or Mamba2 what its convolution takes, the gate, the output, and a number or two for each head."""
+    """Forward."""
     numbers = job.shape.numbers_of_kind
-    return 2.0 * sum(len(numbers[kind]) * _count_projected(job, kind) for kind in numbers) * job.local_tokens
-
-
-def _count_projected(job: Job, layer: Layer) -> int:
-    """Weights of its projections."""
-    own = count_own_of_shared(layer, job.shape.hidden_size) + count_vector_weights(job.shape)
-    return sum(_count_projected_of(job, mixer) for mixer in layer.mixers) + own
-
-
-def _count_projected_of(job: Job, mixer: Mixer) -> int:
-    hidden = job.shape.hidden_size
-    if isinstance(mixer, AttentionMixer):
-        if mixer.latent is not None:
-            return count_latent_weights(job, mixer)
-        made = mixer.num_inputs * (mixer.num_heads + mixer.num_made * mixer.num_kv_heads)
-        return hidden * ((mixer.num_heads + made) * mixer.head_dim + mixer.gate_width)
-    if isinstance(mixer, ConvolutionMixer):
-        return hidden * 4 * mixer.conv_channels
-    if isinstance(mixer, KimiDeltaMixer):
-        return count_kimi_weights(hidden, mixer, is_narrow=job.family.has_narrow_gates)
-    small = (1 + int(isinstance(mixer, DeltaNetMixer))) * mixer.num_heads
-    return hidden * (mixer.conv_channels + 2 * count_values(mixer) + small)
+    return 2.0 * sum(len(numbers[kind]) * count_projected(job.shape, kind) for kind in numbers) * job.local_tokens
 
 
 def compute_mlp_flops(job: Job) -> float:
-    """Forward: 6 h i for each token and dense layer; with experts, for each expert of a token, and the router."""
+    """Forward."""
     numbers = job.shape.numbers_of_kind
-    return float(sum(len(numbers[kind]) * _count_mlp_weights(job, kind) for kind in numbers) * 2 * job.local_tokens)
-
-
-def _count_mlp_weights(job: Job, layer: Layer) -> int:
-    hidden, mlp = job.shape.hidden_size, layer.mlp
-    if mlp is None:
-        return 0
-    num_matrices = 2 + int(mlp.is_gated)
-    if isinstance(mlp, DenseMlp):
-        return num_matrices * hidden * mlp.inner_size
-    return hidden * (num_matrices * (mlp.num_per_token * mlp.inner_size + mlp.shared_size) + mlp.num_experts)
+    weights = sum(len(numbers[kind]) * count_mlp_weights(job.shape, kind) for kind in numbers)
+    return float(weights * 2 * job.local_tokens)
 
 
 def compute_head_flops(job: Job) -> float:
@@ -320,7 +279,7 @@ def compute_sum_bytes(job: Job) -> float:
     """Memory traffic of a backward that adds each tile's gradient of a weight to a float32 sum in a pass of its own:
     the gradient is written and read, the sum read and written, 2 b + 8 for each weight and tile. Added inside the
     product, the sum travels while the product computes."""
-    if job.sums_in_product or job.adapters is not None:
+    if job.sums_in_product or job.lora is not None:
         return 0.0
     num_bytes, levers = 0.0, job.levers
     if levers.tiled_mlp:
@@ -358,7 +317,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     levers, steps = job.levers, job.accumulation
     recomputes = levers.gradient_checkpointing is not False
     # A frozen weight needs no gradient, which saves half of the backward.
-    passes = 1 + int(recomputes) + (2 if job.adapters is None else 1)
+    passes = 1 + int(recomputes) + (2 if job.lora is None else 1)
     attention, recurrence = compute_attention_flops(job), compute_recurrence_flops(job)
     forwards = 1 + int(levers.gradient_checkpointing == "full")
     peak = gpu.tflops * TERA
@@ -455,15 +414,15 @@ def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
     ranks = job.world_size
     if ranks == 1:
         return 0.0
-    gathered = job.dtype_bytes * job.weights.num_elements if job.zero_stage == 3 else 0
-    reduced = job.engine.communication_bytes * job.weights.num_trained
+    gathered = job.dtype_bytes * get_weights(job).num_elements if job.zero_stage == 3 else 0
+    reduced = job.engine.communication_bytes * get_weights(job).num_trained
     seconds = _spread(gathered, ranks, gpu) + _spread(reduced, ranks, gpu)
     return seconds + compute_second_gather_seconds(job, gpu)
 
 
 def compute_second_gather_seconds(job: Job, gpu: Gpu) -> float:
     """Per micro-step, of the backward. A second shard keeps it inside a replica."""
-    gathered = job.dtype_bytes * job.weights.num_elements if job.zero_stage == 3 else 0
+    gathered = job.dtype_bytes * get_weights(job).num_elements if job.zero_stage == 3 else 0
     ranks = job.layout.replica_size if job.layout.dp_replicate_size > 1 else job.world_size
     return _spread(gathered, ranks, gpu)
 
@@ -487,7 +446,7 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
     activations = 2.0 * saved / rate
     if swaps_activations(job.levers):  # copies and transfers run at the same time
         activations = max(activations, 2.0 * saved * job.ranks_per_node / disk)
-    weights = job.dtype_bytes * job.weights.num_elements / job.world_size
+    weights = job.dtype_bytes * get_weights(job).num_elements / job.world_size
     if job.levers.offload_param == "none":
         return activations
     if job.levers.offload_param == "cpu":
@@ -498,7 +457,7 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
 
 def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
     """Seconds of (Adam, its transfers to the host or a disk and back) once per step; the transfers are not hidden."""
-    shard = count_shard(job.weights.num_trained, job.world_size)
+    shard = count_shard(get_weights(job).num_trained, job.world_size)
     # Files of states are read and written once, those of trained weights written; ranks of a machine share its disk.
     written = 2 * compute_state_file_bytes(job) + (job.dtype_bytes * shard if job.levers.offload_param == "nvme" else 0)
     moved = job.ranks_per_node * written / (gpu.efficiency.disk_gb_s * GIGA)

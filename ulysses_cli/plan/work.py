@@ -4,7 +4,7 @@ of all heads, u ranks that exchange heads."""
 
 from __future__ import annotations
 
-from ulysses_cli.plan.flops import count_state_flops
+from ulysses_cli.plan.flops import count_state_flops, count_values
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.ledger.job import Job
@@ -12,7 +12,6 @@ from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
     DeltaNetMixer,
-    DenseMlp,
     ExpertsMlp,
     KimiDeltaMixer,
     Layer,
@@ -26,13 +25,14 @@ FLOAT_BYTES = 4
 
 def count_mlp_elements(job: Job, layer: Layer) -> int:
     """Weights of a layer's MLP, with all its experts."""
-    block: DenseMlp | ExpertsMlp | None = layer.mlp
+    block, hidden = layer.mlp, job.shape.hidden_size
     if block is None:
         return 0
-    inner = block.inner_size
+    elements = block.inner_size * hidden
     if isinstance(block, ExpertsMlp):
-        inner = block.num_experts * inner + block.shared_size
-    return (2 + int(block.is_gated)) * inner * job.shape.hidden_size
+        width = block.latent_size or hidden
+        elements = block.num_experts * block.inner_size * width + block.shared_size * hidden
+    return (2 + int(block.is_gated)) * elements
 
 
 def saves_slices(job: Job) -> bool:
@@ -42,38 +42,13 @@ def saves_slices(job: Job) -> bool:
     return job.levers.head_chunks > 1 or job.levers.gradient_checkpointing is True
 
 
-class LatentWidths:
-    """Elements per token of one layer's tensors."""
-
-    def __init__(self, mixer: AttentionMixer) -> None:
-        if mixer.latent is None:
-            raise ValueError("an attention without latents")
-        rope, self.query_rank, self.kv_rank = mixer.latent.rope_dim, mixer.latent.query_rank, mixer.latent.kv_rank
-        self.queries, self.values = mixer.num_heads * mixer.head_dim, mixer.num_heads * mixer.value_head_dim
-        self.expanded = self.queries - mixer.num_heads * rope + self.values
-        self.rows = 2 * self.queries + self.values
-        self.compressed = self.kv_rank + rope
-
-
-def count_latent_weights(job: Job, mixer: AttentionMixer) -> int:
-    """Of its projections."""
-    widths, hidden = LatentWidths(mixer), job.shape.hidden_size
-    rank = widths.query_rank
-    of_queries = hidden * widths.queries if rank is None else rank * (hidden + widths.queries)
-    return of_queries + hidden * (widths.compressed + widths.values) + widths.kv_rank * widths.expanded
-
-
 def count_latent_exchanged(job: Job, mixer: AttentionMixer) -> int:
     """Elements per token that the exchange of heads carries in a micro-step: rows and the result in each forward; in
     the backward the result's gradient, with slices and the result where these were saved, and gradients of rows."""
-    widths, forwards = LatentWidths(mixer), 1 + int(job.levers.gradient_checkpointing == "full")
-    backward = widths.values + (widths.rows + widths.values if saves_slices(job) else 0) + widths.rows
-    return (widths.rows + widths.values) * forwards + backward
-
-
-def count_values(mixer: RecurrentMixer) -> int:
-    """Elements of the result."""
-    return mixer.num_heads * (mixer.head_dim if isinstance(mixer, Mamba2Mixer) else mixer.value_head_dim)
+    values, forwards = mixer.num_heads * mixer.value_head_dim, 1 + int(job.levers.gradient_checkpointing == "full")
+    rows = 2 * mixer.num_heads * mixer.head_dim + values
+    backward = values + (rows + values if saves_slices(job) else 0) + rows
+    return (rows + values) * forwards + backward
 
 
 def count_shared(mixer: RecurrentMixer, num_ranks: int) -> int:
@@ -92,13 +67,6 @@ def count_rows(mixer: RecurrentMixer, num_ranks: int, dtype_bytes: int) -> int:
     strength."""
     small = dtype_bytes if isinstance(mixer, Mamba2Mixer) else dtype_bytes + FLOAT_BYTES
     return dtype_bytes * (2 * count_shared(mixer, num_ranks) + count_values(mixer)) + small * mixer.num_heads
-
-
-def count_kimi_weights(hidden: int, mixer: KimiDeltaMixer, *, is_narrow: bool) -> int:
-    """Of its projections."""
-    width = mixer.num_heads * mixer.head_dim
-    gate = mixer.head_dim * (hidden + width) if is_narrow else hidden * width
-    return hidden * (4 * width + mixer.num_heads) + 2 * gate
 
 
 GIGA, TERA = 1e9, 1e12

@@ -29,6 +29,7 @@ from ulysses_cli.plan.layout import GPUS_PER_NODE
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import weigh_ledger
 from ulysses_cli.plan.ledger.machine import PROCESS_BYTES, compute_node_disk_bytes
+from ulysses_cli.plan.ledger.weights import find_num_parameters
 from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -202,7 +203,7 @@ class HostNeed:
 
 
 def compute_host_need(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> HostNeed:
-    parameters = shape.num_parameters or 0
+    parameters = find_num_parameters(shape) or 0
     trained = parameters if recipe.lora is None else parameters // 50
     memory = STATE_BYTES * trained + PROCESS_BYTES // 3 * make_layout(recipe).world_size
     num_checkpoints = (recipe.run.save_total_limit or 3) + 1  # a new one is written before the oldest is deleted

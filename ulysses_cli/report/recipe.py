@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.layout import Placement
+from ulysses_cli.plan.ledger.weights import find_num_parameters
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
@@ -86,7 +87,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
             "name": shape.name,
             "source": valid.source,
             "model_type": shape.model_type,
-            "num_parameters": shape.num_parameters,
+            "num_parameters": find_num_parameters(shape),
             "num_layers": shape.num_layers,
             "windows": list(shape.windows),
         },

@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from ulysses_cli.plan.files import write_whole
+from ulysses_cli.plan.ledger.weights import find_num_parameters
 from ulysses_cli.plan.models.model_files import CLOCK, list_variables, read_date
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.resolved import changes_positions
@@ -118,7 +119,8 @@ def make_card(
     lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
     lines += [f"base_model: {base}"] if base not in (None, LOCAL_FOLDER) else []
     lines += ["---", "", f"# {name}", ""]
-    size = f", {shape.num_parameters:,} parameters" if shape.num_parameters else ""
+    num_parameters = find_num_parameters(shape)
+    size = f", {num_parameters:,} parameters" if num_parameters else ""
     origin = {None: "A model from random weights", LOCAL_FOLDER: "A model from a local folder"}.get(base, base)
     summary = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
     lines += [f"{summary} with ulysses {get_own_version()}.", ""]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
+from ulysses_cli.plan.ledger.weights import find_num_parameters
 from ulysses_cli.plan.schedule import SCORE_MEASURE
 from ulysses_cli.run.records import name_asker, write_early_stop
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves, open_uploads
@@ -196,7 +197,7 @@ def check_disk(inputs: Inputs, connected: Connected, run: AssembledRun, saves: S
     """Collective over all ranks. Reports a disk that will be full before the first step."""
     recipe, num_trained = connected.plan.recipe, run.built.num_trained
     settings, width = recipe.run, getattr(torch, recipe.model.dtype).itemsize
-    model_bytes = width * (num_trained if run.built.adapter is not None else inputs.shape.num_parameters)
+    model_bytes = width * (num_trained if run.built.adapter is not None else find_num_parameters(inputs.shape))
     num_steps = connected.length.num_steps - connected.resume_point.step
     judged_steps = settings.eval_suite_steps if settings.keep_best == SCORE_MEASURE else settings.eval_steps
     saves.check_disk(num_trained, model_bytes, num_steps, settings.save_steps, judged_steps)
@@ -243,7 +244,7 @@ def list_run_facts(launch: Launch, inputs: Inputs, connected: Connected, run: As
         "run_name": get_run_name(launch),
         "layout": {**vars(plan.layout), "world_size": plan.layout.world_size},
         "model": {
-            **{"name": shape.name, "model_type": shape.model_type, "num_parameters": shape.num_parameters},
+            **{"name": shape.name, "model_type": shape.model_type, "num_parameters": find_num_parameters(shape)},
             **({"rope_theta": plan.resolved.rope_theta} if plan.resolved.rope_theta else {}),
         },
         "versions": list_versions(),

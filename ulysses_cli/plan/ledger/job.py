@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
-from ulysses_cli.plan.ledger.modules import Adapters, trains
-from ulysses_cli.plan.ledger.weights import Weights, count_norms, find_alike, list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -21,7 +19,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import Lora
-from ulysses_cli.plan.resolved import choose_layout, count_branches, make_layout, rank_experts
+from ulysses_cli.plan.resolved import choose_layout, count_branches, make_layout
 from ulysses_cli.plan.rows.indexing import RowSizes, list_excess
 from ulysses_cli.plan.rows.ring import Ring
 
@@ -91,7 +89,6 @@ class Job:
     dtype_bytes: int = 2
     zero_stage: int = 3
     optim: str = "adamw"
-    adapters: Adapters | None = None
     quantized: str | None = None  # format of the frozen linear layers: nf4 or int8
     engine: EngineSettings = EngineSettings()
     gpus_per_node: int = 8
@@ -121,16 +118,12 @@ class Job:
 
     @property
     def num_norms(self) -> int:
-        """Of a layer."""
-        return count_norms(self.shape)
-
-    @cached_property
-    def weights(self) -> Weights:
-        return list_weights(self.model or self.shape, self.adapters)
+        """Of a layer, with those behind its blocks."""
+        return self.family.norms_per_layer + (2 if self.shape.has_post_norms else 0)
 
     def trains(self, part: str) -> bool:
         """Whether the embedding (embed_tokens), the head (lm_head) or all norms (norm) are trained."""
-        return trains(self.adapters, part)
+        return self.lora is None or part in self.lora.modules_to_save
 
     @cached_property
     def _views(self) -> dict[Layer, Job]:
@@ -145,7 +138,8 @@ class Job:
         sizes: dict[str, Any] = {"intermediate_size": kind.mlp.inner_size} if isinstance(kind.mlp, DenseMlp) else {}
         if attention is not None:
             heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
-            sizes |= {**heads, "head_dim": attention.head_dim, "model_type": find_alike(shape, kind)}
+            built_as = self.family.attention_like or shape.model_type
+            sizes |= {**heads, "head_dim": attention.head_dim, "model_type": built_as}
         borrows = attention is not None and attention.shares_kv
         window = shape.find_widest_window(kind) if self.layout.ring_size > 1 else None
         if all(getattr(shape, name) == size for name, size in sizes.items()) and not borrows:
@@ -213,7 +207,7 @@ def is_indexable(job: Job) -> bool:
         head_chunks=job.levers.head_chunks,
         tiled_mlp=job.levers.tiled_mlp,
         is_quantized=job.quantized is not None,
-        uses_dora=job.adapters is not None and job.adapters.has_magnitudes,
+        uses_dora=job.lora is not None and job.lora.use_dora,
         num_rows=job.batch,
         kernel=job.kernel,
     )
@@ -222,16 +216,9 @@ def is_indexable(job: Job) -> bool:
 
 def is_known(shape: ModelShape) -> bool:
     """Whether all of its weights are described, layer by layer."""
-    if shape.num_parameters is None or shape.family is None:
+    if shape.family is None:
         return False
-    return all(_is_plain(layer, shape) for layer in shape.layer_kinds) and not _has_more(shape)
-
-
-def _has_more(shape: ModelShape) -> bool:
-    """Whether there are weights that the ledger does not know, where a family may have them."""
-    family = FAMILIES[shape.model_type]
-    may_have = (family.layer_extras, family.model_extras) != (Family.layer_extras, Family.model_extras)
-    return may_have and list_weights(shape, None).num_elements != sum(list_weights(shape, None).persistent_sizes)
+    return all(_is_plain(layer, shape) for layer in shape.layer_kinds)
 
 
 def _is_plain(layer: Layer, shape: ModelShape) -> bool:
@@ -255,18 +242,11 @@ def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
     return gate_is_known and is_usual
 
 
-def _explain_unknown(shape: ModelShape) -> str:
-    if shape.inexact:
-        return "" if "not on the list" in shape.inexact else shape.inexact
-    has_more = shape.family is not None and shape.num_parameters is not None and _has_more(shape)
-    return "it has weights beside those of usual layers, such as embeddings of single layers" if has_more else ""
-
-
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     """Raises RecipeError for a model of which weights are not known: a guess would look like an answer."""
     if is_known(shape):
         return
-    why = f": {reason}" if (reason := _explain_unknown(shape)) else ""
+    why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
     message = f"not all weights of {shape.name} are known, a model of type {shape.model_type}{why}"
     hint = "estimate-memory needs no more than its config; known are most attention and recurrences, MLPs and experts"
     raise RecipeError([Problem(key, message, hint)])
@@ -275,31 +255,6 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
 def make_engine(recipe: Recipe, levers: Levers) -> EngineSettings:
     config = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
     return read_engine(merge_user_config(config, recipe.deepspeed), BYTES[recipe.model.dtype])
-
-
-# Linear layers of families with names of their own, by those that the ledger uses.
-USUAL_NAMES = {
-    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "input_linear": "gate_up_proj",
-    "output_linear": "down_proj", "c_fc": "up_proj", "c_proj": "down_proj", "fc1": "up_proj", "fc2": "down_proj",
-}  # fmt: skip
-
-
-def name_linear(own: str, family: Family) -> str:
-    """The ledger's name of a linear layer. A family whose attention ends with `out_proj` calls a convolution's last one
-    so too; in other families `out_proj` is a recurrence's and `o_proj` is attention's."""
-    return "o_proj" if own == "out_proj" and own in family.attention_modules else USUAL_NAMES.get(own, own)
-
-
-def read_adapters(recipe: Recipe, shape: ModelShape) -> Adapters | None:
-    lora = recipe.lora
-    if lora is None:
-        return None
-    names = () if lora.target_modules == "all-linear" else lora.target_modules
-    family = FAMILIES.get(shape.model_type)
-    targets = tuple(names if family is None else (name_linear(name, family) for name in names))
-    saved = tuple(sorted(lora.modules_to_save))
-    experts = tuple(zip(lora.experts, rank_experts(lora, shape).values(), strict=True))
-    return Adapters(lora.r, targets, lora.dropout > 0, saved, has_magnitudes=lora.use_dora, experts=experts)
 
 
 def make_job(
@@ -318,7 +273,6 @@ def make_job(
         dtype_bytes=BYTES[recipe.model.dtype],
         zero_stage=recipe.parallel.zero_stage,
         optim=recipe.train.optim,
-        adapters=read_adapters(recipe, shape),
         quantized=recipe.lora.quantize_base if recipe.lora is not None else None,
         engine=make_engine(recipe, levers),
         gpus_per_node=gpus_per_node,

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TypeVar
 
 from ulysses_cli.plan.ledger import machine
+from ulysses_cli.plan.ledger.hooks import MADE
 from ulysses_cli.plan.ledger.job import Job, Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.machine import compute_host_uncertainty, list_host_phases
-from ulysses_cli.plan.ledger.sized.hooks import MADE
-from ulysses_cli.plan.ledger.sized.moments import find_moments
-from ulysses_cli.plan.ledger.sized.parts import weigh, weigh_least
+from ulysses_cli.plan.ledger.moments import find_moments
+from ulysses_cli.plan.ledger.parts import weigh, weigh_least
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.sizes.tensor import UnknownOperator
 

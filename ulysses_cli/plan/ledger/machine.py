@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
-from ulysses_cli.plan.ledger.sized.parts import count_offloaded
+from ulysses_cli.plan.ledger.parts import count_offloaded
 from ulysses_cli.plan.ledger.states import compute_reduce_flush
-from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.weights import count_shard, get_weights
 from ulysses_cli.plan.levers import (
     SWAP_CHUNK_BYTES,
     SWAP_THREADS,
@@ -105,7 +105,7 @@ def compute_saved_pinned(job: Job) -> int:
 def compute_pinned_rounding(job: Job) -> int:
     """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h).
     Buffers for files have the requested size (deepspeed_pin_tensor.cpp)."""
-    levers, shard = job.levers, count_shard(job.weights.num_trained, job.world_size)
+    levers, shard = job.levers, count_shard(get_weights(job).num_trained, job.world_size)
     blocks = [states.compute_host_parameters(job)] if levers.offload_param == "cpu" else []
     if levers.offload_optimizer != "none":
         blocks.append(job.engine.gradient_bytes * shard)
@@ -124,7 +124,7 @@ def compute_read(job: Job) -> int:
     quantized base is made on the GPU, a few weights at a time (transformers/core_model_loading.py)."""
     if job.zero_stage == 3:
         return 0
-    num_elements = READERS * job.weights.largest if job.quantized is not None else job.weights.num_elements
+    num_elements = READERS * get_weights(job).largest if job.quantized is not None else get_weights(job).num_elements
     return job.dtype_bytes * num_elements
 
 
@@ -132,10 +132,10 @@ def compute_save_copy(job: Job) -> int:
     """Per rank: a copy of everything that a checkpoint holds (async_save); or of the three tensors of the largest
     weight, since three at a time pass to the file (train/tensor_file.py: MAX_CHUNKS). What is in host memory already
     is written without a copy."""
-    shard = count_shard(job.weights.num_trained, job.world_size)
+    shard = count_shard(get_weights(job).num_trained, job.world_size)
     if job.async_save:
         return ADAM_SAVED_BYTES * shard
-    largest = job.weights.largest_trained
+    largest = max(get_weights(job).trained, default=0)
     share = count_shard(largest, job.world_size) if job.zero_stage == 3 else min(largest, shard)
     return 0 if job.levers.offload_optimizer == "cpu" else ADAM_SAVED_BYTES * share
 
@@ -165,7 +165,8 @@ def list_host_phases(job: Job, phases: Iterable[str]) -> dict[str, dict[str, int
         lines |= {"load": read, "save": copied}.get(phase, {})
         host_phases[phase] = {name: ranks * size for name, size in lines.items() if size}
         if phase in ("load", "save"):
-            host_phases[phase]["weights_file"] = min(LARGEST_FILE_BYTES, job.dtype_bytes * job.weights.num_elements)
+            whole = job.dtype_bytes * get_weights(job).num_elements
+            host_phases[phase]["weights_file"] = min(LARGEST_FILE_BYTES, whole)
     return host_phases
 
 

@@ -4,12 +4,11 @@ each, so is every weight. N trained elements, F frozen, W ranks that shard, b by
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger.job import Job, name_linear
-from ulysses_cli.plan.ledger.weights import Weights, count_shard
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import Weights, count_shard, get_weights
 
 
 @lru_cache(maxsize=64)
@@ -19,9 +18,8 @@ def list_sub_groups(weights: Weights, num_ranks: int, size: int) -> tuple[int, .
     whole = count_shard(weights.num_trained, num_ranks)
     if size >= whole:
         return (whole,)
-    numels = {name: numel for module in weights.modules if module.is_trained for name, numel in module.weights}
     groups, filled = [], 0
-    for numel in numels.values():
+    for numel in weights.trained:
         filled += count_shard(numel, num_ranks)
         if filled >= size:
             groups.append(filled)
@@ -40,14 +38,14 @@ def compute_state_file_bytes(job: Job) -> int:
     """16 N / W."""
     if job.levers.offload_optimizer != "nvme":
         return 0
-    return FLOAT_BYTES * (STATE_FILES + GRADIENT_FILES) * count_shard(job.weights.num_trained, job.world_size)
+    return FLOAT_BYTES * (STATE_FILES + GRADIENT_FILES) * count_shard(get_weights(job).num_trained, job.world_size)
 
 
 def compute_weight_file_bytes(job: Job) -> int:
     """b (N + F) / W."""
     if job.levers.offload_param != "nvme":
         return 0
-    return job.dtype_bytes * count_shard(job.weights.num_elements, job.world_size)
+    return job.dtype_bytes * count_shard(get_weights(job).num_elements, job.world_size)
 
 
 def compute_locked_state_bytes(job: Job) -> int:
@@ -62,28 +60,23 @@ def compute_locked_weight_bytes(job: Job) -> int:
     (partitioned_param_swapper.py: reserve_partitioned_swap_space)."""
     if job.levers.offload_param != "nvme":
         return 0
-    buffers = size_weight_buffers(job.weights, job.world_size, job.dtype_bytes)
+    buffers = size_weight_buffers(get_weights(job), job.world_size, job.dtype_bytes)
     return job.dtype_bytes * (buffers["buffer_count"] * buffers["buffer_size"] + count_largest_group(job))
 
 
 def count_largest_group(job: Job) -> int:
     """May exceed sub_group_size by one weight's shard; on few ranks the embedding's shard is most of the group."""
-    return max(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
+    return max(list_sub_groups(get_weights(job), job.world_size, job.engine.sub_group))
 
 
 def size_weight_buffers(weights: Weights, num_ranks: int, dtype_bytes: int) -> Mapping[str, int]:
     """DeepSpeed's settings: as many buffers as a layer has weights with files, each of the largest one's size.
     DeepSpeed fails where no buffer is free. Frozen weights gathered for a recomputation stay until their layer's
     backward is done."""
-    in_use: dict[tuple[str, int], set[str]] = defaultdict(set)
-    largest = 1
-    for module in weights.modules:
-        for name, size in module.weights:
-            if has_file(size, num_ranks, dtype_bytes):
-                in_use[module.part, module.layer].add(name)
-                largest = max(largest, count_shard(size, num_ranks))
-    count = max((len(names) for names in in_use.values()), default=0) + SPARE_BUFFERS
-    return {"buffer_count": count, "buffer_size": largest}
+    shares = [count_shard(each.num_elements, num_ranks) for each in weights.every]
+    in_use = [sum(has_file(size, num_ranks, dtype_bytes) for size in block) for block in weights.blocks]
+    largest = max((share for share in shares if share * dtype_bytes >= SMALLEST_FILE_BYTES), default=1)
+    return {"buffer_count": max(in_use, default=0) + SPARE_BUFFERS, "buffer_size": largest}
 
 
 def has_file(size: int, num_ranks: int, dtype_bytes: int) -> bool:
@@ -98,7 +91,7 @@ def compute_parameters(job: Job) -> int:
     """b (N + F) / W at stage 3 (stage3.py: lp_param_buffer); on the host with offload_param."""
     if job.levers.offload_param != "none":
         return 0
-    return job.dtype_bytes * count_shard(job.weights.num_elements, job.world_size)
+    return job.dtype_bytes * count_shard(get_weights(job).num_elements, job.world_size)
 
 
 def compute_secondary_shard(job: Job) -> int:
@@ -107,22 +100,23 @@ def compute_secondary_shard(job: Job) -> int:
     on the host (_partition_param_sec: remote_device)."""
     if job.layout.dp_replicate_size == 1 or job.levers.offload_param != "none":
         return 0
-    persistent = sum(size for size in job.weights.persistent_sizes if size <= job.engine.persistence_threshold)
-    return job.dtype_bytes * (job.weights.num_elements - persistent) // job.layout.replica_size
+    sizes = [weight.num_elements for weight in get_weights(job).every]
+    away = sum(size for size in sizes if size > job.engine.persistence_threshold)
+    return job.dtype_bytes * away // job.layout.replica_size
 
 
 def compute_gradients(job: Job) -> int:
     """g N / W at stage 3 (stage3.py: grad_partitions_flat_buffer); on the host with offload_optimizer."""
     if job.levers.offload_optimizer != "none":
         return 0
-    return job.engine.gradient_bytes * count_shard(job.weights.num_trained, job.world_size)
+    return job.engine.gradient_bytes * count_shard(get_weights(job).num_trained, job.world_size)
 
 
 def compute_reduce_flush(job: Job) -> int:
     """A full bucket's gradients are concatenated for the reduce-scatter (coalesced_collectives.py: torch.cat): as much
     again as the bucket holds, at most N. Below stage 3 the parts of several ranks are concatenated, and then cast where
     they travel in another dtype (stage_1_and_2.py: allreduce_bucket)."""
-    filled, sent = min(job.engine.reduce_bucket, job.weights.num_trained), job.engine.communication_bytes
+    filled, sent = min(job.engine.reduce_bucket, get_weights(job).num_trained), job.engine.communication_bytes
     if job.zero_stage == 3:
         return filled * sent
     is_cut = job.world_size > 1 or is_compact(job)  # else it is one piece
@@ -139,21 +133,21 @@ def compute_master(job: Job) -> int:
     """4 N / W float32 weights, also where the model itself is float32 (stage3.py: _create_fp32_partitions clones)."""
     if job.levers.offload_optimizer != "none":
         return 0
-    return 4 * count_shard(job.weights.num_trained, job.world_size)
+    return 4 * count_shard(get_weights(job).num_trained, job.world_size)
 
 
 def compute_adam(job: Job) -> int:
     """8 N / W from the first step on. In 8 bits: two one-byte codes per weight, two float32 scales per 256 weights."""
     if job.levers.offload_optimizer != "none":
         return 0
-    shard = count_shard(job.weights.num_trained, job.world_size)
+    shard = count_shard(get_weights(job).num_trained, job.world_size)
     return 8 * shard if job.optim == "adamw" else 2 * shard + 8 * -(-shard // CODE_BLOCK)
 
 
 def compute_host_optimizer_pinned(job: Job) -> int:
     """Per rank: gradients g N / W, page-locked (stage3.py: grad_partitions_flat_buffer). On NVMe also DeepSpeed's four
     buffers of a sub-group's states."""
-    shard = count_shard(job.weights.num_trained, job.world_size)
+    shard = count_shard(get_weights(job).num_trained, job.world_size)
     if job.levers.offload_optimizer == "cpu":
         return job.engine.gradient_bytes * shard if job.zero_stage == 3 else _compute_lower_pinned(job)
     if job.levers.offload_optimizer == "nvme":
@@ -166,8 +160,8 @@ def _compute_lower_pinned(job: Job) -> int:
     largest weight; where micro-steps are accumulated without a flat buffer, also their sum
     (async_accumulate_grad_in_cpu_via_gpu)."""
     copies = 1 + int(job.accumulation > 1 and not is_compact(job))
-    shard = count_shard(job.weights.num_trained, job.world_size)
-    largest = max(size for module in job.weights.modules if module.is_trained for _, size in module.weights)
+    shard = count_shard(get_weights(job).num_trained, job.world_size)
+    largest = max(get_weights(job).trained)
     return (8 + copies * job.dtype_bytes) * shard + job.dtype_bytes * largest
 
 
@@ -177,7 +171,7 @@ def compute_host_optimizer_pageable(job: Job) -> int:
     copies of 12 bytes per weight that steps early (train/optimizer/overlapped_optimizer.py)."""
     if job.levers.offload_optimizer != "cpu":
         return 0
-    shard = count_shard(job.weights.num_trained, job.world_size)
+    shard = count_shard(get_weights(job).num_trained, job.world_size)
     if job.zero_stage < 3:
         return 8 * shard
     cast = 0 if job.engine.gradient_bytes == FLOAT_BYTES else FLOAT_BYTES * count_largest_group(job)
@@ -187,7 +181,7 @@ def compute_host_optimizer_pageable(job: Job) -> int:
 def list_overlapped_groups(job: Job) -> tuple[int, ...]:
     """Elements of this rank's groups that may step early: the last ones, whose gradients come first. The first group
     is complete when the backward is over."""
-    groups = list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
+    groups = list_sub_groups(get_weights(job), job.world_size, job.engine.sub_group)
     num_overlapped = min(job.levers.early_groups, len(groups) - 1)
     return groups[len(groups) - num_overlapped :] if job.levers.offload_optimizer == "cpu" else ()
 
@@ -195,39 +189,7 @@ def list_overlapped_groups(job: Job) -> tuple[int, ...]:
 def compute_host_parameters(job: Job) -> int:
     """Per rank: b (N + F) / W, page-locked (stage3.py: _create_param_groups_fp16_flat_cpu_memory); on NVMe the
     buffers through which they pass."""
-    weights = job.weights
+    weights = get_weights(job)
     if job.levers.offload_param == "cpu":
         return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
     return compute_locked_weight_bytes(job)
-
-
-NF4_BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale; scales that share a scale of their own
-CODE_BYTES = 2048  # tables of a weight, each rounded up to 512 bytes
-SCALE_BYTES = 4  # float32
-
-
-def compute_quantized_spared(job: Job) -> int:
-    """How much less the base takes than in the model's dtype. In 4 bits a weight takes n / 2, a byte for each 64
-    weights, and 4 bytes for 256 of those; in 8 bits n, and 4 bytes per row."""
-    if job.quantized is None:
-        return 0
-    family = job.family
-    extras = (name for name in family.linear_extras if isinstance(name, str))
-    names = (*family.attention_modules, *family.mlp_modules, *extras)
-    sizes = _list_quantized(job.weights, tuple(name_linear(name, family) for name in names))
-    if job.quantized == "int8":
-        rows = SCALE_BYTES * sum(sizes) // job.shape.hidden_size
-        return (job.dtype_bytes - 1) * sum(sizes) - rows
-    return job.dtype_bytes * sum(sizes) - sum(map(_count_nf4_bytes, sizes))
-
-
-def _count_nf4_bytes(num_elements: int) -> int:
-    blocks = -(-num_elements // NF4_BLOCK)
-    return -(-num_elements // 2) + blocks + SCALE_BYTES * -(-blocks // SCALE_BLOCK) + CODE_BYTES
-
-
-@lru_cache(maxsize=64)
-def _list_quantized(weights: Weights, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Elements of each linear layer's weight; keys are `LAYER.NAME`."""
-    found = (weight for module in weights.modules for weight in module.weights)
-    return tuple(size for key, size in found if key.partition(".")[2] in names)

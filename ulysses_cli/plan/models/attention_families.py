@@ -57,21 +57,6 @@ def find_wide_size(facts: ConfigFacts, index: int) -> int:
     return facts.get_count("intermediate_size") * (1 + int(bool(borrows and facts.find("use_double_wide_mlp"))))
 
 
-def count_per_layer_inputs(facts: ConfigFacts) -> int:
-    """Gemma 4: a gate, a projection and a norm for the layer's own embedding of a token."""
-    hidden, own = facts.get_count("hidden_size"), facts.find_count("hidden_size_per_layer_input") or 0
-    total = (2 * hidden * own + hidden) if own else 0
-    if facts.find("enable_moe_block"):  # beside the MLP: three norms and the router's scale
-        total += 4 * hidden
-    return total
-
-
-def count_per_layer_embeddings(facts: ConfigFacts) -> int:
-    own = facts.find_count("hidden_size_per_layer_input") or 0
-    width = own * facts.get_count("num_hidden_layers")
-    return width * ((facts.find_count("vocab_size_per_layer_input") or 0) + facts.get_count("hidden_size")) + own
-
-
 def center(facts: ConfigFacts) -> bool:
     """transformers: modeling_cohere.py, CohereLayerNorm; Command A may have RMSNorm instead."""
     return facts.find("rms_norm_eps") is None
@@ -81,173 +66,74 @@ GEMMA_4_EXTRAS = (
     *((name, "hidden_size_per_layer_input") for name in ("per_layer_input_gate", "per_layer_projection")),
     ("per_layer_model_projection", "hidden_size_per_layer_input"),
 )
-LATENT = Family(attention_modules=LATENT_PROJECTIONS, latent=True, mlp_bias=False)
+LATENT = Family(attention_modules=LATENT_PROJECTIONS, latent=True)
 
 DENSE: dict[str, Family] = {
     "llama": Family(),
-    "qwen2": Family(qkv_bias=True, out_bias=False, mlp_bias=False, kind_of_layer=slide_from_max_window_layers),
-    "qwen3": Family(query_key_norm="head", mlp_bias=False, kind_of_layer=slide_from_max_window_layers),
-    "mistral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
-    "gemma2": Family(
-        mlp_bias=False,
-        norms_per_layer=4,
-        kind_of_layer=slide_but_every(2, ""),
-        attention_scale="query_pre_attn_scalar",
-        traits=(Trait.POST_NORMS,),
-    ),
+    "qwen2": Family(kind_of_layer=slide_from_max_window_layers),
+    "qwen3": Family(query_key_norm="head", kind_of_layer=slide_from_max_window_layers),
+    "mistral": Family(kind_of_layer=slide),
+    "gemma2": Family(norms_per_layer=4, kind_of_layer=slide_but_every(2, ""), attention_scale="query_pre_attn_scalar"),
     "gemma3_text": Family(
         query_key_norm="head",
-        mlp_bias=False,
         norms_per_layer=4,
         kind_of_layer=slide_but_every(6),
         attention_scale="query_pre_attn_scalar",
-        traits=(Trait.POST_NORMS, Trait.NORMS_AFTER_ALL),
     ),
-    "phi3": Family(
-        attention_modules=("qkv_proj", "o_proj"),
-        mlp_modules=FUSED_MLP,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        kind_of_layer=slide,
-    ),
-    "olmo2": Family(
-        query_key_norm="full",
-        mlp_bias=False,
-        traits=(Trait.POST_NORMS, Trait.WITHOUT_INPUT_NORM),
-    ),
+    "phi3": Family(attention_modules=("qkv_proj", "o_proj"), mlp_modules=FUSED_MLP, kind_of_layer=slide),
+    "olmo2": Family(query_key_norm="full"),
     "smollm3": Family(kind_of_layer=slide_without_rope),
-    "granite": Family(
-        attention_scale="attention_multiplier",
-    ),
-    "apertus": Family(
-        query_key_norm="head",
-        mlp_modules=PLAIN_MLP,
-        is_mlp_gated=False,
-        mlp_bias=False,
-        mlp_extras=2,
-        activation="xielu",
-    ),
+    "granite": Family(attention_scale="attention_multiplier"),
+    "apertus": Family(query_key_norm="head", mlp_modules=PLAIN_MLP, is_mlp_gated=False),
     "arcee": Family(mlp_modules=PLAIN_MLP, is_mlp_gated=False),
-    "cohere": Family(
-        norms_per_layer=1,
-        centers_norms=center,
-        query_key_norm="full",
-        norms_queries="use_qk_norm",
-        mlp_bias=False,
-        traits=(Trait.PARALLEL,),
-    ),
-    "cohere2": Family(
-        norms_per_layer=1,
-        centers_norms=center,
-        mlp_bias=False,
-        kind_of_layer=slide_but_every(4),
-        traits=(Trait.PARALLEL,),
-    ),
-    "cohere_compass_text": Family(norms_per_layer=1, centers_norms=center, mlp_bias=False, traits=(Trait.PARALLEL,)),
-    "cwm": Family(qkv_bias=False, out_bias=False, kind_of_layer=slide_but_first_of(4)),
-    "ernie4_5": Family(
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
-    ),
-    "exaone4": Family(
-        query_key_norm="head",
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        kind_of_layer=slide_but_every(4),
-        traits=(Trait.POST_NORMS, Trait.WITHOUT_INPUT_NORM),
-    ),
-    "gemma": Family(
-        mlp_bias=False,
-    ),
+    "cohere": Family(norms_per_layer=1, centers_norms=center, query_key_norm="full", norms_queries="use_qk_norm"),
+    "cohere2": Family(norms_per_layer=1, centers_norms=center, kind_of_layer=slide_but_every(4)),
+    "cohere_compass_text": Family(norms_per_layer=1, centers_norms=center),
+    "cwm": Family(kind_of_layer=slide_but_first_of(4)),
+    "ernie4_5": Family(),
+    "exaone4": Family(query_key_norm="head", kind_of_layer=slide_but_every(4)),
+    "gemma": Family(),
     "gemma4_text": Family(
         linear_extras=GEMMA_4_EXTRAS,
         query_key_norm="head",
-        mlp_bias=False,
         norms_per_layer=4,
         kind_of_layer=slide_gemma_4,
         has_global_heads=True,
         attention_scale="one",
         dense_size=find_wide_size,
-        layer_extras=count_per_layer_inputs,
-        model_extras=count_per_layer_embeddings,
         has_per_layer_embeddings=True,
         enables_experts="enable_moe_block",
         shared_size=lambda facts: facts.get_count("intermediate_size"),
-        router_extras=1,
-        traits=(Trait.POST_NORMS, Trait.BESIDE_MLP, Trait.SCALED_LAYERS, Trait.NORMS_OF_VALUES, Trait.SHARED_FIRST),
+        traits=(Trait.BESIDE_MLP,),
     ),
     "gemma4_unified_text": Family(
         query_key_norm="head",
-        mlp_bias=False,
         norms_per_layer=4,
         kind_of_layer=slide_gemma_4,
         has_global_heads=True,
         attention_scale="one",
         dense_size=find_wide_size,
-        traits=(Trait.POST_NORMS, Trait.SCALED_LAYERS, Trait.NORMS_OF_VALUES),
     ),
-    "glm": Family(out_bias=False, mlp_modules=FUSED_MLP, mlp_bias=False),
-    "glm4": Family(
-        out_bias=False,
-        mlp_modules=FUSED_MLP,
-        mlp_bias=False,
-        norms_per_layer=4,
-        traits=(Trait.POST_NORMS,),
-    ),
+    "glm": Family(mlp_modules=FUSED_MLP),
+    "glm4": Family(mlp_modules=FUSED_MLP, norms_per_layer=4),
     "granite_swa": Family(has_sinks=True, kind_of_layer=slide_but_first_of(4), attention_scale="attention_multiplier"),
-    "helium": Family(out_bias=False),
-    "hunyuan_v1_dense": Family(query_key_norm="head", mlp_bias=False),
+    "helium": Family(),
+    "hunyuan_v1_dense": Family(query_key_norm="head"),
     "hyperclovax": Family(
-        has_post_norms="use_post_norm",
-        attention_scale="attention_multiplier",
-        traits=(Trait.SCALING_MULTIPLIES,),
+        has_post_norms="use_post_norm", attention_scale="attention_multiplier", traits=(Trait.SCALING_MULTIPLIES,)
     ),
     "internlm3": Family(),
     "iquestcoder": Family(),
-    "jais2": Family(
-        mlp_modules=PLAIN_MLP,
-        is_mlp_gated=False,
-        norm_parts=2,
-    ),
+    "jais2": Family(mlp_modules=PLAIN_MLP, is_mlp_gated=False),
     "minicpm3": LATENT,
-    "ministral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
-    "ministral3": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
-    "nanochat": Family(
-        mlp_modules=("fc1", "fc2"),
-        is_mlp_gated=False,
-        norm_parts=0,
-        query_key_norm="head",
-        mlp_bias=False,
-    ),
-    "olmo": Family(
-        norm_parts=0,
-        mlp_bias=False,
-    ),
-    "olmo3": Family(
-        query_key_norm="full",
-        mlp_bias=False,
-        kind_of_layer=slide_but_every(4, ""),
-        traits=(Trait.POST_NORMS, Trait.WITHOUT_INPUT_NORM),
-    ),
-    "seed_oss": Family(out_bias="attention_out_bias"),
-    "starcoder2": Family(
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
-        mlp_modules=("c_fc", "c_proj"),
-        is_mlp_gated=False,
-        norm_parts=2,
-        kind_of_layer=slide,
-        activation="gelu",
-    ),
-    "vaultgemma": Family(
-        mlp_bias=False,
-        kind_of_layer=slide_but_every(2, ""),
-        attention_scale="query_pre_attn_scalar",
-    ),
+    "ministral": Family(kind_of_layer=slide),
+    "ministral3": Family(kind_of_layer=slide),
+    "nanochat": Family(mlp_modules=("fc1", "fc2"), is_mlp_gated=False, query_key_norm="head"),
+    "olmo": Family(),
+    "olmo3": Family(query_key_norm="full", kind_of_layer=slide_but_every(4, "")),
+    "seed_oss": Family(),
+    "starcoder2": Family(mlp_modules=("c_fc", "c_proj"), is_mlp_gated=False, kind_of_layer=slide),
+    "vaultgemma": Family(kind_of_layer=slide_but_every(2, ""), attention_scale="query_pre_attn_scalar"),
     "youtu": LATENT,
 }
 
@@ -299,46 +185,27 @@ def find_prefix_size(facts: ConfigFacts, index: int) -> int:
 
 
 EXPERTS: dict[str, Family] = {
-    "qwen3_moe": Family(
-        query_key_norm="head",
-        mlp_bias=False,
-        kind_of_layer=slide,
-        traits=(Trait.EXPERTS_FIRST, Trait.EXPERTS_ADAPTED),
-    ),
-    "mixtral": Family(
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        kind_of_layer=slide,
-        traits=(Trait.EXPERTS_ADAPTED,),
-    ),
-    "gpt_oss": Family(
-        has_sinks=True,
-        experts_have_bias=True,
-        mlp_bias=False,
-        kind_of_layer=slide_but_every(2, ""),
-    ),
+    "qwen3_moe": Family(query_key_norm="head", kind_of_layer=slide, traits=(Trait.EXPERTS_ADAPTED,)),
+    "mixtral": Family(kind_of_layer=slide, traits=(Trait.EXPERTS_ADAPTED,)),
+    "gpt_oss": Family(has_sinks=True, kind_of_layer=slide_but_every(2, "")),
     "afmoe": Family(
         query_key_norm="head",
         attention_gate="elements",
         linear_extras=("gate_proj",),
-        mlp_bias=False,
         norms_per_layer=4,
         kind_of_layer=slide_but_every(4, "global_attn_every_n_layers"),
         has_experts=follow_dense_layers("num_dense_layers", 1),
         shared_size=share_by_number("num_shared_experts"),
-        router_extras=1,
-        traits=(Trait.SIGMOID_ROUTERS, Trait.POST_NORMS, Trait.SHARED_FIRST, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "cohere2_moe": Family(
         norms_per_layer=1,
         centers_norms=center,
-        mlp_bias=False,
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         shared_size=lambda facts: (facts.find_count("num_shared_experts") or 0) * facts.get_count("intermediate_size"),
         dense_size=find_prefix_size,
-        traits=(Trait.PARALLEL, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.EXPERTS_ADAPTED,),
     ),
     "deepseek_v2": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -350,47 +217,33 @@ EXPERTS: dict[str, Family] = {
     "deepseek_v3": Family(
         attention_modules=LATENT_PROJECTIONS,
         latent=True,
-        mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 3),
         shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "dots1": Family(
         query_key_norm="head",
-        mlp_bias=False,
         kind_of_layer=slide_from_max_window_layers,
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "ernie4_5_moe": Family(
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
         has_experts=choose_ernie_layers,
         shared_size=share_by_number("moe_num_shared_experts"),
-        router_extras=1,
-        traits=(Trait.SHARED_FIRST, Trait.EXPERTS_ADAPTED),
+        traits=(Trait.EXPERTS_ADAPTED,),
     ),
     "exaone_moe": Family(
         query_key_norm="head",
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("num_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
-    "flex_olmo": Family(
-        query_key_norm="full",
-        mlp_bias=False,
-        traits=(Trait.POST_NORMS, Trait.WITHOUT_INPUT_NORM, Trait.EXPERTS_ADAPTED),
-    ),
+    "flex_olmo": Family(query_key_norm="full", traits=(Trait.EXPERTS_ADAPTED,)),
     "flint": Family(
         query_key_norm="head",
         has_sinks=True,
-        mlp_bias=False,
         kind_of_layer=find_flint_kind,
         has_experts=choose_flint_layers,
         shared_size=share_by_size("shared_expert_intermediate_size"),
@@ -399,8 +252,6 @@ EXPERTS: dict[str, Family] = {
     "glm4_moe": Family(
         query_key_norm="head",
         norms_queries="use_qk_norm",
-        out_bias=False,
-        mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
@@ -408,34 +259,25 @@ EXPERTS: dict[str, Family] = {
     "glm4_moe_lite": Family(
         attention_modules=LATENT_PROJECTIONS,
         latent=True,
-        mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
-    "granitemoe": Family(
-        mlp_bias=False,
-        attention_scale="attention_multiplier",
-    ),
+    "granitemoe": Family(attention_scale="attention_multiplier"),
     "granitemoe_swa": Family(
         mlp_modules=("input_linear", "output_linear"),
         has_sinks=True,
-        mlp_bias=False,
         attention_scale="attention_multiplier",
         kind_of_layer=slide_but_first_of(4),
         shared_size=share_by_size("shared_intermediate_size"),
     ),
     "granitemoeshared": Family(
         mlp_modules=("input_linear", "output_linear"),
-        mlp_bias=False,
         attention_scale="attention_multiplier",
         shared_size=share_by_size("shared_intermediate_size"),
     ),
     "hunyuan_v1_moe": Family(
-        query_key_norm="head",
-        mlp_bias=False,
-        shared_size=share_by_size("intermediate_size"),
-        traits=(Trait.SHARED_FIRST, Trait.EXPERTS_ADAPTED),
+        query_key_norm="head", shared_size=share_by_size("intermediate_size"), traits=(Trait.EXPERTS_ADAPTED,)
     ),
     "hy_v3": Family(
         query_key_norm="head",
@@ -445,48 +287,30 @@ EXPERTS: dict[str, Family] = {
     ),
     "kolibri1": Family(
         query_key_norm="head",
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         norms_per_layer=4,
         kind_of_layer=slide_but_every(5, ""),
         shared_size=share_by_size("shared_expert_intermediate_size"),
-        traits=(Trait.SIGMOID_ROUTERS, Trait.POST_NORMS),
+        traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "laguna": Family(
         query_key_norm="head",
         attention_gate="heads",
         is_gated="gating",
         linear_extras=("g_proj",),
-        mlp_bias=False,
         has_experts=follow_dense_layers("", 1),
         shared_size=share_by_size("shared_expert_intermediate_size"),
-        router_extras=1,
-        traits=(Trait.SIGMOID_ROUTERS, Trait.SHARED_FIRST),
+        traits=(Trait.SIGMOID_ROUTERS,),
     ),
-    "mellum": Family(query_key_norm="head", mlp_bias=False, traits=(Trait.EXPERTS_ADAPTED,)),
-    "minimax_m2": Family(
-        query_key_norm="full",
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
-    ),
-    "olmoe": Family(query_key_norm="full", mlp_bias=False, traits=(Trait.EXPERTS_ADAPTED,)),
+    "mellum": Family(query_key_norm="head", traits=(Trait.EXPERTS_ADAPTED,)),
+    "minimax_m2": Family(query_key_norm="full", traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED)),
+    "olmoe": Family(query_key_norm="full", traits=(Trait.EXPERTS_ADAPTED,)),
     "qwen2_moe": Family(
-        qkv_bias="qkv_bias",
-        out_bias=False,
-        mlp_bias=False,
         kind_of_layer=slide_qwen_2,
         hides_windows=True,
         shared_size=share_by_size("shared_expert_intermediate_size"),
-        has_shared_gate=True,
         linear_extras=("shared_expert_gate",),
-        traits=(Trait.SHARED_FIRST,),
     ),
     "solar_open": Family(
-        mlp_bias=False,
-        shared_size=share_by_number("n_shared_experts"),
-        traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
+        shared_size=share_by_number("n_shared_experts"), traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED)
     ),
 }

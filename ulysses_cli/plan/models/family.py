@@ -112,36 +112,16 @@ def _get_inner_size(facts: ConfigFacts, index: int) -> int:
     return facts.get_count("intermediate_size")
 
 
-def _count_nothing(facts: ConfigFacts) -> int:
-    return 0
-
-
 class Trait(Enum):
-    """How a family's layers differ from Llama's in their weights, or in what peft does with them. Each is of the
-    installed modeling file that its comment names, or of all that have it."""
+    """How a family differs from Llama, or what peft does with it. Each is of the installed modeling file that its
+    comment names, or of all that have it."""
 
-    # norms
-    WITHOUT_INPUT_NORM = auto()  # attention projects the layer's input
-    POST_NORMS = auto()  # a layer ends with a norm
-    NORMS_OF_VALUES = auto()  # without weights
-    NORMS_AFTER_ALL = auto()  # queries and keys are normed when all three are projected
-    # positions
-    # the layer
-    PARALLEL = auto()  # attention and MLP read the same normed input (modeling_cohere.py: CohereDecoderLayer)
-    # A layer's result is multiplied by a number that is saved for the backward: in a recomputation the layer is the
-    # only module that its backward has entered (modeling_gemma4.py: Gemma4TextDecoderLayer.forward, layer_scalar).
-    SCALED_LAYERS = auto()
     SCALING_MULTIPLIES = auto()  # logits, which it divides elsewhere (modeling_hyperclovax.py)
-    WITHOUT_ACTIVATION = auto()  # a module: it is a function
-    GIVES_POSITION = auto()  # to a mixer of any kind by one name (modeling_nemotron_h.py)
     NUMBERED_ATTENTION = auto()  # config.json has the numbers of layers with attention (configuration_bamba.py)
-    # experts
     SIGMOID_ROUTERS = auto()  # each expert is scored by itself
     # Experts read the residual that the MLP beside them reads, and have norms of their own (modeling_gemma4.py:
     # Gemma4TextDecoderLayer.forward). That MLP is what all tokens go to, as in a block with a shared expert.
     BESIDE_MLP = auto()
-    SHARED_FIRST = auto()  # the expert that every token goes to runs before the router
-    EXPERTS_FIRST = auto()  # as their block is made; it is gathered in that order
     # Given all-linear or the MLP's names, peft adapts their experts and routers too, as it once found them: one matrix
     # each (utils/transformers_weight_conversion.py).
     EXPERTS_ADAPTED = auto()
@@ -152,10 +132,9 @@ class Family:
     """One `model_type`.
 
     `kind_of_layer`: by index, where config.json has no layer_types. `has_experts`: by index, in a model with experts,
-    where it has no mlp_layer_types. `router_extras`: parameters of the router for each expert besides its row.
-    `linear_extras`: names of linear layers besides those of plain attention and MLP,
-    some with the field of config.json that has them made. `norm_parts`: 2 with a bias, 1
-    without, 0 for norms without weights. `is_rotary`: whether any layer turns queries and keys by their positions.
+    where it has no mlp_layer_types. `linear_extras`: names of linear layers besides those of plain attention and MLP,
+    some with the field of config.json that has them made. `is_rotary`: whether any layer turns queries and keys by
+    their positions.
     `attention_like`: the family as whose layers those with attention are built.
     `refused_by_peft`: a linear layer on which, and on all-linear with it, peft refuses an adapter
     (tuners/tuners_utils.py: _check_lora_target_modules_mamba). `refused`: why rows are not split over ranks, or ''."""
@@ -166,28 +145,18 @@ class Family:
     linear_extras: tuple[str | tuple[str, str], ...] = ()
     kind_of_layer: Kind = _attends_fully
     other_kinds: tuple[str, ...] = ()  # of layers, besides attention with and without a window
-    qkv_bias: Flag = "attention_bias"
-    out_bias: Flag = "attention_bias"
-    mlp_bias: Flag = "mlp_bias"
     query_key_norm: Literal["", "head", "full"] = ""  # normalised per head, or over all heads at once
     norms_queries: Flag = True
     attention_gate: Literal["", "elements", "heads"] = ""
     is_gated: Flag = True
     has_sinks: bool = False
     norms_per_layer: int = 2
-    norm_parts: int = 1
     centers_norms: Callable[[ConfigFacts], bool] = lambda facts: False
     is_mlp_gated: bool = True
-    mlp_extras: int = 0
     has_experts: Chooses = _is_sparse
-    experts_have_bias: bool = False
-    router_extras: int = 0
     shared_size: Count | None = None
-    has_shared_gate: bool = False
     enables_experts: Flag = True
     dense_size: Callable[[ConfigFacts, int], int] = _get_inner_size
-    layer_extras: Count = _count_nothing
-    model_extras: Count = _count_nothing
     has_post_norms: Flag = False
     latent: bool = False
     has_global_heads: bool = False
@@ -195,9 +164,6 @@ class Family:
     shares_blocks: bool = False  # layers of kind HYBRID use a SharedBlock; the others have no MLP
     recurrence: Literal["", "delta_net", "kimi_delta", "mamba2"] = ""
     has_narrow_gates: bool = True  # Kimi's gates are made through a narrow vector
-    recurrence_bias: Flag = False
-    recurrence_out_bias: Flag = False
-    recurrence_conv_bias: Flag = True
     norms_recurrence: Flag = True
     attention_scale: Literal["head_dim", "half_head_dim", "query_pre_attn_scalar", "attention_multiplier", "one"] = (
         "head_dim"
@@ -205,7 +171,6 @@ class Family:
     is_rotary: Callable[[ConfigFacts], bool] = lambda facts: True
     hides_windows: bool = False
     traits: tuple[Trait, ...] = ()
-    activation: Literal["squared_relu", "gelu", "xielu"] = "squared_relu"  # of an MLP without gates
     attention_like: str = ""
     refused_by_peft: str = ""
     refused: str = ""

@@ -16,9 +16,7 @@ from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.models.families import CROSSING, FAMILIES, find_inexact, list_traits
 from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, ConfigFacts, Family, Trait
 from ulysses_cli.plan.models.layers import (
-    NO_BIASES,
     AttentionMixer,
-    Biases,
     ConvolutionMixer,
     DeltaNetMixer,
     DenseMlp,
@@ -29,7 +27,6 @@ from ulysses_cli.plan.models.layers import (
     Mamba2Mixer,
     Mixer,
     PerLayerEmbeddings,
-    count_model,
     count_written_layers,
 )
 from ulysses_cli.plan.units import format_count
@@ -81,7 +78,6 @@ class ModelShape:
     rope_theta: float | None  # the base; of models with several, that of full attention
     quantization: str
     linear_modules: tuple[str, ...]
-    num_parameters: int | None
     inexact: str
     has_router_loss: bool = False
     logits_divisor: float = 1.0
@@ -90,7 +86,6 @@ class ModelShape:
     has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
     per_layer_embeddings: PerLayerEmbeddings | None = None
-    biases: Biases = NO_BIASES
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what it was read from
 
     @property
@@ -129,7 +124,7 @@ class ModelShape:
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up caches by shape."""
-        return hash((self.name, self.num_layers, self.num_parameters))
+        return hash((self.name, self.num_layers, self.vocab_size))
 
     @cached_property
     def layer_kinds(self) -> tuple[Layer, ...]:
@@ -270,7 +265,6 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         rope_theta=_read_rope_theta(facts),
         quantization=_read_quantization(config),
         linear_modules=_list_linear_modules(facts, family, layers),
-        num_parameters=count_model(layers, facts, family) if family else None,
         inexact=find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),
         logits_divisor=compute_logits_divisor(model_type, _find_scaling(facts), facts.find_number("logit_scale")),
@@ -279,7 +273,6 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
         per_layer_embeddings=_read_per_layer_embeddings(facts, family, num_layers),
-        biases=_read_biases(facts, family) if family else NO_BIASES,
         config=find_text_part(config),
     )
 
@@ -312,18 +305,6 @@ def _check_heads(facts: ConfigFacts, reader: LayerReader, layers: tuple[Layer, .
     if not reader.head_dim or (not is_free and reader.hidden_size % reader.num_heads):
         what = f"hidden_size {reader.hidden_size} is not a multiple of {reader.num_heads} attention heads"
         raise facts.complain(what)
-
-
-def _read_biases(facts: ConfigFacts, family: Family) -> Biases:
-    has_scans = family.recurrence == "mamba2"
-    return Biases(
-        qkv=facts.decide(family.qkv_bias),
-        out=facts.decide(family.out_bias),
-        mlp=facts.decide(family.mlp_bias),
-        scan=facts.decide(family.recurrence_bias),
-        scan_out=facts.decide(family.recurrence_out_bias),
-        convolution=facts.decide(family.recurrence_conv_bias if has_scans else "conv_bias"),
-    )
 
 
 def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tuple[Layer, ...]) -> tuple[str, ...]:
@@ -436,7 +417,9 @@ class ModelSummary:
     refused: str
 
 
-def summarize(shape: ModelShape, gated: bool | None, auto_rings: Mapping[int, int]) -> ModelSummary:
+def summarize(
+    shape: ModelShape, num_parameters: int | None, gated: bool | None, auto_rings: Mapping[int, int]
+) -> ModelSummary:
     kinds = Counter(describe_layer(layer) for layer in shape.layers)
     attentions = dict.fromkeys(
         f"{mixer.num_heads} attention heads of {mixer.head_dim} over {mixer.num_kv_heads}" for mixer in shape.attentions
@@ -445,7 +428,7 @@ def summarize(shape: ModelShape, gated: bool | None, auto_rings: Mapping[int, in
     return ModelSummary(
         name=shape.name,
         model_type=shape.model_type,
-        num_parameters=shape.num_parameters,
+        num_parameters=num_parameters,
         layers=tuple(f"{count} x {kind}" for kind, count in kinds.items()),
         heads=(*attentions, *others),
         sp_sizes=(1,) if shape.inexact else shape.sp_sizes,

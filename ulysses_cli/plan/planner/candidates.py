@@ -14,6 +14,7 @@ from functools import cached_property
 from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost, compute_price
 from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import Levers, get_key
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import Fit
@@ -229,7 +230,7 @@ class Candidate:
     def startup_seconds(self) -> float:
         """Until the first step: processes, weights to every machine and from its disk, the rehearsal of a step and a
         save."""
-        weights, disk_bytes_per_second = self.job.weights, GIGA * self.gpu.efficiency.disk_gb_s
+        weights, disk_bytes_per_second = get_weights(self.job), GIGA * self.gpu.efficiency.disk_gb_s
         loaded = weights.num_elements * self.job.dtype_bytes
         saved = STATE_BYTES * weights.num_trained / self.job.num_nodes
         seconds = loaded / (GIGA * DOWNLOAD_GB_S) + (loaded + saved) / disk_bytes_per_second

@@ -11,8 +11,8 @@ from ulysses_cli.plan.flops import compute_layers_flops, count_idle
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
 from ulysses_cli.plan.ledger.job import Job, is_indexable, is_known
-from ulysses_cli.plan.ledger.sized.parts import measure_prefill
-from ulysses_cli.plan.ledger.states import compute_quantized_spared
+from ulysses_cli.plan.ledger.parts import measure_prefill
+from ulysses_cli.plan.ledger.weights import count_quantized_bytes, find_num_parameters, read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
@@ -38,10 +38,9 @@ def predict(
     """The prediction for a prompt of `length` tokens, for the fullest rank. Weights are those that are sharded; where
     they fit, each rank gathers all of them once. `quantized`: the format of a base under adapters, which each rank
     holds whole; its adapters are left out."""
-    whole = (shape.num_parameters or 0) * bytes_per_number
+    whole = (find_num_parameters(shape) or 0) * bytes_per_number
     if quantized is not None and is_known(shape):
-        job = Job(shape, Layout(), length, Levers(), dtype_bytes=bytes_per_number, quantized=quantized)
-        whole -= compute_quantized_spared(job)
+        whole = count_quantized_bytes(shape, bytes_per_number, quantized)
     return {
         "length": length,
         "sp_size": sp_size,
@@ -91,7 +90,7 @@ def predict_seconds(
     """Seconds of a prefill, and of each later token where weights are gathered once. A prefill is bound by products, a
     token by memory: every rank reads its cache and the weights that the token needs. Exchanges are not in them. None
     where the model's weights are not known."""
-    if not shape.num_parameters:
+    if not is_known(shape):
         return None
     peak, share = gpu.tflops * 1e12, gpu.efficiency
     products = length * compute_layers_flops(shape, [1])
@@ -130,7 +129,7 @@ def count_read_weights(shape: ModelShape, num_sequences: int = 1) -> int:
     those of each sequence's token. It is assumed that no two sequences share an expert until all are read."""
     embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
     idle = sum(count_idle(shape, layer, num_sequences) for layer in shape.layers)
-    return (shape.num_parameters or 0) - embedding - idle
+    return read_weights(shape, None).num_elements - embedding - idle
 
 
 def count_cache_bytes(

@@ -18,6 +18,7 @@ from ulysses_cli.plan.ledger.job import Job, is_indexable, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_saved_pinned
 from ulysses_cli.plan.ledger.states import list_sub_groups
+from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import (
     ALL_GROUPS,
     Levers,
@@ -208,7 +209,7 @@ def _spend_most(job: Job, gpu: Gpu, levers: Levers, name: str, most: int) -> Lev
 
 
 def count_groups(job: Job) -> int:
-    return len(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
+    return len(list_sub_groups(get_weights(job), job.world_size, job.engine.sub_group))
 
 
 def _find_no_overlap(job: Job) -> str:

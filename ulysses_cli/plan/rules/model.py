@@ -9,8 +9,9 @@ from typing import Literal
 from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import is_known
+from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import explain_no_leaves, explain_no_overlap
-from ulysses_cli.plan.models.families import FAMILIES, UNSERVED
+from ulysses_cli.plan.models.families import UNSERVED
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem
@@ -416,7 +417,7 @@ def check_whole_parts(recipe: Recipe, shape: ModelShape) -> Problems:
             "they would differ",
             "leave it out; the whole model, with the tied weight, is trained without the lora section",
         )
-    if "norm" in lora.modules_to_save and FAMILIES[shape.model_type].norm_parts == 0:
+    if "norm" in lora.modules_to_save and not any("norm" in each.name for each in read_weights(shape, None).every):
         yield Problem(key, f"the norms of {shape.name} have no weights to train", "leave norm out")
     if len(set(lora.modules_to_save)) < len(lora.modules_to_save):
         yield Problem(key, "names a part twice", "name each part once")

@@ -17,7 +17,7 @@ from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config
 from ulysses_cli.plan.ledger.job import make_engine, make_job
-from ulysses_cli.plan.ledger.sized.moments import find_fullest_ranks
+from ulysses_cli.plan.ledger.moments import find_fullest_ranks
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, find_text_part, read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -208,10 +208,7 @@ def run_step(engine: Any, micro_steps: list[Any], num_targets: int, storages: An
 
 
 def count_layer_elements(config: Mapping[str, Any]) -> int:
-    """Weights of one layer. Of a family without facts, from models of one and of two layers."""
-    shape = read_model_shape(config, "the traced model")
-    if shape.num_parameters is not None:
-        return shape.layers[min(1, shape.num_layers - 1)].num_parameters
+    """Weights of one layer, from models of one and of two layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

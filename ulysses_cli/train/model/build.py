@@ -21,9 +21,8 @@ from transformers import PretrainedConfig
 
 from ulysses_cli.data.steps import Batching, Rows, make_batching
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
-from ulysses_cli.plan.ledger.job import read_adapters
 from ulysses_cli.plan.ledger.states import size_weight_buffers
-from ulysses_cli.plan.ledger.weights import list_weights
+from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
 from ulysses_cli.plan.recipe.sections import Preference
 from ulysses_cli.plan.resolved import RunPlan, changes_positions
@@ -277,7 +276,7 @@ def _make_engine_config(plan: RunPlan, swap_folder: Path | None) -> dict[str, An
         if zero.get(name, {}).get("device") == "nvme":
             zero[name]["nvme_path"] = str(swap_folder)
             if name == "offload_param":
-                weights = list_weights(plan.shape, read_adapters(recipe, plan.shape))
+                weights = read_weights(plan.shape, recipe.lora)
                 dtype = getattr(torch, recipe.model.dtype)
                 zero[name].update(size_weight_buffers(weights, plan.layout.world_size, dtype.itemsize))
     return ds_config

@@ -13,9 +13,8 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.sized.depth import Depth, Recorded, Stack, describe_stack, find_layers
-from ulysses_cli.plan.ledger.sized.hooks import (
+from ulysses_cli.plan.ledger.depth import Depth, Recorded, Stack, describe_stack, find_layers
+from ulysses_cli.plan.ledger.hooks import (
     INPUTS,
     PARAMETERS,
     Hooks,
@@ -25,6 +24,8 @@ from ulysses_cli.plan.ledger.sized.hooks import (
     multiply_sharded,
     tagged,
 )
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import rank_experts
 from ulysses_cli.plan.rows.ring import deal_rows, list_dearest
@@ -291,6 +292,22 @@ class Recording(NamedTuple):
     weights: list[WeightSize]
 
 
+def make_bare(shape: ModelShape, lora: Lora | None = None) -> Any:
+    """The model without levers, with a recipe's adapters."""
+    Unknown.running = False  # files are executed and models made
+    sources, _ = _open_sources(is_gpu=True)
+    sources.forget_run()
+    model = make_model(sources, make_config(sources, shape.config))
+    if lora is not None:
+        put_adapters(sources, model, lora, shape)
+    return model
+
+
+def put_adapters(sources: ModelSources, model: Any, lora: Lora, shape: ModelShape) -> None:
+    left_out = sources.load_own("ulysses_cli.train.model.routers").list_router_layers(model)
+    add_adapters(model, lora, left_out, rank_experts(lora, shape))
+
+
 def read_stack(job: Job) -> Stack:
     """A look at the layers of a model without levers."""
     with alone():
@@ -402,8 +419,7 @@ class SizedRun:
         self._serve_recurrences(model)
         if job.lora is not None:
             with tagged(*PARAMETERS):
-                left_out = self._load("model.routers").list_router_layers(model)
-                add_adapters(model, job.lora, left_out, rank_experts(job.lora, shape))
+                put_adapters(self.sources, model, job.lora, shape)
         elementwise = self._load("elementwise.interface")
         elementwise.recognise_norm_class = recognise_norm
         implementations = self._load("elementwise.choice").foresee_implementations(

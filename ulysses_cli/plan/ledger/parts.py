@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger import states
+from ulysses_cli.plan.ledger.hooks import GRADIENTS, LOGITS, MASTER, MOMENTS, PARAMETERS, SECOND
 from ulysses_cli.plan.ledger.job import Job, is_indexable
-from ulysses_cli.plan.ledger.sized.hooks import GRADIENTS, LOGITS, MASTER, MOMENTS, PARAMETERS, SECOND
-from ulysses_cli.plan.ledger.sized.moments import (
+from ulysses_cli.plan.ledger.moments import (
     Kept,
     find_fullest_ranks,
     forget_engine,

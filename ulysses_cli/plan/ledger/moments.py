@@ -12,8 +12,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot, is_known
-from ulysses_cli.plan.ledger.sized.depth import (
+from ulysses_cli.plan.ledger.depth import (
     LOAD,
     SECOND_PASS,
     Depth,
@@ -29,16 +28,18 @@ from ulysses_cli.plan.ledger.sized.depth import (
     join_path,
     split_path,
 )
-from ulysses_cli.plan.ledger.sized.hooks import (
+from ulysses_cli.plan.ledger.hooks import (
     FORWARD,
     RECOMPUTED,
     find_part,
     join_lines,
     name_moment,
 )
-from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine, ShardSettings
-from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
-from ulysses_cli.plan.ledger.sized.step import DTYPES, Recording, SizedRun, alone, read_stack
+from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot
+from ulysses_cli.plan.ledger.stage3 import ShardedEngine, ShardSettings
+from ulysses_cli.plan.ledger.stage_1_and_2 import WholeEngine
+from ulysses_cli.plan.ledger.step import DTYPES, Recording, SizedRun, alone, read_stack
+from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.rows.ring import count_held_keys, deal_row, list_dearest
 from ulysses_cli.plan.sizes.autograd import GRADIENT
 from ulysses_cli.plan.sizes.sources import ModelSources
@@ -287,9 +288,9 @@ def list_depths(job: Job, *, runs_all: bool = False, is_sample: bool = False) ->
     every = tuple(range(len(stack.kinds)))
     whole = Depth(every, every)
     is_partial = job.lora is not None and not isinstance(job.lora.target_modules, str)
-    if runs_all or (is_partial and not is_known(job.shape)):
+    if runs_all:
         return [whole]
-    few = choose_depth(stack, job.levers.offloaded_layers, job.weights.first_trained if is_partial else 0)
+    few = choose_depth(stack, job.levers.offloaded_layers, get_weights(job).first_trained if is_partial else 0)
     if is_sample and job.zero_stage == 3 and not is_partial:
         return dict.fromkeys((choose_depth(stack, is_sample=True), few, whole))
     return dict.fromkeys((few, whole))

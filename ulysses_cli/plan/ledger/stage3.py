@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
-from ulysses_cli.plan.ledger.sized.hooks import (  # fmt: skip
+from ulysses_cli.plan.ledger.hooks import (  # fmt: skip
     BUCKET,
     FLUSHED,
     GATHERED,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from ulysses_cli.plan.ledger.sized.hooks import (
+from ulysses_cli.plan.ledger.hooks import (
     BUCKET,
     FLUSHED,
     GRADIENTS,
@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.sized.hooks import (
     STEPPED,
     WeightSize,
 )
-from ulysses_cli.plan.ledger.sized.stage3 import ShardSettings, Weight, count_moment_bytes
+from ulysses_cli.plan.ledger.stage3 import ShardSettings, Weight, count_moment_bytes
 from ulysses_cli.plan.sizes.tensor import FLOAT32, Running, Storage
 
 NORM_BYTES = 8  # a norm is taken in float64

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import count, groupby
 from typing import Any, NamedTuple
 
-from ulysses_cli.plan.ledger.sized.hooks import (
+from ulysses_cli.plan.ledger.hooks import (
     GATHERED,
     GRADIENTS,
     TRANSIENTS,
@@ -20,8 +20,8 @@ from ulysses_cli.plan.ledger.sized.hooks import (
     ModuleWeights,
     WeightSize,
 )
-from ulysses_cli.plan.ledger.sized.stage3 import ShardedEngine
-from ulysses_cli.plan.ledger.sized.stage_1_and_2 import WholeEngine
+from ulysses_cli.plan.ledger.stage3 import ShardedEngine
+from ulysses_cli.plan.ledger.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.sizes.nn import ModuleList, Parameter, SizedModule
 from ulysses_cli.plan.sizes.tensor import ByteMeter, Running, Storage, Tag, Tensor
 
