@@ -190,6 +190,7 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
         "num_gpus": job.world_size,
         "mesh": asdict(job.layout),
         "levers": {**vars(job.levers)},
+        "zero_stage": job.zero_stage,
         "row_tokens": job.max_length,
         "tokens_per_step": speed.tokens_per_step,
         "accumulation": job.accumulation,
@@ -374,7 +375,7 @@ def _format_row(candidate: Candidate) -> tuple[str, ...]:
     return (
         f"{job.world_size} x {candidate.gpu.key}",
         f"{job.layout.sp_size}{ring} x {job.layout.dp_size}",
-        format_levers(job.levers),
+        format_levers(job.levers, job.zero_stage),
         format_range(*(seconds / 3600 for seconds in candidate.seconds_range)),
         "no price" if usd is None else format_usd(*usd, digits=2),
         format_range(*candidate.tokens_per_second),
@@ -383,8 +384,8 @@ def _format_row(candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def format_levers(levers: Levers) -> str:
-    """A short list of the levers that are on."""
+def format_levers(levers: Levers, zero_stage: int = 3) -> str:
+    """A short list of the levers that are on, and a stage that gathers no weights."""
     place = "disk" if swaps_activations(levers) else "host"
     names = {
         "tiled_loss": levers.tiled_loss,
@@ -398,5 +399,6 @@ def format_levers(levers: Levers) -> str:
         "leaf layers": levers.leaf_layers,
         "early steps": levers.early_groups > 0,
         f"weights on {levers.offload_param}": levers.offload_param != "none",
+        "ZeRO-1": zero_stage == 1,
     }
     return ", ".join(name.replace("_", " ") for name, is_on in names.items() if is_on) or "none"

@@ -12,10 +12,18 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, is_indexable, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, measure_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
-from ulysses_cli.plan.levers import Levers, uses_disk
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Accuracy, judge_speed, write_levers
-from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, confirm, confirm_length, find_max_length, judge
+from ulysses_cli.plan.planner.fit import (
+    ROW_MULTIPLE,
+    Fit,
+    confirm,
+    confirm_length,
+    find_max_length,
+    judge,
+    lower_stage,
+)
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     LeverChoice,
@@ -96,14 +104,8 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
     for size in dict.fromkeys((*job.shape.sp_sizes, 1)):
         if size < layout.sp_size and layout.sp_size % size == 0:
             yield f"parallel.sp_size: {size}", replace(job, layout=_share_rows(layout, size))
-    if (
-        job.zero_stage == 3
-        and not uses_disk(levers)
-        and levers.offload_param == "none"
-        and layout.dp_replicate_size == 1
-    ):
-        whole = replace(levers, early_groups=0, leaf_layers=False)
-        yield "parallel.zero_stage: 1", replace(job, zero_stage=1, levers=whole)
+    if (whole := lower_stage(job)) is not None:
+        yield "parallel.zero_stage: 1", whole
     for words, changed in (
         ("memory.gradient_checkpointing: false", {"gradient_checkpointing": False, "offloaded_layers": 0}),
         ("memory.large_tiles: true", {"large_tiles": True}),

@@ -10,7 +10,7 @@ from typing import Literal
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job, is_indexable
 from ulysses_cli.plan.ledger.ledger import Ledger, measure_ledger, weigh_ledger
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.rows.indexing import has_untried
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
@@ -96,6 +96,15 @@ def fits(job: Job, gpu: Gpu) -> bool:
 def try_levers(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
     """The job's fit with other levers."""
     return judge_indexable(replace(job, levers=levers), gpu)
+
+
+def lower_stage(job: Job) -> Job | None:
+    """The same with all weights on each GPU: ZeRO-1 gathers none, and its hooks launch less. None where stage 3 has
+    what stage 1 lacks."""
+    is_free = not uses_disk(job.levers) and job.levers.offload_param == "none" and job.layout.dp_replicate_size == 1
+    if job.zero_stage != 3 or job.world_size == 1 or not is_free:
+        return None
+    return replace(job, zero_stage=1, levers=replace(job.levers, early_groups=0, leaf_layers=False))
 
 
 LEAST_LESS = 512  # a share of a GPU: a smaller change of its room would propose the same again

@@ -17,6 +17,7 @@ from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, check_known, is_indexable, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, weigh_least_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, Offload, explain_no_overlap, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import (
@@ -36,7 +37,7 @@ from ulysses_cli.plan.planner.candidates import (
     round_cost,
     write_draft,
 )
-from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_tried, judge
+from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_tried, judge, lower_stage
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     OFF,
@@ -188,6 +189,8 @@ class Contest:
         speeds = [compute_bound(job, gpu, levers) for levers in self._get_ledgers(job).list_least(gpu)]
         if not speeds:
             return None
+        if (whole := lower_stage(job)) is not None and holds_whole(whole, gpu):
+            speeds.append(compute_bound(whole, gpu, replace(OFF, gradient_checkpointing=False)))
         fastest = min(speeds, key=lambda speed: speed.step_seconds)
         return Candidate(gpu, job, UNKNOWN, fastest, self.request.num_tokens)
 
@@ -276,7 +279,22 @@ def find_fit(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate
     if levers is None or fit is None or fit.verdict != "fits":
         return None
     levers = spend_what_is_left(job, gpu, levers)
-    return _make_candidate(request, job, gpu, levers, judge_levers(levers) or fit)
+    return _gather_nothing(_make_candidate(request, job, gpu, levers, judge_levers(levers) or fit))
+
+
+def _gather_nothing(plan: Candidate) -> Candidate:
+    """With ZeRO-1, where the GPU waits for the processor, all weights fit, and a step is faster."""
+    whole = lower_stage(plan.job) if plan.speed.is_host_bound else None
+    if whole is None or not holds_whole(whole, plan.gpu):
+        return plan
+    fit, speed = judge(whole, weigh_ledger(whole), plan.gpu), compute_speed(whole, plan.gpu)
+    found = replace(plan, job=whole, fit=fit, speed=speed)
+    return found if fit.verdict == "fits" and is_slower(plan, found) else plan
+
+
+def holds_whole(job: Job, gpu: Gpu) -> bool:
+    """A shortcut: whether all weights and their gradients alone fit."""
+    return 2 * job.dtype_bytes * get_weights(job).num_elements < gpu.memory_bytes
 
 
 def find_nearest(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate | None:
@@ -507,7 +525,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         is_lora=request.is_lora,
         lora_targets=_list_lora_targets(request.shape),
         quantize_base=request.quantize_base,
-        zero_stage=request.zero_stage,
+        zero_stage=job.zero_stage,
         levers=job.levers,
         accumulation=job.accumulation,
         gpu=gpu.key,
