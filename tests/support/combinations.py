@@ -29,6 +29,7 @@ TRAINED: dict[str, Values] = {  # feature: what it needs in a recipe
     "base in nf4": {**ADAPTERS, "lora.quantize_base": "nf4"},
     "base in int8": {**ADAPTERS, "lora.quantize_base": "int8"},
     "8-bit AdamW": {"train.optim": "adamw_8bit"},
+    "Muon": {"train.optim": "muon"},
     "DPO and its kin": {**PAIRS, "preference.loss": "sigmoid"},
     "KTO": {"data.datasets.0.type": "unpaired", "preference.loss": "kto"},
     "shared prompts": {**PAIRS, "preference.share_prompts": "true"},

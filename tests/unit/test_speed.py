@@ -246,6 +246,19 @@ def test_an_8b_step_at_32ki_is_a_tenth_faster_in_fewer_passes() -> None:
     assert compute_sum_bytes(after) == 0
 
 
+def test_muon_adds_newton_schulz_of_a_ranks_matrices() -> None:
+    """By hand, of Llama-3.1-8B on 8 H100: q and o are square, k and v a quarter of that, three matrices in the MLP."""
+    job = Job(LLAMA, Layout(1, 1, 8), 2**15, Levers(tiled_loss=True))
+    before, after = (compute_speed(replace(job, optim=name), H100).parts["optimizer"] for name in ("adamw", "muon"))
+    sides = 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 3 * [(4096, 14336)]
+    flops = 32 * sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sides) / 8
+    elements = 32 * sum(n * m for n, m in sides) / 8
+    exchanged = 2 * 2 * elements * 7 / 8 / (H100.link_gb_s * 1e9 * H100.efficiency.link)
+    seconds = flops / (H100.tflops * 1e12 * H100.efficiency.matmul) + exchanged
+    assert after - before == pytest.approx(seconds, rel=0.01)
+    assert 0.1 < after - before < 0.2
+
+
 def test_early_steps_hide_adam_behind_the_backward() -> None:
     """By hand: copies cost 24 bytes on top of Adam's 34, and four fifths of the backward are theirs at most."""
     h200 = TABLE.get_gpu("h200")

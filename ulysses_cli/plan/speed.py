@@ -14,7 +14,12 @@ from ulysses_cli.plan.hardware import Gpu, HostCosts
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.parts import count_offloaded
-from ulysses_cli.plan.ledger.states import FLOAT_BYTES, compute_state_file_bytes, list_overlapped_groups
+from ulysses_cli.plan.ledger.states import (
+    FLOAT_BYTES,
+    compute_state_file_bytes,
+    list_layer_weights,
+    list_overlapped_groups,
+)
 from ulysses_cli.plan.ledger.weights import count_shard, get_weights
 from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles, swaps_activations
 from ulysses_cli.plan.models.layers import (
@@ -463,10 +468,24 @@ def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float
     moved = job.ranks_per_node * written / (gpu.efficiency.disk_gb_s * GIGA)
     on_host = compute_optimizer_host_seconds(job, gpu.host)
     if job.levers.offload_optimizer == "none":
-        return on_host + STEP_TRAFFIC_BYTES * shard / memory, moved
+        return on_host + STEP_TRAFFIC_BYTES * shard / memory + _compute_muon_seconds(job, gpu), moved
     seconds = on_host + CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
     link = gpu.host_gb_s * GIGA * gpu.efficiency.host
     return seconds, moved + (_count_gradient_bytes(job) + job.dtype_bytes) * shard / link
+
+
+def _compute_muon_seconds(job: Job, gpu: Gpu) -> float:
+    """Each rank orthogonalizes its part of the matrices, which it gets whole and sends back: five times 4 n^2 m + 2 n^3
+    for n rows, the shorter side, of m. One side is the hidden size (train/optimizer/muon.py)."""
+    if job.optim != "muon":
+        return 0.0
+    hidden, flops, elements = job.shape.hidden_size, 0.0, 0
+    for size in list_layer_weights(job):
+        n, m = sorted((hidden, max(1, size // hidden)))
+        flops += 5 * (4 * n * n * m + 2 * n**3)
+        elements += size
+    peak = gpu.tflops * TERA * gpu.efficiency.matmul
+    return flops / job.world_size / peak + 2 * _spread(job.dtype_bytes * elements / job.world_size, job.world_size, gpu)
 
 
 def _count_gradient_bytes(job: Job) -> int:

@@ -124,6 +124,11 @@ class WeightSize:
     is_late: bool
 
 
+def is_hidden_matrix(name: str, num_dims: int) -> bool:
+    """Whether muon steps this weight: a layer's matrix. Embeddings, heads and vectors have AdamW."""
+    return num_dims == 2 and ".layers." in name
+
+
 class Hooks:
     """`leaves`: modules that are gathered whole, with all that is inside. `made`: parameters in the order in which the
     engine was told of them; it is told of others at its start. Without `gathers`, weights are there always."""

@@ -24,6 +24,7 @@ from ulysses_cli.plan.ledger.hooks import (  # fmt: skip
     STEPPED,
     ModuleWeights,
     WeightSize,
+    is_hidden_matrix,
     tagged,
 )
 from ulysses_cli.plan.sizes.tensor import FLOAT32, DType, Running, Storage
@@ -71,6 +72,7 @@ class Weight:
         self.dtype = size.dtype
         self.is_trained = size.is_trained
         self.numel, self.is_matrix = prod(size.shape), len(size.shape) >= 2
+        self.shape, self.is_hidden = size.shape, is_hidden_matrix(size.path, len(size.shape))
         self.status, self.is_persistent, self.fetched_for = Status.AWAY, False, NEVER
         self.users: set[str] = set()
         self.second: Storage | None = None
@@ -116,7 +118,7 @@ def _last_first(weights: Iterable[Weight]) -> list[Weight]:
 
 
 def count_moment_bytes(size: int, optimizer: str) -> int:
-    return 8 * size if optimizer == "adamw" else 2 * size + 8 * -(-size // 256)
+    return 2 * size + 8 * -(-size // 256) if optimizer == "adamw_8bit" else 8 * size
 
 
 class ShardedEngine:
@@ -208,9 +210,11 @@ class ShardedEngine:
         return drawn.values()
 
     def _list_groups(self) -> Iterable[list[Weight]]:
-        """Weights that decay and others, each cut where a group is full."""
-        for decays in (True, False):
-            own = [weight for weight in self.trained if weight.is_matrix == decays]
+        """Weights that muon steps, others that decay and those that do not, each cut where a group is full."""
+        has_muon = self.settings.optimizer == "muon"
+        kinds = {weight: (has_muon and weight.is_hidden, weight.is_matrix) for weight in self.trained}
+        for kind in ((True, True), (False, True), (False, False)):
+            own = [weight for weight in self.trained if kinds[weight] == kind]
             is_cut = sum(map(self.count_share, own)) > self.settings.sub_group
             group: list[Weight] = []
             for weight in own:
@@ -497,6 +501,24 @@ class ShardedEngine:
         joined = Storage(size * self.settings.kept.itemsize, STEPPED) if len(group) > 1 else None
         cast = Storage(4 * size, STEPPED) if self.settings.kept is not FLOAT32 else joined
         del joined
+        is_muon = self.settings.optimizer == "muon" and group[0].is_hidden
         if number == len(self.moments):
-            self.moments.append(Storage(count_moment_bytes(size, self.settings.optimizer), MOMENTS))
+            num_bytes = 4 * size if is_muon else count_moment_bytes(size, self.settings.optimizer)
+            self.moments.append(Storage(num_bytes, MOMENTS))
+        if is_muon:
+            for first in range(0, len(group), self.settings.world_size):
+                self._orthogonalize(group[first : first + self.settings.world_size])
         del cast
+
+    def _orthogonalize(self, matrices: list[Weight]) -> None:
+        """A round of muon, on the rank that gets the largest matrix (train/optimizer/muon.py)."""
+        size, ranks = matrices[0].dtype.itemsize, self.settings.world_size
+        own, sent = max(matrices, key=lambda weight: weight.numel), sum(map(self.count_share, matrices))
+        casts = Storage(sent * size if size < 4 else 0, STEPPED)
+        parts = Storage(sent * size, STEPPED)
+        del casts
+        whole = Storage(self.count_share(own) * ranks * size, STEPPED)
+        square = min(own.shape) ** 2
+        with tagged(*STEPPED):
+            Running.meter.add_temporary(max(2 * own.numel + 2 * square, own.numel + 3 * square) * size)
+        del parts, whole

@@ -4,9 +4,10 @@ each, so is every weight. N trained elements, F frozen, W ranks that shard, b by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from ulysses_cli.plan.ledger.depth import find_number
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import Weights, count_shard, get_weights
 
@@ -137,11 +138,21 @@ def compute_master(job: Job) -> int:
 
 
 def compute_adam(job: Job) -> int:
-    """8 N / W from the first step on. In 8 bits: two one-byte codes per weight, two float32 scales per 256 weights."""
+    """8 N / W from the first step on. In 8 bits: two one-byte codes per weight, two float32 scales per 256 weights. Of
+    layers' matrices muon has half; their vectors, 0.1 %, are counted as if they were some."""
     if job.levers.offload_optimizer != "none":
         return 0
     shard = count_shard(get_weights(job).num_trained, job.world_size)
+    if job.optim == "muon":
+        return 8 * shard - 4 * count_shard(sum(list_layer_weights(job)), job.world_size)
     return 8 * shard if job.optim == "adamw" else 2 * shard + 8 * -(-shard // CODE_BLOCK)
+
+
+def list_layer_weights(job: Job) -> Iterator[int]:
+    """Elements of each weight that is trained in a layer."""
+    for weight in get_weights(job).every:
+        if weight.is_trained and find_number(weight.name) is not None:
+            yield weight.num_elements
 
 
 def compute_host_optimizer_pinned(job: Job) -> int:

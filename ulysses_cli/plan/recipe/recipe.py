@@ -205,9 +205,10 @@ class Train(Section):
     warmup_ratio: float = setting(0.0, "the same as a share of all steps", unit="share", ge=0, lt=1)
     weight_decay: float = setting(0.0, "decoupled decay, not on norms and biases", unit="per step", ge=0, le=10)
     max_grad_norm: float = setting(1.0, "gradient norm is clipped to this; 0 = not clipped", unit="norm", ge=0, le=1e9)
-    optim: Literal["adamw", "adamw_8bit"] = setting(
+    optim: Literal["adamw", "adamw_8bit", "muon"] = setting(
         "adamw",
-        "optimizer; adamw is fused on GPU and DeepSpeed's CPU Adam under offload; adamw_8bit is bitsandbytes'",
+        "optimizer; adamw is fused on GPU and DeepSpeed's CPU Adam under offload; adamw_8bit is bitsandbytes'; muon "
+        "steps layers' matrices, and AdamW the rest",
         aliases=("optimizer",),
         spellings={"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"},
     )

@@ -197,6 +197,12 @@ def check_frozen_routers(recipe: Recipe, shape: ModelShape) -> Problems:
         yield Problem(key, "adapters leave the weights of routers as they are", "leave it out")
 
 
+def check_muon_model(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Experts of a layer are one tensor, which ranks would have to take apart."""
+    if recipe.train.optim == "muon" and any(layer.num_experts for layer in shape.layers):
+        yield Problem("train.optim", f"muon is not offered for {shape.name}, which has experts", "use adamw")
+
+
 def check_experts(recipe: Recipe, shape: ModelShape) -> Problems:
     """Only a model with experts has a use for an implementation, and adapters of experts run in one way."""
     key, name = "model.experts_implementation", recipe.model.experts_implementation
@@ -342,6 +348,7 @@ MODEL_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_packed_layers,
     check_router_loss,
     check_frozen_routers,
+    check_muon_model,
     check_experts,
     check_dropout,
     check_weights,

@@ -43,6 +43,22 @@ def check_optimizer(recipe: Recipe) -> Problems:
         )
 
 
+def check_muon(recipe: Recipe) -> Problems:
+    """Muon needs whole matrices: ranks of ZeRO-3 exchange their shares of one, on the GPU."""
+    if recipe.train.optim != "muon":
+        return
+    stage, where = recipe.parallel.zero_stage, recipe.memory.offload_optimizer
+    if stage < 3:
+        what = f"muon needs ZeRO stage 3; stage {stage} cuts its ranks' shares across matrices"
+        yield Problem("train.optim", what, "set parallel.zero_stage: 3, or use train.optim: adamw")
+    if where not in ("none", "auto"):
+        what = f"muon does not run with memory.offload_optimizer: {where}, since it orthogonalizes matrices on the GPU"
+        yield Problem("train.optim", what, "use train.optim: adamw, or memory.offload_optimizer: none")
+    if recipe.lora is not None:
+        what = "muon does not train adapters: a small factor of a matrix is none of the matrices that it is made for"
+        yield Problem("train.optim", what, "use train.optim: adamw, or leave lora out")
+
+
 def check_overlap(recipe: Recipe) -> Problems:
     """Early steps of the optimizer are made on the host, for groups of weights as ZeRO-3 has them."""
     memory, stage = recipe.memory, recipe.parallel.zero_stage
@@ -53,8 +69,8 @@ def check_overlap(recipe: Recipe) -> Problems:
             f"is not used: it needs the optimizer in host memory, and offload_optimizer is {memory.offload_optimizer}"
         )
         yield Problem("memory.overlap_optimizer", what, "set memory.offload_optimizer: cpu, or leave it out")
-    elif recipe.train.optim == "adamw_8bit":
-        what = "is not used: it needs the optimizer in host memory, and adamw_8bit stays on the GPU"
+    elif recipe.train.optim != "adamw":
+        what = f"is not used: it needs the optimizer in host memory, and {recipe.train.optim} stays on the GPU"
         yield Problem("memory.overlap_optimizer", what, "use train.optim: adamw, or leave it out")
     if stage < 3:
         what = f"needs ZeRO stage 3; stage {stage} steps all weights at once, when the backward is over"
@@ -252,6 +268,7 @@ TRAINING_RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_notice,
     check_hub_model,
     check_optimizer,
+    check_muon,
     check_overlap,
     check_tiles,
     check_steps,

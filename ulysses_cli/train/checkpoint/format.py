@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import Field, TypeAdapter
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ulysses_cli.plan.files import open_own, remove_own, write_whole
@@ -166,7 +166,7 @@ def _write_text(file: Path, text: str) -> None:
 def _walk_tensors(context: CheckpointContext, shards: list[Shard]) -> Iterator[tuple[str, Tensor | LazyTensor]]:
     flats = list_flats(context.optimizer)
     for shard in shards:
-        for kind in KINDS:
+        for kind in ("master", *flats[shard.flat].moments):
             yield f"{shard.name}|{kind}", flats[shard.flat].read(kind, shard.offset, shard.numel)
     yield "rng|torch", torch.get_rng_state()
     if torch.cuda.is_available():
@@ -227,7 +227,14 @@ def read_range(sources: list[TensorSource], key: str, start: int, numel: int) ->
     for source in sources:
         low, high = max(start, source.start), min(start + numel, source.start + source.numel)
         if low < high:
-            part = _open(source.file, _identify(source.file)).get_slice(key)[low - source.start : high - source.start]
+            try:
+                saved = _open(source.file, _identify(source.file)).get_slice(key)
+            except SafetensorError:
+                raise CheckpointError(
+                    f"{source.file} has no {key}: another train.optim wrote it, which has no such moment; start from "
+                    "its weights alone, with run.start_moments: false"
+                ) from None
+            part = saved[low - source.start : high - source.start]
             if not is_finite(part):
                 raise CheckpointError(f"{source.file} holds {WORDS} in {key}: use an older checkpoint")
             out[low - start : high - start] = part
@@ -276,7 +283,7 @@ def _fill(flat: Flat, shards: list[Shard], sources: dict[str, list[TensorSource]
     """Writes in chunks: quantization needs whole blocks, a disk whole ranges, and memory has no room for all at
     once."""
     for start, numel in walk_chunks(flat):
-        for kind in kinds:
+        for kind in (kind for kind in kinds if kind in ("master", *flat.moments)):
             values = torch.zeros(numel)
             for shard in shards:
                 low, high = max(start, shard.offset), min(start + numel, shard.offset + shard.numel)

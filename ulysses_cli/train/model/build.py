@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from ulysses_cli.data.steps import Batching, Rows, make_batching
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
+from ulysses_cli.plan.ledger.hooks import is_hidden_matrix
 from ulysses_cli.plan.ledger.states import size_weight_buffers
 from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
@@ -58,6 +59,7 @@ from ulysses_cli.train.model.parts import (
 from ulysses_cli.train.model.routers import RouterLosses, freeze_routers, list_router_weights
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
 from ulysses_cli.train.optimizer.host_gradients import HostGradients
+from ulysses_cli.train.optimizer.muon import IS_MUON, Muon
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer, unlock
 from ulysses_cli.train.optimizer.shards import count_parameters, get_shape
 from ulysses_cli.train.optimizer.states import read_each_once, reset_beta_powers
@@ -86,15 +88,23 @@ def make_router_losses(plan: RunPlan, model: nn.Module) -> RouterLosses | None:
 
 
 def make_optimizer(
-    train: Train, trained: list[tuple[str, nn.Parameter]], offload: str, frozen: Sequence[nn.Parameter] = ()
+    train: Train,
+    trained: list[tuple[str, nn.Parameter]],
+    offload: str,
+    dtype: torch.dtype,
+    frozen: Sequence[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """Weight decay applies to matrices alone. Norms and sinks are vectors; experts' biases are excluded by name.
-    `frozen`: weights that no step changes, whatever their moments are."""
+    `dtype`: the model's. `frozen`: weights that no step changes, whatever their moments are."""
     numbers = {id(weight) for weight in frozen}
     trained = [(name, p) for name, p in trained if id(p) not in numbers]
-    decayed = {name for name, p in trained if len(get_shape(p)) >= 2 and not name.endswith("bias")}
+    shapes = {name: get_shape(p) for name, p in trained}
+    decayed = {name for name, shape in shapes.items() if len(shape) >= 2 and not name.endswith("bias")}
+    matrices = {name for name in decayed if train.optim == "muon" and is_hidden_matrix(name, len(shapes[name]))}
+    decay = {"weight_decay": train.weight_decay}
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in trained if name in decayed], "weight_decay": train.weight_decay},
+        {"params": [p for name, p in trained if name in matrices], **decay, IS_MUON: True},
+        {"params": [p for name, p in trained if name in decayed - matrices], **decay},
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
         {"params": list(frozen), "weight_decay": 0.0, "lr": 0.0, IS_FROZEN: True},
     ]
@@ -106,6 +116,8 @@ def make_optimizer(
     }
     if train.optim == "adamw_8bit":
         return AdamW8bit(groups, **settings)
+    if train.optim == "muon":
+        return Muon(groups, dtype, **settings)
     if offload != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -189,8 +201,11 @@ def build(
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     frozen = list_router_weights(module) if recipe.train.freeze_router else []
     freeze_routers(frozen)
-    optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer, frozen)
+    dtype = getattr(torch, recipe.model.dtype)
+    optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer, dtype, frozen)
     wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
+    if isinstance(optimizer, Muon):
+        optimizer.find_matrices(wrapped.optimizer)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
     if recipe.parallel.zero_stage == 3 and plan.layout.dp_replicate_size > 1:

@@ -126,6 +126,8 @@ def _may_lock_all() -> bool:
 
 
 FLOAT_BYTES = 4
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("master", *MOMENTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +136,7 @@ class SwappedFlat:
 
     optimizer: Any
     master: Tensor
+    moments: tuple[str, ...] = MOMENTS
 
     @property
     def numel(self) -> int:
@@ -207,12 +210,11 @@ def _read_each_once(read: Callable[..., None], weights: Sequence[nn.Parameter], 
     read(list(dict.fromkeys(weights)), *args, **kwargs)
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = ("master", *MOMENTS)
-
-
 class Flat(Protocol):
     """One flat tensor of the optimizer: its weights (`master`) and its moments."""
+
+    @property
+    def moments(self) -> tuple[str, ...]: ...
 
     @property
     def numel(self) -> int: ...
@@ -232,6 +234,11 @@ class PlainFlat:
 
     optimizer: Any
     master: Tensor
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Muon has one of matrices."""
+        return MOMENTS[:1] if self.master in getattr(self.optimizer, "matrices", ()) else MOMENTS
 
     @property
     def numel(self) -> int:
@@ -257,7 +264,7 @@ class PlainFlat:
     def _get_state(self) -> dict[str, Any]:
         """Makes moments, as zeros, before the first step."""
         state: dict[str, Any] = self.optimizer.state[self.master]
-        for name in MOMENTS:
+        for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(self.master.data)
         if "step" not in state:
@@ -318,7 +325,7 @@ def reset_moments(optimizer: Any) -> None:
     """Sets moments and step count to what they are before the first step."""
     for flat in list_flats(optimizer):
         for start, numel in walk_chunks(flat):
-            for moment in MOMENTS:
+            for moment in flat.moments:
                 flat.write(moment, start, torch.zeros(numel))
     set_step_count(optimizer, 0)
 
