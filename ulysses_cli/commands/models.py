@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
-from ulysses_cli.plan.ledger.weights import find_num_parameters
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
@@ -31,6 +30,7 @@ def models(
       ulysses models deepseek_v32
     """
     from ulysses_cli import hub
+    from ulysses_cli.plan.ledger.weights import find_num_parameters
     from ulysses_cli.plan.models.families import FAMILIES, REFUSED_FAMILIES, find_text_types
     from ulysses_cli.plan.models.shape import summarize
     from ulysses_cli.plan.resolved import list_auto_rings
