@@ -47,8 +47,8 @@ class EngineSettings:
     (runtime/zero/config.py; runtime/engine.py: gradients travel in their own dtype unless the config sets another)."""
 
     reduce_bucket: int = 500_000_000
-    prefetch_bucket: int = 50_000_000
-    max_live: int = 1_000_000_000
+    prefetch_bucket: int | None = None  # None: as size_prefetch says (plan/ledger/weights.py)
+    max_live: int | None = None
     max_reuse_distance: int = 1_000_000_000
     persistence_threshold: int = 100_000
     sub_group: int = 1_000_000_000
@@ -60,14 +60,18 @@ def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> EngineSettings:
     zero, communication = config.get("zero_optimization") or {}, config.get("communication_data_type")
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
 
+    def find(name: str) -> int | None:
+        value = zero.get(name, zero.get(f"stage3_{name}"))
+        return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
     def get(name: str, default: int) -> int:
-        value = zero.get(name, zero.get(f"stage3_{name}", default))
-        return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+        value = find(name)
+        return default if value is None else value
 
     return EngineSettings(
         get("reduce_bucket_size", 500_000_000),
-        get("prefetch_bucket_size", 50_000_000),
-        get("max_live_parameters", 1_000_000_000),
+        find("prefetch_bucket_size"),
+        find("max_live_parameters"),
         get("max_reuse_distance", 1_000_000_000),
         get("param_persistence_threshold", 100_000),
         get("sub_group_size", 1_000_000_000),

@@ -39,7 +39,7 @@ from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot
 from ulysses_cli.plan.ledger.stage3 import ShardedEngine, ShardSettings
 from ulysses_cli.plan.ledger.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.ledger.step import DTYPES, Recording, SizedRun, alone, read_stack
-from ulysses_cli.plan.ledger.weights import get_weights
+from ulysses_cli.plan.ledger.weights import get_weights, size_prefetch
 from ulysses_cli.plan.rows.ring import count_held_keys, deal_row, list_dearest
 from ulysses_cli.plan.sizes.autograd import GRADIENT
 from ulysses_cli.plan.sizes.sources import ModelSources
@@ -367,6 +367,7 @@ def _plan_walk(
 def read_engine_settings(job: Job, rank: int) -> tuple[ShardSettings, int]:
     """An engine's settings, and its stage."""
     engine, levers, replicas = job.engine, job.levers, job.layout.dp_replicate_size
+    prefetch, live = size_prefetch(get_weights(job), leaf_layers=levers.leaf_layers)
     are_alike = job.zero_stage == 3 and replicas == 1 and levers.offload_optimizer != "cpu"
     settings = ShardSettings(
         world_size=job.world_size,
@@ -377,8 +378,8 @@ def read_engine_settings(job: Job, rank: int) -> tuple[ShardSettings, int]:
         states_on_disk=levers.offload_optimizer == "nvme",
         optimizer=job.optim,
         reduce_bucket=engine.reduce_bucket,
-        prefetch_bucket=engine.prefetch_bucket,
-        max_live=engine.max_live,
+        prefetch_bucket=prefetch if engine.prefetch_bucket is None else engine.prefetch_bucket,
+        max_live=live if engine.max_live is None else engine.max_live,
         max_reuse_distance=engine.max_reuse_distance,
         persistence_threshold=engine.persistence_threshold,
         sub_group=engine.sub_group,

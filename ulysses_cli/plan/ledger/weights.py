@@ -58,6 +58,20 @@ class Weights:
         return min((number for number in trained if number is not None), default=len(self.blocks) - 2)
 
 
+PREFETCH, MAX_LIVE = 50_000_000, 1_000_000_000  # DeepSpeed's defaults (runtime/zero/config.py)
+
+
+def size_prefetch(weights: Weights, *, leaf_layers: bool) -> tuple[int, int]:
+    """Elements that DeepSpeed gathers ahead of each module that has hooks, and that it lets exist meanwhile. Modules of
+    a layer are many, and its defaults start every gather at least one module early. A leaf layer is one module: the
+    next layer starts early as a whole or waits for its last weights (benchmarks/prefetch.py). So there is room for two
+    layers and the embedding."""
+    if not leaf_layers:
+        return PREFETCH, MAX_LIVE
+    layer = max((sum(block) for block in weights.blocks[1:-1]), default=0)
+    return max(PREFETCH, layer), max(MAX_LIVE, 2 * layer + weights.largest)
+
+
 def get_weights(job: Job) -> Weights:
     return read_weights(job.model or job.shape, job.lora)
 

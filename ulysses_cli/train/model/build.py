@@ -23,7 +23,7 @@ from ulysses_cli.data.steps import Batching, Rows, make_batching
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.ledger.hooks import is_hidden_matrix
 from ulysses_cli.plan.ledger.states import size_weight_buffers
-from ulysses_cli.plan.ledger.weights import read_weights
+from ulysses_cli.plan.ledger.weights import read_weights, size_prefetch
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
 from ulysses_cli.plan.recipe.sections import Preference
 from ulysses_cli.plan.resolved import RunPlan, changes_positions
@@ -283,6 +283,9 @@ def build_for_answers(
 def _make_engine_config(plan: RunPlan, swap_folder: Path | None) -> dict[str, Any]:
     levers, recipe = plan.levers, plan.recipe
     own_config = make_ds_config(recipe, plan.layout, levers.offload_optimizer, levers.offload_param)
+    if levers.leaf_layers:
+        prefetch, live = size_prefetch(read_weights(plan.shape, recipe.lora), leaf_layers=True)
+        own_config["zero_optimization"] |= {"prefetch_bucket_size": prefetch, "max_live_parameters": live}
     ds_config = merge_user_config(own_config, recipe.deepspeed)
     if swap_folder is None:
         return ds_config
