@@ -34,7 +34,10 @@ GROUPS = {  # lines of the ledger, from the bottom of a bar up
     "weights": ("parameters", "parameters_persistent", "parameters_gathered"),
     "gradients": ("gradients", "reduce_bucket"),
     "optimizer states": ("optimizer_master", "optimizer_adam", "engine_transients"),
-    "saved for backward": ("saved_layer_inputs", "attention", "embed_tokens", "rotary_emb", "norm"),
+    "tensors of layers": (
+        *("saved_layer_inputs", "attention", "mlp", "input_layernorm", "post_attention_layernorm", "residual"),
+        *("embed_tokens", "rotary_emb", "norm"),
+    ),
     "logits and loss": ("logits",),
 }
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 78, 556, 96, 376

@@ -17,8 +17,7 @@ from support.run_harness import RunHarness
 from support.tiers import mark_by
 from support.training import CONFIG, MemoryRows, make_recipe
 
-from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -168,7 +167,7 @@ def test_a_gradient_leaves_the_gpu_once(words: tuple[str, ...], down: int, up: i
     """Bytes of a weight of this rank. The sum of two micro-steps is float32, and made on the GPU."""
     common = ("parallel.sp_size=2", "memory.offload_optimizer=cpu", "model.dtype=bfloat16", "run.device=cuda")
     recipe = make_case({}, *common, *words)
-    share = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers()).weights.num_trained // 2
+    share = read_weights(read_model_shape(recipe.model.config, "test"), recipe.lora).num_trained // 2
     assert count_moved(recipe) == {"down": down * share, "up": up * share}
     moved = {"down": (down + 4) * share, "up": (up + max(up, 2)) * share}
     assert count_moved(recipe, is_deepspeeds=True) == moved, "it comes back and leaves again in float32"

@@ -20,6 +20,8 @@ from ulysses_cli.train.loop import train
 from ulysses_cli.train.loss import Loss, NextToken, Places
 
 ALL = Levers(loss_tile=7, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
+KEPT = Levers(checkpointing="save_attention")
+SAVED = Levers(checkpointing="save_attention", saved=1)
 # Each expert by itself calls its activation, a module: as often as the rank's tokens reach experts.
 GROUPED = {"gemma4_text": {"experts_implementation": "grouped_mm"}}
 ADAPTED = ("q_proj", "down_proj", "gate_proj", "lm_head")
@@ -37,7 +39,7 @@ def compare_zero3(case: Case, sp_size: int) -> float:
     return max(measure_difference(result, expected).values())
 
 
-@pytest.mark.parametrize("levers", [ALL, Levers(checkpointing="save_attention")], ids=["all", "kept"])
+@pytest.mark.parametrize("levers", [ALL, KEPT, SAVED], ids=["all", "kept", "saved"])
 @pytest.mark.parametrize("kind", sample(["llama", "gemma2", "gpt_oss"], quick=["gemma2"]))
 def test_split_rows_in_float64(kind: str, levers: Levers) -> None:
     assert max(run_on_ranks(2, compare_split, Case(kind, levers))) < 1e-6
@@ -136,10 +138,11 @@ def test_losses_of_targets_on_sharded_weights_and_a_rank_without_any(levers: Lev
         ALL,
         Levers(loss_tile=7),
         Levers(mlp_tiles=5),
-        Levers(checkpointing="save_attention"),
+        KEPT,
+        SAVED,
         Levers(checkpointing="full", mlp_tiles=3, offloaded=2),
     ],
-    ids=["all", "loss", "mlp", "kept", "full"],
+    ids=["all", "loss", "mlp", "kept", "saved", "full"],
 )
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "gemma4_text"])
 def test_zero3_grid(kind: str, levers: Levers, sp_size: int, lora: tuple[str, ...]) -> None:

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "two ranks, bfloat16, tiles": (2, ("parallel.sp_size=2", "model.dtype=bfloat16", *TILES)),
     "adapters": (2, ("parallel.sp_size=2", "lora.r=8")),
     "no recomputation": (1, ("memory.gradient_checkpointing=false",)),
+    "one layer recomputed": (2, ("parallel.sp_size=2", "memory.gradient_checkpointing=true", "memory.saved_layers=3")),
     "ZeRO-2": (2, ("parallel.sp_size=2", "parallel.zero_stage=2", *TILES)),
     "ZeRO-1, two micro-steps": (2, ("parallel.sp_size=2", "parallel.zero_stage=1", *TILES, *TWICE)),
     "ZeRO-2, sums in float32": (2, ("parallel.sp_size=2", "parallel.zero_stage=2", *TILES, *TWICE, *NARROW)),

@@ -48,13 +48,14 @@ BESIDE = {"gemma4_text"}  # layers with experts beside their MLP
 
 @dataclass(frozen=True)
 class Levers:
-    """The levers of a case. None means off; `offloaded` counts layers."""
+    """The levers of a case. None means off; `offloaded` and `saved` count layers, from the first and the last."""
 
     loss_tile: int | None = None
     mlp_tiles: int | None = None
     checkpointing: str | None = None
     offloaded: int | None = None
     chunks: int = 1
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
         offloader = None
         if levers.offloaded is not None:
             offloader = Offloader(torch.device("cpu"), levers.offloaded)
-        checkpoint_layers(model, levers.checkpointing, offloader and offloader.make_storage)  # type: ignore[arg-type]
+        make_storage: Any = offloader and offloader.make_storage
+        checkpoint_layers(model, levers.checkpointing, make_storage, levers.saved)  # type: ignore[arg-type]
         if levers.mlp_tiles is None:
             save_before_last_products(model, SHARDED)
     return LossModel(model, loss)

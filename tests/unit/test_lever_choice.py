@@ -23,7 +23,6 @@ from ulysses_cli.plan.planner.estimate import compute_estimate, explain_memory
 from ulysses_cli.plan.planner.fit import find_max_length, fits, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
-    SPENDING,
     choose_for_job,
     choose_levers,
     find_cheapest,
@@ -32,6 +31,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     list_strongest,
     read_levers,
 )
+from ulysses_cli.plan.planner.spending import SPENDING
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.speed import compute_speed
@@ -52,7 +52,7 @@ def test_each_lever_is_what_the_recipe_says() -> None:
         "attention_head_chunks": 2, "activation_offloading": 3, "activation_offload_device": "nvme",
         "gradient_checkpointing": "full", "tiled_mlp": "true", "tiled_loss": "true", "offload_optimizer": "cpu",
         "offload_param": "cpu", "large_tiles": "true", "overlap_optimizer": 5, "nvme_path": "/tmp",
-        "leaf_layers": "true", "overlap_exchange": "true",
+        "leaf_layers": "true", "overlap_exchange": "true", "saved_layers": 2,
     }  # fmt: skip
     levers, open_names = read_levers(
         load(*(f"memory.{name}={value}" for name, value in words.items())).recipe, LLAMA_8B
@@ -71,6 +71,7 @@ def test_none_is_on_where_none_is_needed() -> None:
     reasons = dict(choice.reasons)
     assert reasons.pop("gradient_checkpointing").startswith("the GPU has room for all that layers save: the peak is ")
     assert reasons.pop("large_tiles") == "nothing is tiled"
+    assert reasons.pop("saved_layers") == "no layer is computed again"
     assert reasons.pop("early_groups") == "the optimizer is not in host memory"
     assert reasons.pop("leaf_layers") == "the GPU would wait for the processor"
     assert reasons.pop("overlap_exchange") == "the exchange takes 2.5% of a step"
@@ -182,10 +183,17 @@ def test_chunks_do_not_overlap_where_two_have_no_room() -> None:
 
 
 def test_no_layer_is_computed_twice_where_the_gpu_has_room() -> None:
-    """At 64Ki it has if the loss is in tiles, at 128Ki it has not."""
+    """At 64Ki it has if the loss is in tiles, at 128Ki it has for half of the layers."""
     chosen = {length: choose(f"data.max_length={length}").levers for length in ("32Ki", "64Ki", "128Ki")}
     saves = {length: (levers.gradient_checkpointing, levers.tiled_loss) for length, levers in chosen.items()}
-    assert saves == {"32Ki": (False, False), "64Ki": (False, True), "128Ki": (True, False)}
+    assert saves == {"32Ki": (False, False), "64Ki": (False, True), "128Ki": (True, True)}
+    half = make_job(load(*EIGHT, "data.max_length=128Ki").recipe, LLAMA_8B, chosen["128Ki"])
+    assert 12 <= half.levers.saved_layers <= 20
+    assert judge(half, measure_ledger(half), H100).verdict == "fits"
+    none = replace(half, levers=Levers())
+    assert compute_speed(none, H100).step_seconds > 1.03 * compute_speed(half, H100).step_seconds
+    one_more = replace(half, levers=replace(half.levers, saved_layers=half.levers.saved_layers + 1))
+    assert judge(one_more, weigh_ledger(one_more), H100).verdict != "fits"
     for length, least_gain in (("32Ki", 1.3), ("64Ki", 1.1)):
         words = (*EIGHT, f"data.max_length={length}")
         job = make_job(load(*words).recipe, LLAMA_8B, chosen[length])

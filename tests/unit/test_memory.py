@@ -17,7 +17,7 @@ from ulysses_cli.plan.ledger.machine import list_host_phases
 from ulysses_cli.plan.ledger.states import count_largest_group, list_sub_groups
 from ulysses_cli.plan.ledger.weights import get_weights, read_weights
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.fit import find_max_length, judge
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.sections import Lora
@@ -60,6 +60,15 @@ def test_the_optimizer_on_the_host_takes_14_bytes_per_weight() -> None:
 def test_weights_are_counted_one_by_one(name: str) -> None:
     shape = SHAPES[name]
     assert read_weights(shape, None).num_elements == read_weights(shape, None).num_elements
+
+
+def test_models_that_differ_in_biases_alone_are_not_mixed_up() -> None:
+    biased = read_model_shape({**LLAMA.config, "attention_bias": True}, LLAMA.name)
+    hidden, kv = 4096, 1024
+    more = 32 * (2 * hidden + 2 * kv)
+    assert read_weights(LLAMA, None).num_elements + more == read_weights(biased, None).num_elements
+    peaks = [measure_ledger(Job(shape, Layout(), 4096, Levers())).gpu_peak_bytes for shape in (LLAMA, biased)]
+    assert peaks[0] < peaks[1]
 
 
 def test_adapters_train_little_and_freeze_the_rest() -> None:

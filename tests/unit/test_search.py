@@ -30,9 +30,10 @@ from ulysses_cli.plan.planner.candidates import (
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.first_recipe import FirstAnswers, make_request
 from ulysses_cli.plan.planner.fit import Verdict, fits, judge, try_levers
-from ulysses_cli.plan.planner.lever_choice import COSTS, find_cheapest, read_levers, spend_what_is_left
+from ulysses_cli.plan.planner.lever_choice import COSTS, EVERY, find_cheapest, read_levers
 from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.search import Contest, _list_layouts, draft_candidate, search, search_longest
+from ulysses_cli.plan.planner.spending import spend_what_is_left
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.sections import RowType
 from ulysses_cli.plan.rules.model import check_lora_targets
@@ -219,7 +220,7 @@ def search_everything(request: PlanRequest, offers: list[Offer]) -> tuple[list[C
             fit = try_levers(job, gpu, levers) if levers is not None else None
             if levers is None or fit is None or fit.verdict != "fits":
                 continue
-            settled = replace(job, levers=spend_what_is_left(job, gpu, levers))
+            settled = replace(job, levers=spend_what_is_left(job, gpu, levers, EVERY))
             settled = replace(settled, has_disk=uses_disk(settled.levers))
             fit = judge(settled, weigh_ledger(settled), gpu)
             plans.append(Candidate(gpu, settled, fit, compute_speed(settled, gpu), request.num_tokens))

@@ -24,7 +24,8 @@ ALL_GROUPS = 10_000  # more than any rank has
 @dataclass(frozen=True)
 class Levers:
     """Settled values of the recipe's memory section. None of them changes what is computed. `offloaded_layers` counts
-    from the first layer, whose saved tensors are needed last."""
+    from the first layer, whose saved tensors are needed last, and `saved_layers` from the last one: these save all that
+    they compute, where the others are computed again."""
 
     gradient_checkpointing: bool | Literal["full"] = True
     head_chunks: int = 1
@@ -37,6 +38,7 @@ class Levers:
     early_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
     offloaded_to: Device = "cpu"  # where what offloaded layers save waits
     leaf_layers: bool = False  # a layer's weights are gathered at once; spends memory and saves the host's time
+    saved_layers: int = 0  # spends memory and saves time
     overlap_exchange: bool = False  # a chunk of heads travels while another attends; spends memory and saves time
 
 

@@ -316,6 +316,31 @@ def explain_packed(job: Job, gpu: Gpu) -> str:
 
 
 def compute_speed(job: Job, gpu: Gpu) -> Speed:
+    """Where some layers save all, time lies between those of jobs in which none and all of them do."""
+    levers, saved = job.levers, job.levers.saved_layers
+    if not saved or not levers.gradient_checkpointing:
+        return _compute_speed(job, gpu)
+    none, every = replace(levers, saved_layers=0), replace(levers, saved_layers=0, gradient_checkpointing=False)
+    again, once = (_compute_speed(replace(job, levers=each), gpu) for each in (none, every))
+    return _join_speeds(again, once, min(1.0, saved / job.shape.num_layers))
+
+
+def _join_speeds(first: Speed, second: Speed, share: float) -> Speed:
+    def mix(one: float, other: float) -> float:
+        return one + share * (other - one)
+
+    parts, hidden = (
+        {name: mix(size, others[name]) for name, size in own.items()}
+        for own, others in ((first.parts, second.parts), (first.hidden, second.hidden))
+    )
+    on_device, on_host = mix(first.device_seconds, second.device_seconds), mix(first.host_seconds, second.host_seconds)
+    step_seconds = mix(first.step_seconds, second.step_seconds)
+    return replace(
+        first, parts=parts, hidden=hidden, step_seconds=step_seconds, device_seconds=on_device, host_seconds=on_host
+    )
+
+
+def _compute_speed(job: Job, gpu: Gpu) -> Speed:
     share = gpu.efficiency
     matmul = gpu.tflops * TERA * share.matmul
     memory = gpu.memory_gb_s * GIGA * share.memory

@@ -352,6 +352,9 @@ def _choose_levers(
     elif memory.overlap_exchange and chunks == 1:
         key, reason = "memory.overlap_exchange", "since all heads are exchanged at once"
         levers["overlap_exchange"] = _change(notes, key, True, False, reason)
+    if isinstance(memory.saved_layers, int) and memory.saved_layers > 1:
+        key, reason = "memory.saved_layers", "since few layers are verified"
+        levers["saved_layers"] = _change(notes, key, memory.saved_layers, 1, reason)
     for name in ("offload_optimizer", "offload_param"):
         place = levers.get(name, getattr(memory, name))
         if place == "nvme" or (place != "none" and name == "offload_param" and device == "cpu"):

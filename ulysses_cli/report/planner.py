@@ -394,6 +394,7 @@ def format_levers(levers: Levers, zero_stage: int = 3) -> str:
         format_count(levers.head_chunks, "head chunk"): levers.head_chunks > 1,
         "overlapped exchange": levers.overlap_exchange,
         "no recompute": not levers.gradient_checkpointing,
+        f"{format_count(levers.saved_layers, 'layer')} not recomputed": levers.saved_layers > 0,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",
         "leaf layers": levers.leaf_layers,

@@ -221,6 +221,12 @@ class Stack:
     is_apart: bool
     seen: tuple[tuple[type[SizedModule], Mapping[str, Any]], ...] = ()
 
+    def tell_apart(self, num_saved: int) -> Stack:
+        """With kinds of their own for the last layers, where these save all."""
+        first, most = len(self.kinds) - num_saved, max(self.kinds, default=0) + 1
+        kinds = (kind + most * (number >= first) for number, kind in enumerate(self.kinds))
+        return replace(self, kinds=tuple(kinds)) if num_saved else self
+
     @contextmanager
     def make_few(self, live: Collection[int]) -> Iterator[None]:
         """While a model is made, layers that do not run get no modules."""

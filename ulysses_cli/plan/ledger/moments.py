@@ -284,7 +284,7 @@ def join(job: Job, rank: int, *, runs_all: bool = False) -> Joined:
 def list_depths(job: Job, *, runs_all: bool = False, is_sample: bool = False) -> Iterable[Depth]:
     """Layers that are alike run once, but for `runs_all`; all, where that does not do. `is_sample`: of stage 3, fewer
     layers, which show about as much; below it gradients leave in the backward of the next layers."""
-    stack = get_stack(job)
+    stack = get_stack(job).tell_apart(job.levers.saved_layers)
     every = tuple(range(len(stack.kinds)))
     whole = Depth(every, every)
     is_partial = job.lora is not None and not isinstance(job.lora.target_modules, str)
@@ -313,7 +313,12 @@ def record(job: Job, rank: int, depth: Depth, *, step_alone: bool = False) -> Re
 def _plan_recording(job: Job, rank: int, depth: Depth, *, step_alone: bool) -> tuple[Hashable, Callable[[], Recording]]:
     """What the tensors of a run depend on, and how it is run."""
     levers = replace(job.levers, offload_optimizer="none", offload_param="none", early_groups=0)
-    levers = replace(levers, offloaded_layers=sum(number < levers.offloaded_layers for number in depth.live))
+    first_saved = len(depth.like) - levers.saved_layers
+    levers = replace(
+        levers,
+        offloaded_layers=sum(number < levers.offloaded_layers for number in depth.live),
+        saved_layers=sum(number >= first_saved for number in depth.live),
+    )
     own = replace(forget_engine(job), levers=levers)
     place = rank % job.layout.sp_size
     stack = get_stack(job)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ulysses_cli.plan.layout import Layout, list_divisors
@@ -85,6 +85,23 @@ NEEDS, PARTS = Kept(8192), Kept(1024)
 
 
 def _compute_needs(job: Job) -> Needs:
+    """Where the last layers save all: of each phase and layer what jobs take in which none and all of them do."""
+    levers, num_layers = job.levers, job.shape.num_layers
+    if not levers.saved_layers or not levers.gradient_checkpointing:
+        return _compute_even_needs(job)
+    some = _compute_even_needs(replace(job, levers=replace(levers, saved_layers=0)))
+    every = replace(levers, saved_layers=0, gradient_checkpointing=False, offloaded_layers=0)
+    whole, first = _compute_even_needs(replace(job, levers=every)), num_layers - levers.saved_layers
+    saved = [*_list_steps(some.sums)[:first], *_list_steps(whole.sums)[first:]]
+    peaks, lower = Counter(some.peaks) | Counter(whole.peaks), Counter(some.lower) | Counter(whole.lower)
+    return Needs(peaks, lower, (0, *accumulate(saved)), max(saved, default=0))
+
+
+def _list_steps(sums: Sequence[int]) -> list[int]:
+    return [after - before for before, after in pairwise(sums)]
+
+
+def _compute_even_needs(job: Job) -> Needs:
     """The engine of several ranks is that of eight which keep all on the GPU and train a few layers. What an engine
     always holds is counted."""
     levers = replace(job.levers, offload_optimizer="none", offload_param="none", early_groups=0, offloaded_layers=0)

@@ -86,7 +86,7 @@ class ModelShape:
     has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
     per_layer_embeddings: PerLayerEmbeddings | None = None
-    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what it was read from
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what it was read from
 
     @property
     def crosses_documents(self) -> bool:

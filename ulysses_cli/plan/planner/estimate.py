@@ -31,9 +31,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     choose_levers,
     find_cheapest,
     find_longest,
-    keep_spending,
     read_levers,
-    stop_spending,
 )
 from ulysses_cli.plan.planner.rings import (
     BetterRing,
@@ -42,6 +40,7 @@ from ulysses_cli.plan.planner.rings import (
     find_better_ring,
     find_layout_inside,
 )
+from ulysses_cli.plan.planner.spending import keep_spending, stop_spending
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_reference_seconds, compute_speed, explain_packed
 

@@ -15,7 +15,7 @@ from typing import Any
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, check_known, is_indexable, make_job
-from ulysses_cli.plan.ledger.ledger import Ledger, weigh_least_ledger, weigh_ledger
+from ulysses_cli.plan.ledger.ledger import Ledger, measure_ledger, weigh_least_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
 from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, Offload, explain_no_overlap, uses_disk
@@ -40,13 +40,12 @@ from ulysses_cli.plan.planner.candidates import (
 from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_tried, judge, lower_stage
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
-    OFF,
+    EVERY,
     find_cheapest,
     find_longest,
     list_smallest,
     offload_least,
     screen_levers,
-    spend_what_is_left,
     swaps_states,
     walk_fits,
 )
@@ -60,6 +59,7 @@ from ulysses_cli.plan.planner.rings import (
     may_win,
     rank_ring,
 )
+from ulysses_cli.plan.planner.spending import OFF, spend_what_is_left
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -226,15 +226,28 @@ class LedgersOfJob:
 
     def may_fit(self, gpu: Gpu, levers: Levers) -> bool:
         """Whether the least fits that sets need which hold as much."""
+        if levers.gradient_checkpointing is False:
+            without = replace(levers, gradient_checkpointing=True)
+            if not self.may_fit(gpu, without):
+                return False
+        return judge(self.job, self._weigh_least(levers), gpu).verdict != "does_not_fit"
+
+    def _weigh_least(self, levers: Levers) -> Ledger:
         saves_all = levers.gradient_checkpointing is False
-        if saves_all and not self.may_fit(gpu, replace(levers, gradient_checkpointing=True)):
-            return False
         held = saves_all, saves_all and levers.tiled_mlp, levers.offload_optimizer, levers.offload_param
         if held not in self.least:
             states = replace(OFF, offload_optimizer=levers.offload_optimizer, offload_param=levers.offload_param)
             tried = replace(states, gradient_checkpointing=not saves_all, tiled_mlp=held[1])
             self.least[held] = weigh_least_ledger(replace(self.job, levers=tried))
-        return judge(self.job, self.least[held], gpu).verdict != "does_not_fit"
+        return self.least[held]
+
+    def _count_saved(self, gpu: Gpu, levers: Levers) -> int:
+        """The most layers that may save all: as many as fit beside what is held, with MLPs in tiles."""
+        none, num_layers = self._weigh_least(levers), self.job.shape.num_layers
+        every = self._weigh_least(replace(levers, gradient_checkpointing=False, tiled_mlp=True))
+        room = gpu.memory_bytes + none.uncertainty_bytes - none.gpu_peak_bytes
+        share = room / max(1, every.gpu_peak_bytes - none.gpu_peak_bytes)
+        return min(num_layers - 1, max(0, int(share * num_layers)))
 
     @cached_property
     def fastest(self) -> list[tuple[tuple[int, ...], Levers]]:
@@ -252,7 +265,8 @@ class LedgersOfJob:
         found = list[tuple[tuple[int, ...], Levers]]()
         for place, levers in self.fastest:
             if not any(all(map(le, other, place)) for other, _ in found) and self.may_fit(gpu, levers):
-                found.append((place, levers))
+                saved = self._count_saved(gpu, levers) if levers.gradient_checkpointing else 0
+                found.append((place, replace(levers, saved_layers=saved)))
         return [levers for _, levers in found]
 
     @cached_property
@@ -278,7 +292,7 @@ def find_fit(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate
     fit = judge_levers(levers) if levers is not None else None
     if levers is None or fit is None or fit.verdict != "fits":
         return None
-    levers = spend_what_is_left(job, gpu, levers)
+    levers = spend_what_is_left(job, gpu, levers, EVERY)
     return _gather_nothing(_make_candidate(request, job, gpu, levers, judge_levers(levers) or fit))
 
 
@@ -287,9 +301,11 @@ def _gather_nothing(plan: Candidate) -> Candidate:
     whole = lower_stage(plan.job) if plan.speed.is_host_bound else None
     if whole is None or not holds_whole(whole, plan.gpu):
         return plan
-    fit, speed = judge(whole, weigh_ledger(whole), plan.gpu), compute_speed(whole, plan.gpu)
-    found = replace(plan, job=whole, fit=fit, speed=speed)
-    return found if fit.verdict == "fits" and is_slower(plan, found) else plan
+    found = replace(plan, job=whole, speed=compute_speed(whole, plan.gpu))
+    if not is_slower(plan, found):
+        return plan
+    fit = judge(whole, measure_ledger(whole), plan.gpu)  # a load may need most, which no search weighs
+    return replace(found, fit=fit) if fit.verdict == "fits" else plan
 
 
 def holds_whole(job: Job, gpu: Gpu) -> bool:

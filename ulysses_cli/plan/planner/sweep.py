@@ -14,14 +14,12 @@ from ulysses_cli.plan.ledger.job import Job, is_indexable
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.fit import Fit, is_tried, try_levers
 from ulysses_cli.plan.planner.lever_choice import (
-    OFF,
-    SPENDING,
     find_cheapest,
     list_ranked_levers,
     list_smallest,
-    stop_spending,
 )
 from ulysses_cli.plan.planner.search import list_sp_sizes
+from ulysses_cli.plan.planner.spending import OFF, SPENDING, stop_spending
 from ulysses_cli.plan.resolved import find_ring_size
 
 SHORTEST, NUM_LENGTHS = 4096, 14

@@ -255,6 +255,13 @@ class Memory(Section):
         "false where the GPU has room for all, else true where that fits",
         aliases=("activation_checkpointing",),
     )
+    saved_layers: Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = setting(
+        "auto",
+        "where layers are recomputed, as many of the last ones save all and are not; auto = as many as the GPU has "
+        "room for",
+        unit="layers",
+        spellings={False: 0},
+    )
     attention_head_chunks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
         "auto", "attention runs over this many groups of heads, one after another", unit="chunks"
     )

@@ -136,6 +136,22 @@ def check_offloading(recipe: Recipe, shape: ModelShape) -> Problems:
         )
 
 
+def check_saved_layers(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Others are recomputed, and what these save stays on the GPU."""
+    memory, key, asked = recipe.memory, "memory.saved_layers", recipe.memory.saved_layers
+    if asked == "auto" or not asked:
+        return
+    if memory.gradient_checkpointing is False:
+        what = "counts layers that are not recomputed, and memory.gradient_checkpointing: false recomputes none"
+        yield Problem(key, what, "leave it out")
+    elif memory.activation_offloading not in ("auto", False, 0):
+        what = "keeps on the GPU what layers save, and memory.activation_offloading moves it to the host"
+        yield Problem(key, what, "leave one of the two out")
+    elif asked >= shape.num_layers:
+        what = f"{asked} leaves none of the {format_count(shape.num_layers, 'layer')} of {shape.name} to recompute"
+        yield Problem(key, what, "set memory.gradient_checkpointing: false, or fewer layers")
+
+
 def check_exactness(recipe: Recipe, shape: ModelShape) -> Problems:
     """Refuses layer kinds that would be silently wrong when a row is split over ranks."""
     if recipe.parallel.sp_size > 1 and shape.inexact:
@@ -343,6 +359,7 @@ MODEL_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_overlapped_exchange,
     check_leaf_layers,
     check_offloading,
+    check_saved_layers,
     check_exactness,
     check_attention_kind,
     check_packed_layers,

@@ -56,11 +56,14 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
     few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // layer_elements))
     if reaches_across(shape):
         few = num_layers
-    num_offloaded = min(num_layers, int(request["levers"]["offloaded_layers"]))
-    whole = num_offloaded, num_layers - num_offloaded
+    num_first = min(num_layers, int(request["levers"]["offloaded_layers"]))
+    if num_saved := int(request["levers"]["saved_layers"]):  # none is offloaded then
+        num_first = num_layers - num_saved
+    whole = num_first, num_layers - num_first
     peaks: dict[Layers, TracedPeaks] = {}
     for layers in list_cuts(whole, few, find_period(request["config"])):
-        report(f"tracing {sum(layers)} of {format_count(num_layers, 'layer')}, {layers[0]} of them offloaded")
+        what = "recomputed" if num_saved else "offloaded"
+        report(f"tracing {sum(layers)} of {format_count(num_layers, 'layer')}, {layers[0]} of them {what}")
         peaks[layers] = trace_layers(request, layers)
     reached = extrapolate(peaks, whole, steps_in_groups=in_groups > 0)
     for by_phase in (reached.device, reached.host):
@@ -163,7 +166,8 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     settings = {**request["recipe"], "model": {**request["recipe"]["model"], "config": config, "name_or_path": None}}
     recipe = Recipe.model_validate_json(json.dumps(settings))
     shape = read_model_shape(config, "the traced model")
-    layout, levers = choose_layout(recipe, shape), Levers(**{**request["levers"], "offloaded_layers": layers[0]})
+    cut = {"saved_layers": layers[1]} if request["levers"]["saved_layers"] else {"offloaded_layers": layers[0]}
+    layout, levers = choose_layout(recipe, shape), Levers(**{**request["levers"], **cut})
     num_steps = settings["train"]["gradient_accumulation_steps"]
     if num_steps > 1:  # under ZeRO-3 without replicas or gradients on the host all are alike; else two are enough
         are_alike = settings["parallel"]["zero_stage"] == 3 and settings["parallel"]["dp_replicate_size"] == 1

@@ -120,15 +120,17 @@ def list_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def checkpoint_layers(
-    model: nn.Module, mode: Mode, make_storage: Callable[[int], ResultStorage | None] | None = None
+    model: nn.Module, mode: Mode, make_storage: Callable[[int], ResultStorage | None] | None = None, num_saved: int = 0
 ) -> int:
-    """Checkpoints every layer of the model during training. Returns their number. `full` saves only the layer's input.
+    """Checkpoints the layers of the model during training but for the last `num_saved`. Returns their number. `full`
+    saves only the layer's input.
 
     `make_storage` makes the storage for each run of a layer; None keeps tensors on the device.
     """
     layers = list_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layers that can be checkpointed")
+    layers = layers[: max(0, len(layers) - num_saved)]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = CheckpointedLayer(index, mode, make_storage or (lambda _: None))

@@ -190,7 +190,7 @@ def apply_levers(
                 disk = open_disk(device, swap_folder) if swaps_activations(levers) else None
                 make_storage = Offloader(device, levers.offloaded_layers, disk).make_storage
             mode: Mode = "full" if levers.gradient_checkpointing == "full" else "save_attention"
-            checkpoint_layers(model, mode, make_storage)
+            checkpoint_layers(model, mode, make_storage, levers.saved_layers)
             if not levers.tiled_mlp and plan.recipe.parallel.zero_stage == 3:
                 sharded = ShardedLinear(linear.zero3_linear_wrap, linear.LinearFunctionForZeroStage3)
                 save_before_last_products(model, sharded)
