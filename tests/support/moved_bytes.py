@@ -2,6 +2,7 @@
 The fake device stands in for the real one in a whole process: `python -m support.moved_bytes` is one."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +20,8 @@ def count_moved(recipe: Any, *, is_deepspeeds: bool = False) -> dict[str, int]:
     """Returns bytes to the host (`down`) and to the GPU (`up`)."""
     request = {**make_request(recipe), "rank": 0, DEEPSPEEDS: is_deepspeeds}
     command = [sys.executable, "-m", "support.moved_bytes"]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     moved: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return moved

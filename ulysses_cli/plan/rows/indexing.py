@@ -91,14 +91,14 @@ OPERATORS: tuple[IndexedOperator, ...] = (
         "mlp",
         "MLPs and norms in tiles of tokens (memory.tiled_mlp)",
         "any: a tile has about as many tokens as the model is wide",
-        "ulysses_cli/plan/levers.py:97|def compute_num_mlp_tiles",
+        "ulysses_cli/plan/levers.py:99|def compute_num_mlp_tiles",
         "tiled",
     ),
     IndexedOperator(
         "tiled_loss",
         "head and cross-entropy in tiles (memory.tiled_loss)",
         "any: a tile's float32 logits take 256 MiB",
-        "ulysses_cli/plan/levers.py:86|LOSS_TILE_BYTES = 256 << 20",
+        "ulysses_cli/plan/levers.py:88|LOSS_TILE_BYTES = 256 << 20",
         "tiled",
     ),
     IndexedOperator(
