@@ -18,9 +18,10 @@ from test_families import LAYERS, make_config, make_hybrid_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ulysses_cli.plan.ledger.adapted_layers import LoraExperts
 from ulysses_cli.plan.ledger.depth import Depth
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.step import LoraExperts, SizedRun, alone
+from ulysses_cli.plan.ledger.step import SizedRun, alone
 from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES

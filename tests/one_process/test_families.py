@@ -19,9 +19,10 @@ from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
+from ulysses_cli.plan.ledger.adapted_layers import LoraLinear
 from ulysses_cli.plan.ledger.depth import Depth
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.step import LoraLinear, SizedRun, alone
+from ulysses_cli.plan.ledger.step import SizedRun, alone
 from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES

@@ -224,8 +224,8 @@ class Stack:
     def tell_apart(self, num_saved: int) -> Stack:
         """With kinds of their own for the last layers, where these save all."""
         first, most = len(self.kinds) - num_saved, max(self.kinds, default=0) + 1
-        kinds = (kind + most * (number >= first) for number, kind in enumerate(self.kinds))
-        return replace(self, kinds=tuple(kinds)) if num_saved else self
+        kinds = tuple(kind if number < first else kind + most for number, kind in enumerate(self.kinds))
+        return replace(self, kinds=kinds)
 
     @contextmanager
     def make_few(self, live: Collection[int]) -> Iterator[None]:
@@ -260,10 +260,9 @@ def describe_stack(layers: Sequence[SizedModule]) -> Stack:
 
 def choose_depth(stack: Stack, num_offloaded: int = 0, first_trained: int = 0, *, is_sample: bool = False) -> Depth:
     """Of layers of each kind behind each kind, the first runs, and the last of all. The first and the last of a kind
-    stand for no other, but in a sample: they begin and end what all layers of the kind read, such as their rotation's
-    cosines. Where some are offloaded, copies leave two layers later and come back one layer earlier. Layers below the
-    first that is trained save nothing. Layers that share weights are never alike: one of them gets the sum of their
-    gradients."""
+    stand for no other, but in a sample: they begin and end what all layers of the kind read. Where some are offloaded,
+    copies leave two layers later and come back one layer earlier. Layers below the first that is trained save nothing.
+    Layers that share weights are never alike: one of them gets the sum of their gradients."""
     kinds, every = stack.kinds, tuple(range(len(stack.kinds)))
     if not stack.is_apart:
         return Depth(every, every)

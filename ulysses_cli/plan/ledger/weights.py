@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from ulysses_cli.plan.ledger.adapted_layers import QuantizedLinear, quantize_layers
 from ulysses_cli.plan.ledger.depth import find_layers, find_number
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.step import DTYPES, QuantizedLinear, alone, make_bare, quantize_layers
+from ulysses_cli.plan.ledger.step import DTYPES, alone, make_bare
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.sizes.tensor import Running
