@@ -149,6 +149,16 @@ def test_a_search_weighs_about_what_a_run_takes(name: str) -> None:
     assert sorted(map(abs, errors))[1] <= 0.02, errors
 
 
+def test_runs_for_a_gpu_and_for_a_cpu_may_take_turns() -> None:
+    """Of a model whose layers' functions are replaced in the module that has their name."""
+    drawn = next(row["recipe"] for row in ROWS if row["recipe"]["model"]["config"]["model_type"] == "nemotron_h")
+    job = make_drawn_job(read_recipe(drawn))
+    for is_on_cpu in (False, True, False, True):
+        moments.RECORDINGS.values.clear()
+        moments.STACKS.values.clear()
+        assert join(replace(job, is_on_cpu=is_on_cpu), 0).measure()
+
+
 def test_what_a_run_refutes_is_proposed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that weighs 4 % less than the recipe's own code takes."""
     drawn = next(row["recipe"] for row in ROWS if row["recipe"]["model"]["config"]["model_type"] == "falcon_h1")

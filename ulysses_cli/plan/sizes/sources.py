@@ -257,8 +257,10 @@ class ModelSources:
         self.executed = [Executed(each.module) for each in self.executed]
 
     def forget_run(self) -> None:
-        """Undoes what a run changed in modules, and empties their caches, which may hold its tensors."""
+        """Undoes what a run changed in modules, and empties their caches, which may hold its tensors. Another set of
+        files may have modules of the same names: layers find theirs by name."""
         for each in self.executed:
+            sys.modules[each.module.__name__] = each.module
             for function in each.cached:
                 function.cache_clear()
             vars(each.module).clear()
