@@ -14,6 +14,7 @@ from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
 from ulysses_cli.plan.resolved import find_sharing_obstacle, hash_plan, parse_plan, read_plan, resolve
+from ulysses_cli.plan.rules import adapters
 from ulysses_cli.plan.rules import check as check_module
 from ulysses_cli.plan.rules import files as check_files
 from ulysses_cli.plan.rules import model as check_model
@@ -34,7 +35,7 @@ def test_messages_are_those_of_the_snapshot(heading: str, tmp_path: Path) -> Non
 
 
 def test_every_rule_says_something_in_the_snapshot() -> None:
-    of_model = (*check_model.MODEL_RULES, *check_model.ADAPTER_RULES, *check_model.POSITION_RULES)
+    of_model = (*check_model.MODEL_RULES, *adapters.ADAPTER_RULES, *check_model.POSITION_RULES)
     for rule in (*check_module.RULES, *of_model, *check_training.TRAINING_RULES, *check_files.RULES):
         is_code = f"test_{rule.__name__}" in globals()  # its message follows what a folder holds
         assert is_code or "\n  " in BLOCKS[rule.__name__], rule.__name__

@@ -36,7 +36,7 @@ from ulysses_cli.plan.planner.search import Contest, _list_layouts, draft_candid
 from ulysses_cli.plan.planner.spending import spend_what_is_left
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.sections import RowType
-from ulysses_cli.plan.rules.model import check_lora_targets
+from ulysses_cli.plan.rules.adapters import check_lora_targets
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.report.planner import describe_search, format_prices, format_search
 

@@ -227,17 +227,16 @@ def _check_model(model: str, shape: ModelShape, length: int) -> None:
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.plan.recipe.loader import parse_recipe
     from ulysses_cli.plan.rules import model as check_model
-    from ulysses_cli.plan.rules import model as check_positions
 
     draft = Draft(model, length, Layout(), needs_stretch=needs_stretch(shape, length))
     recipe = parse_recipe(write_draft(draft)).recipe
-    about_model = (
+    rules = (
         check_model.check_weights,
         check_model.check_dropout,
         check_model.check_attention_kind,
         check_model.check_router_loss,
+        check_model.check_positions,
     )
-    rules = (*about_model, check_positions.check_positions)
     problems = [problem for rule in rules for problem in rule(recipe, shape)]
     if problems:
         raise RecipeError(problems)

@@ -12,22 +12,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.depth import (
-    LOAD,
-    SECOND_PASS,
-    Depth,
-    EngineBytes,
-    EngineMeter,
-    EngineWalk,
-    LayersDiffer,
-    Recorded,
-    Stack,
-    Turn,
-    Window,
-    choose_depth,
-    join_path,
-    split_path,
-)
+from ulysses_cli.plan.ledger.depth import Depth, Stack, Turn, Window, choose_depth, join_path, split_path
 from ulysses_cli.plan.ledger.hooks import (
     FORWARD,
     RECOMPUTED,
@@ -39,6 +24,7 @@ from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot
 from ulysses_cli.plan.ledger.stage3 import ShardedEngine, ShardSettings
 from ulysses_cli.plan.ledger.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.ledger.step import DTYPES, Recording, SizedRun, alone, read_stack
+from ulysses_cli.plan.ledger.walk import LOAD, SECOND_PASS, EngineBytes, EngineMeter, EngineWalk, LayersDiffer, Recorded
 from ulysses_cli.plan.ledger.weights import get_weights, size_prefetch
 from ulysses_cli.plan.rows.ring import count_held_keys, deal_row, list_dearest
 from ulysses_cli.plan.sizes.autograd import GRADIENT

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ulysses_cli.plan.ledger.adapted_layers import add_adapters, quantize_layers
-from ulysses_cli.plan.ledger.depth import Depth, Recorded, Stack, describe_stack, find_layers
+from ulysses_cli.plan.ledger.depth import Depth, Stack, describe_stack, find_layers
 from ulysses_cli.plan.ledger.hooks import (
     INPUTS,
     PARAMETERS,
@@ -25,6 +25,7 @@ from ulysses_cli.plan.ledger.hooks import (
     tagged,
 )
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.walk import Recorded
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import rank_experts

@@ -65,7 +65,8 @@ from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import Preference
 from ulysses_cli.plan.resolved import find_ring_size
-from ulysses_cli.plan.rules.model import REPLACEABLE, check_quantized_base
+from ulysses_cli.plan.rules.adapters import check_quantized_base
+from ulysses_cli.plan.rules.model import REPLACEABLE
 from ulysses_cli.plan.speed import MOST_HIDDEN, Speed, compute_speed
 from ulysses_cli.plan.units import format_count, format_range
 

@@ -16,7 +16,7 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.plan.rules import files, model, training
+from ulysses_cli.plan.rules import adapters, files, model, training
 from ulysses_cli.plan.rules.files import check_chats
 from ulysses_cli.plan.units import format_count
 
@@ -323,7 +323,7 @@ def check_recipe(
     recipe = loaded.recipe
     problems = [problem for rule in RULES for problem in rule(case)]
     if shape is not None:
-        shape_rules = (*model.MODEL_RULES, *model.ADAPTER_RULES, *model.POSITION_RULES)
+        shape_rules = (*model.MODEL_RULES, *adapters.ADAPTER_RULES, *model.POSITION_RULES)
         problems += [problem for rule in shape_rules for problem in rule(recipe, shape)]
     recipe_rules = (*training.TRAINING_RULES, *training.PREFERENCE_RULES, *files.RULES)
     problems += [problem for rule in recipe_rules for problem in rule(recipe)]
