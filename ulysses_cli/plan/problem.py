@@ -4,7 +4,7 @@ Rules make problems and report/ prints them; this file does neither. Standard li
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 
@@ -42,6 +42,9 @@ class Problem:
 
     def describe(self) -> str:
         return "\n  ".join((self.message, *self.details))
+
+
+Problems = Iterator[Problem]
 
 
 class RecipeError(Exception):

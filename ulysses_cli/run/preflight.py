@@ -6,13 +6,13 @@ Imports nothing heavy; ranks check again in more detail."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from ulysses_cli.plan.models.model_files import find_weight_problem
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.problem import Problem, Problems
 from ulysses_cli.plan.recipe.changes import list_start_changes, shorten_list
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -36,7 +36,6 @@ from ulysses_cli.run.remote_checkpoints import list_remote_steps, try_out
 from ulysses_cli.run.resume import ResumeError, adapt
 
 OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # of AMD, and of WSL: only torch can count them
-Problems = Iterator[Problem]
 
 
 def find_obstacles(

@@ -3,15 +3,13 @@ Problems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.problem import Problem, Problems
 from ulysses_cli.plan.recipe.recipe import Recipe
-
-Problems = Iterator[Problem]
 
 FOR_EXPERTS = "lora.experts: [gate_up, down] adapts experts"
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}

@@ -4,7 +4,7 @@ for a single field are in the schema."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ulysses_cli.plan.ds_config import MAX_PERSISTENT, WEIGHTS_ON_DISK, find_contradictions, make_ds_config
@@ -12,7 +12,7 @@ from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.ledger.states import NUM_BUFFERS
 from ulysses_cli.plan.models.model_files import TokenizerFacts
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.problem import Problem, Problems
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -31,9 +31,6 @@ class RuleCase:
     recipe: Recipe
     shape: ModelShape | None = None
     num_processes: int | None = None
-
-
-Problems = Iterator[Problem]
 
 
 def check_process_count(case: RuleCase) -> Problems:

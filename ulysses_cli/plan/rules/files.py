@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from ulysses_cli.plan.files import HINT_WHILE_LIVE, expand_pattern, find_address, find_address_problem, find_holder
@@ -24,7 +24,7 @@ from ulysses_cli.plan.models.model_files import (
     read_date,
     read_template,
 )
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.problem import Problem, Problems, RecipeError
 from ulysses_cli.plan.recipe.changes import add_new_settings, list_differences, shorten_list
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 from ulysses_cli.plan.recipe.sections import COLUMNS, OPTIONAL, Dataset
@@ -45,7 +45,6 @@ HINT_AFTER_END = (
     "`ulysses train` with --resume auto continues it and names settings that must stay, with --overwrite replaces it; "
     "or choose another run.output_dir"
 )
-Problems = Iterator[Problem]
 
 
 def check_datasets(recipe: Recipe) -> Problems:

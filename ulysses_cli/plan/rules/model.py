@@ -3,7 +3,7 @@ the stretch of the rotary encoding. check.py runs them. Each yields Problems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
@@ -12,7 +12,7 @@ from ulysses_cli.plan.levers import explain_no_leaves, explain_no_overlap
 from ulysses_cli.plan.models.families import UNSERVED
 from ulysses_cli.plan.models.family import Trait
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.problem import Problem, Problems
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import (
     compute_rope_factor,
@@ -23,8 +23,6 @@ from ulysses_cli.plan.resolved import (
 )
 from ulysses_cli.plan.rows.indexing import RowSizes, list_excess
 from ulysses_cli.plan.units import format_count
-
-Problems = Iterator[Problem]
 
 
 def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:

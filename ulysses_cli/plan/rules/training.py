@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.problem import Problem, Problems
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import SMOOTHED, UNPAIRED, WITHOUT_REFERENCE, Preference
 from ulysses_cli.plan.rules.files import HUB_NAME
@@ -18,7 +18,6 @@ from ulysses_cli.plan.units import format_count
 MAX_PROMPT_CHARS = 20_000
 MAX_HOST_LENGTH = 253
 HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[\w-]{1,63}(?:\.[\w-]{1,63})*\.?)(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
-Problems = Iterator[Problem]
 # transformers' schedules: numbers of which exactly one must be given, and numbers that may be given.
 SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
     "linear": (set(), set()),
