@@ -70,7 +70,7 @@ types: install  ## mypy, strict
 map: install  ## print every file with what it does, and which room may import which
 	@PYTHONPATH=tests:. python -m support.generated_docs --map
 
-snapshots: install  ## what rules say of wrong recipes, anew: tests/unit/messages.txt
+snapshots: install  ## what is said of wrong recipes, rows and commands, anew: tests/unit/*.txt
 	PYTHONPATH=tests:. python -m support.messages
 
 docs: install  ## the generated parts of the docs: settings, models, attention

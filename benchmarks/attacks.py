@@ -706,7 +706,7 @@ def write_webhook(folder: Path) -> str:
 
 
 for name, test in (
-    ("an address that is none, in a recipe", "tests/unit/test_check.py -k check_notice"),
+    ("an address that is none, in a recipe", "tests/unit/test_snapshots.py -k check_notice"),
     ("an address that is none", "tests/unit/test_notification.py -k is_none"),
     (
         "a redirect, bytes that drip, a look-up without end",

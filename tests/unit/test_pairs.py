@@ -20,7 +20,7 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenPair, encode_pair
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.readers.columns import Reading, detect_kind, read_sample
+from ulysses_cli.readers.columns import Reading, read_sample
 from ulysses_cli.readers.pairs import Pair, read_judged, read_pair
 from ulysses_cli.readers.problems import BadRow, DataError
 
@@ -80,15 +80,6 @@ def test_chats_in_any_columns_are_the_same_pair(row: dict[str, Any]) -> None:
     assert make_encoder().tokenizer.decode(pair.chosen.ids[: pair.num_shared]).endswith("assistant")
 
 
-def test_long_reward_asks_below_a_text() -> None:
-    row = {"idx": 7, "context": "It is.", "query": ASK, "win_response": YES, "lose_response": NO}
-    assert detect_kind(row) == "preference"
-    turn = {"role": "user", "content": "It is.\n\nIs it?"}
-    assert read_pair(row) == read_pair({"prompt": [turn], "chosen": YES, "rejected": NO})
-    with pytest.raises(BadRow, match="column `context` is null"):
-        read_pair({**row, "context": None})
-
-
 def test_columns_may_have_names_of_their_own() -> None:
     row = {"question": ASK, "win": YES, "lose": NO}
     names = {"prompt": "question", "chosen": "win", "rejected": "lose"}
@@ -115,24 +106,6 @@ def test_branches_are_tokens_of_whole_texts(prompt: str, chosen: str, rejected: 
     for branch, answer in ((pair.chosen, chosen), (pair.rejected, rejected)):
         assert list(branch.ids) == list(encoder.encode_texts([prompt + answer])[0])
     check_shared(pair)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": ASK, "chosen": YES}, "column `rejected` is missing; there is"),
-        ({"prompt": ASK, "chosen": YES, "rejected": YES}, "are the same: there is nothing to prefer"),
-        ({"prompt": ASK, "chosen": say(YES), "rejected": NO}, "must both be text, or both be turns"),
-        ({"chosen": say(YES), "rejected": say(NO)}, "begin with different turns, and there is no column `prompt`"),
-        ({"prompt": "Why?", "chosen": [USER, *say(YES)], "rejected": [USER, *say(NO)]}, "`prompt` is no turn that"),
-        ({"chosen": [USER, *say(YES)], "rejected": [USER]}, "one of `chosen` and `rejected` is the beginning"),
-        ({"messages": [USER], "rejected_response": NO}, "must end with the assistant's turn"),
-        ({"prompt": 3, "chosen": say(YES), "rejected": say(NO)}, "column `prompt` must be text or turns"),
-    ],
-)
-def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadRow, match=message):
-        read_pair(row)
 
 
 def test_answers_with_the_same_tokens_or_without_a_target_are_refused() -> None:
@@ -303,15 +276,10 @@ def test_pairs_need_the_section_that_learns_from_them(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("label", [None, "true", 2, 0.5])
-def test_a_label_is_true_or_false(label: Any) -> None:
+def test_a_label_is_true_or_false() -> None:
     judged = read_judged({"prompt": ASK, "completion": YES, "label": 1})
     assert judged.is_wanted
     assert judged.answer == read_pair({"prompt": ASK, "chosen": YES, "rejected": NO}).chosen
-    with pytest.raises(BadRow, match="only true and false"):
-        read_judged({"prompt": ASK, "completion": YES, "label": label})
-    with pytest.raises(BadRow, match="column `good` is missing"):
-        read_judged({"prompt": ASK, "completion": YES}, Reading({"label": "good"}))
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

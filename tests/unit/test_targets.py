@@ -29,7 +29,7 @@ from ulysses_cli.data.tokenizing.renderer import Renderer
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.readers.columns import Reading, read_sample
+from ulysses_cli.readers.columns import read_sample
 from ulysses_cli.readers.problems import BadRow, DataError
 from ulysses_cli.report.data_report import format_report, format_sample, make_data_page
 from ulysses_cli.validate import validate_recipe
@@ -114,43 +114,6 @@ def test_a_field_of_a_message_beats_the_choice(field: str) -> None:
     assert list_targets(CHATML, chat, train_on_turns="last") == [["b<|im_end|>", "c<|im_end|>"]]
     plain = [{key: value for key, value in message.items() if key != field} for message in chat]
     assert list_targets(CHATML, [dict(message) for message in plain]) == [["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]]
-
-
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([USER, turn("a", weight=0.5)], "turn 2: weight is 0.5; only true and false, or 1 and 0, are understood"),
-        ([USER, turn("a", train="yes")], "turn 2: train is 'yes'"),
-        ([USER, turn("a", train=True, weight=0)], "turn 2: weight and train do not agree"),
-        ([{**USER, "train": True}, turn("a")], r"turn 1 \(user\) cannot be a target"),
-    ],
-)
-def test_fields_that_say_no_clear_thing_are_refused(messages: list[Row], words: str) -> None:
-    with pytest.raises(BadRow, match=words):
-        read_sample("chat", {"messages": messages})
-
-
-def test_a_field_may_have_any_name_or_be_left_alone() -> None:
-    chat = {"messages": [USER, turn("a", learn=1, weight=0)]}
-    assert getattr(read_sample("chat", chat, reading=Reading(train_field="learn")), "flags") == (None, True)  # noqa: B009
-    sample = read_sample("chat", chat, reading=Reading(train_field="none"))
-    assert getattr(sample, "flags") == () and getattr(sample, "messages")[1]["weight"] == 0  # noqa: B009, PT018
-
-
-def test_a_field_may_say_the_opposite() -> None:
-    """In some data sets `mask` is true where nothing is learned, in others where something is."""
-    chat = {"messages": [{**USER, "mask": False}, turn("a", mask=True), USER, turn("b", mask=False)]}
-
-    def find(field: str, **choice: Any) -> tuple[bool | None, ...]:
-        return getattr(read_sample("chat", chat, reading=Reading(train_field=field)), "flags")  # noqa: B009
-
-    assert find("not mask") == (None, False, None, None)
-    assert find("mask") == (False, True, None, False)
-    with pytest.raises(BadRow, match="turn 2: mask is true, which is a target in some data sets, in others none"):
-        find("auto")
-    unmasked = {"messages": [{**USER, "mask": False}, turn("a", mask=0)]}
-    sample: Any = read_sample("chat", unmasked)
-    assert sample.flags == () and "mask" not in sample.messages[0]  # noqa: PT018
 
 
 def test_thoughts_are_masked_without_their_tags_or_dropped() -> None:
@@ -780,18 +743,6 @@ def test_fields_that_no_template_reads_are_said(tmp_path: Path) -> None:
         for note in notes
     )
     assert not any("never reads" in note for note in prepare(tmp_path, [TWO], ALL_SHOWN).report["notes"])
-
-
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        (turn("  \n", weight=1), r"turn 2 \(assistant\) is empty"),
-        (turn("a", reasoning={"effort": "high"}), "turn 2: reasoning is a mapping, not text"),
-    ],
-)
-def test_turns_that_say_nothing_are_refused(message: Row, words: str) -> None:
-    with pytest.raises(BadRow, match=words):
-        read_sample("chat", {"messages": [USER, message]})
 
 
 def test_each_class_of_turns_is_counted(tmp_path: Path) -> None:

@@ -109,29 +109,6 @@ def test_a_weight_of_0_trains_nothing(tmp_path: Path) -> None:
     assert [chr(token) for token, _ in found if token < 256] == ["y", "z"]
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"weight": -0.5}, "column `weight` is -0.5: a weight is 0 or more"),
-        ({"weight": float("nan")}, "column `weight` is nan, not a finite number"),
-        ({"weight": float("inf")}, "column `weight` is inf, not a finite number"),
-        ({"weight": "2"}, "column `weight` is '2', not a number"),
-        ({"weight": True}, "column `weight` is True, not a number"),
-        ({"weights": [1, 1]}, "column `weights` has 2 elements for 3 input_ids"),
-        ({"weights": 1}, "column `weights` has no list for 3 input_ids"),
-        ({"weights": [1, -1, 1]}, "element 1 of column `weights` is -1: a weight is 0 or more"),
-        ({"weights": [1, 1, 1], "weight": 1}, "a row has `weight` or `weights`, not both"),
-    ],
-)
-def test_other_weights_are_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        prepare(tmp_path, [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], **columns}])
-    assert f"d.jsonl:2:1: {message}" in str(caught.value)
-    assert "hint: fix the rows, or" in str(caught.value)
-    prepared = prepare(tmp_path, [{"text": "a"}, {"text": "bc", "weight": -1}], "data.on_bad_row=skip")
-    assert prepared.report["sources"][0]["num_bad"] == 1
-
-
 def test_the_report_says_how_much_targets_weigh(tmp_path: Path) -> None:
     report = prepare(tmp_path, [{"text": "abc", "weight": 0.25}, {"text": "xyz"}]).report
     # as in num_targets, first tokens and end marks count
@@ -208,22 +185,3 @@ def test_answers_may_be_turns(tmp_path: Path) -> None:
     rows = open_rows(prepared.path, "train")
     assert rows.get_shared(0)[1] > 10
     assert {weight for _, weight in read_weights(prepared)} == {0.5, 2.0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"completions": []}, "column `completions` is not a list of answers, or is an empty one"),
-        ({"completions": "yes"}, "column `completions` is not a list of answers"),
-        ({"completions": None}, "column `completions` is missing"),
-        ({"weights": [1]}, "column `weights` has 1 element for 3 answers"),
-        ({"weights": 1}, "column `weights` has no list for 3 answers"),
-        ({"weights": [1, -1, 0]}, "element 1 of column `weights` is -1: a weight is 0 or more"),
-        ({"weights": [0, 0, 0]}, "no supervised token"),
-    ],
-)
-def test_answers_that_cannot_be_read_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        prepare(tmp_path, [SAMPLED[0], {**SAMPLED[1], **changes}], "data.datasets.0.type=answers")
-    assert "d.jsonl:2:1: " in str(caught.value)
-    assert message in str(caught.value)

@@ -1,0 +1,17 @@
+"""Tests what is said of wrong recipes, rows and commands, and what is read of rows: the questions and answers of
+messages.txt, rows.txt and commands.txt (support/messages.py). `make snapshots` writes the answers anew."""
+
+from pathlib import Path
+
+import pytest
+from support.messages import COMMANDS, ROWS, RULES, Snapshot
+from support.tiers import sample_every
+
+BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS) for text in snapshot.blocks.values()]
+QUESTIONS = sample_every(4, [(COMMANDS, text) for text in COMMANDS.list_questions()])
+
+
+@pytest.mark.parametrize(("snapshot", "text"), [*BLOCKS, *QUESTIONS], ids=lambda value: str(value).partition("\n")[0])
+def test_answers_are_those_of_the_snapshot(snapshot: Snapshot, text: str, tmp_path: Path) -> None:
+    given = text.rstrip("\n") + "\n"
+    assert snapshot.answer(given, snapshot.make_folder(tmp_path)) == given, "see make snapshots"
