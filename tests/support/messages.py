@@ -7,7 +7,8 @@
 - rows.txt: `KIND [NAME=VALUE ...] ROW`, a row of a data set, as JSON, with fields of Reading; what is read of it, or
   why it is refused. The kind `any` is found by the row's columns. `FILE CONTENT`: what is wrong with a file.
 - commands.txt: `[NAME=VALUE ...] ulysses WORDS`: what a command says on stderr, its exit code unless it is 2, and
-  whether it writes to stdout.
+  whether it writes to stdout. `... | grep [-o] PATTERN`: the lines of its stdout with that pattern, or what matches,
+  and its exit code unless it is 0.
 
 `# heading` starts a block, `> note` gives a reason. Lines `@ FILE CONTENT` before the first block are files that are
 there; a name that ends with `/` is a folder, and `< PATH` stands for the content of a file of the repository. No answer
@@ -161,12 +162,16 @@ def _ask_file(file: Path, content: bytes) -> Iterable[str]:
 
 
 def _ask_command(text: str, folder: Path) -> Iterable[str]:
-    words = shlex.split(text)
+    given, *pattern = text.split(" | grep ")
+    words = shlex.split(given)
     at = words.index("ulysses")
     done = run(*words[at + 1 :], cwd=folder, **dict(word.split("=", 1) for word in words[:at]))
     unasked = r"^Usage: .*?(?=^Error: )|^[\d,]+ problems?$"
     yield from _cut(re.sub(unasked, "", done.stderr, flags=re.DOTALL | re.MULTILINE), folder)
-    if done.returncode != 2 or done.stdout:
+    for line in _cut(done.stdout, folder) if pattern else ():
+        matches = [match[0] for match in re.finditer(pattern[0].removeprefix("-o "), line)]
+        yield from matches if pattern[0].startswith("-o ") else [line] * bool(matches)
+    if done.returncode != 2 * (not pattern) or (done.stdout and not pattern):
         yield f"exit code {done.returncode}" + ", with output" * bool(done.stdout)
 
 

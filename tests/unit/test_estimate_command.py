@@ -3,7 +3,6 @@ validate."""
 
 import itertools
 import json
-import re
 import resource
 from pathlib import Path
 
@@ -55,40 +54,6 @@ def test_a_row_that_fits_is_no_longer_than_the_longest() -> None:
     assert min(result["max_length"], result["max_length_all_levers"]) >= 100_001
 
 
-@pytest.mark.check
-def test_without_a_recipe_assumptions_are_listed() -> None:
-    done = run("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "256Ki", "--num-processes", "16")
-    assert done.returncode == 0
-    assert "sp_size 8, the largest valid one inside a machine; levers are auto" in done.stdout
-    assert "positions are stretched by yarn: the model was trained on 40,960" in done.stdout
-    assert "dp_shard 2 x sp 8" in done.stdout
-    with_lora = run(
-        "estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "lora.r=8", "--format", "json"
-    )
-    assert json.loads(with_lora.stdout)["results"][0]["phases"]["backward"]["optimizer_adam"] < 2**30
-
-
-@pytest.mark.check
-def test_a_recipe_that_does_not_fit_says_what_would() -> None:
-    words = ("estimate-memory", RECIPE, "--gpu", "l40s", "memory.tiled_loss=false", "memory.offload_optimizer=none")
-    done = run(*words, "memory.activation_offloading=false", "memory.tiled_mlp=false")
-    assert done.returncode == 0
-    assert "does not fit" in done.stdout
-    assert "the cheapest change that fits:\n\n  memory:\n" in done.stdout
-    assert run(*words, "memory.activation_offloading=false", "memory.tiled_mlp=false", "--strict").returncode == 1
-
-
-@pytest.mark.check
-def test_a_row_that_ends_at_an_index_says_so() -> None:
-    """All heads of a rank in one kernel call end at 4,194,304 tokens, on any GPU; logits end at memory alone."""
-    every = ("memory.gradient_checkpointing=full", "memory.activation_offloading=true", "memory.tiled_mlp=true")
-    one_call = ("memory.tiled_loss=true", "memory.attention_head_chunks=1")
-    output = run("estimate-memory", RECIPE, "--gpu", "b300", *every, *one_call).stdout
-    assert "with these levers (a longer row has a tensor of more than 2^31 elements)" in output
-    output = run("estimate-memory", RECIPE, "--gpu", "h200", "memory.tiled_loss=false").stdout
-    assert "2^31" not in output
-
-
 def measure_cpu_seconds(*words: str) -> float:
     """Returns a command's CPU seconds, which other programs on the machine do not change."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -99,15 +64,6 @@ def measure_cpu_seconds(*words: str) -> float:
 
 def test_an_estimate_takes_half_a_second() -> None:
     assert min(measure_cpu_seconds("estimate-memory", RECIPE) for _ in range(3)) < 0.5 * NOISE
-
-
-def test_a_plan_says_which_prices_it_took_and_what_it_left_out() -> None:
-    words = ("--model", "Qwen/Qwen3-8B", "--max-length", "64Ki", "--gpus", "h100:8,rtx-4090:1", "--tokens", "100M")
-    done = run("plan", *words, "--budget", "100000")
-    assert done.returncode == 0, done.stderr
-    assert "assumed: the budget of USD 100,000.00 is compared with mid-range prices" in done.stdout
-    assert "left out: rtx-4090: does not fit: 1 of them needs " in done.stdout
-    assert "price: h100-80gb: USD " in done.stdout
 
 
 def test_a_users_table_is_read_and_its_mistakes_are_placed(tmp_path: Path) -> None:
@@ -140,9 +96,6 @@ def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, meth
     assert answer["verdict"] == "fits"
     planned = json.loads(run(*words, "--method", method, "--format", "json").stdout)["by_cost"][0]
     assert planned["gpu_peak_bytes"] == pytest.approx(answer["gpu_peak_bytes"], rel=0.01)
-    again = run(*words, "--write", str(file))
-    assert again.returncode == 2
-    assert "add --force" in again.stderr
 
 
 @pytest.mark.full
@@ -150,16 +103,6 @@ def test_a_search_over_all_kinds_does_not_grow_unseen() -> None:
     """12 CPU seconds on two busy cores, and 72 before the most promising layouts came first."""
     words = ("plan", "--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki")
     assert measure_cpu_seconds(*words) < 12 * NOISE
-
-
-@pytest.mark.check
-def test_the_longest_row_names_positions_and_the_method_that_fits() -> None:
-    """All weights do not fit an RTX 4090; the base in 4 bits leaves room for the longest row."""
-    words = ("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--gpus", "rtx-4090:1")
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    assert "qlora" in done.stdout
-    assert "Qwen/Qwen3-8B was made for 40,960 positions: a longer row needs model.rope_scaling" in done.stdout
 
 
 @pytest.mark.check
@@ -174,28 +117,16 @@ def test_no_plan_is_for_amd_unless_one_is_named() -> None:
     offers = read_offers(None, load_hardware())
     assert {"h100-80gb", "rtx-4090"} <= {offer.gpu.key for offer in offers}
     assert not any(offer.gpu.is_amd for offer in offers)
-    words = ("--model", "Qwen/Qwen3-0.6B", "--max-length", "8Ki")
-    named = (("plan", *words, "--tokens", "10M", "--gpus", "mi300x:1"), ("estimate-memory", *words, "--gpu", "mi300x"))
-    assert all("mi300x: nothing of this tool was tried" in run(*each).stdout for each in named)
 
 
 def test_what_no_gpu_has_confirmed_is_a_range_and_says_so_once() -> None:
     plan = ("plan", "--model", "Qwen/Qwen3-0.6B", "--max-length", "2Ki", "--gpus", "h100-80gb:1", "--tokens", "10M")
     for done in (run("estimate-memory", RECIPE), run(*plan)):
         assert done.stdout.count("predicted, not measured on th") == 1
-        assert re.search(r"[\d,]+ to [\d,]+", done.stdout)
     answer = json.loads(run(*plan, "--format", "json").stdout)["by_cost"][0]
     for name in ("tokens_per_second", "hours"):
         assert answer[f"{name}_range"]["low"] < answer[name] < answer[f"{name}_range"]["high"]
     assert answer["limited_by"] == "host", "short rows of a small model"
-    assert "limited by the host" in run(*plan).stdout
-
-
-def test_a_plan_takes_the_first_method_that_fits() -> None:
-    words = ("--model", "Qwen/Qwen3-32B", "--max-length", "8Ki", "--gpus", "l40s:1", "--tokens", "10M")
-    done = run("plan", *words)
-    assert ", qlora training\n" in done.stdout
-    assert "assumed: --method qlora: no plan that trains all weights fits" in done.stdout
 
 
 @pytest.mark.check
@@ -216,9 +147,6 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
     done = run("estimate-memory", ALONE, "--html", str(tmp_path / "new" / "x.html"))
     assert (done.returncode, done.stdout) == (0, run("estimate-memory", ALONE).stdout)
     assert (tmp_path / "new" / "x.html").is_file()
-    done = run("estimate-memory", ALONE, "--html", str(page / "x.html"))  # below a file
-    assert done.returncode == 2
-    assert "cannot be written" in done.stderr
 
 
 @pytest.mark.check
@@ -259,28 +187,12 @@ def test_pairs_have_a_forward_before_step_1() -> None:
 
 
 @pytest.mark.check
-def test_a_plan_says_what_it_leaves_out() -> None:
-    words = ("plan", "--model", "Qwen/Qwen3-0.6B", "--format", "json", "--max-length")
-    odd = json.loads(run(*words, "32001", "--gpus", "h100-80gb:12").stdout)["assumptions"]
-    assert "4 of 12 x h100-80gb are left unused: beyond one machine of 8, whole machines, at most 64" in odd
-    assert "sp_size divides the row: with 32,001 tokens it is at most 1; with 32,000 up to 8" in odd
-    even = json.loads(run(*words, "32Ki", "--gpus", "h100-80gb:16").stdout)["assumptions"]
-    step = "1,048,576 (32 rows); every plan keeps it, by accumulation where its GPUs are few"
-    assert even == ["--tokens 1,000,000,000", f"--tokens-per-step {step}"]
-
-
-@pytest.mark.check
 def test_validate_config_says_whether_it_fits() -> None:
-    done = run("validate-config", RECIPE, "--gpu", "h200")
-    assert done.returncode == 0
-    assert "memory      h200: fits: " in done.stdout
-    assert "tiled_loss false: not needed" in done.stdout
     answer = json.loads(run("validate-config", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)
     memory = answer["plans"][0]["memory"]
     estimate = json.loads(run("estimate-memory", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)["results"][0]
     assert memory["verdict"] == estimate["verdict"]
     assert memory["levers"] == estimate["levers"]
-    assert run("validate-config", RECIPE, "--gpu", "h2000").returncode == 2
 
 
 PHI = {
@@ -314,11 +226,3 @@ def test_its_bytes_are_those_of_its_trace(tmp_path: Path, on_sizes: bool) -> Non
     for phase, num_bytes in traced["trace"]["phases"].items():
         lines = result["phases"][phase]
         assert sum(lines.values()) - sum(lines.get(name, 0) for name in unseen) == pytest.approx(num_bytes, rel=1e-3)
-
-
-def test_what_has_no_sizes_is_refused_by_name(tmp_path: Path) -> None:
-    stable = {**PHI, "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "num_key_value_heads": 8}
-    done = run("estimate-memory", "--model", write_model(tmp_path, **stable), *UNKNOWN_OPTIONS)
-    assert done.returncode == 2
-    assert "StableLmAttention" in done.stderr
-    assert "--trace" in done.stderr

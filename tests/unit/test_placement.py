@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.model_shapes import get_shape
 from support.paths import ROOT
-from typer.testing import CliRunner
 
-from ulysses_cli.cli import app
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Coordinates, Layout, Placement, count_near_ranks, list_divisors
 from ulysses_cli.plan.ledger.job import Job
@@ -145,62 +143,6 @@ def test_no_layout_inside_is_named_where_none_is_needed_or_fits() -> None:
     assert find_layout_inside(WIDE, small, WIDE, []) is None, "rows must leave the machine to fit"
     placement, none = Placement(Layout(1, 3, 4), 2), CrossingCosts((2.0, 1.0), (0.0, 0.0))
     assert "would not cross" not in explain_crossing(placement, none, WIDE.shape), "what does not fit is not named"
-
-
-@pytest.mark.check
-def test_the_commands_name_the_layout_inside() -> None:
-    words = ("parallel.sp_size=16", "parallel.ring_size=1", "parallel.dp_shard_size=2")
-    recipe = str(ROOT / "recipes" / "qwen3-32b-128k-4x8gpu.yaml")
-    named = "sp_size 8 with dp_shard_size 4 fits and would not cross: predicted to take "
-    assert f"\nlayout     {named}" in CliRunner().invoke(app, ["estimate-memory", recipe, *words]).output
-    placed = CliRunner().invoke(app, ["validate-config", recipe, "--nnodes", "4", "--gpu", "h100", *words]).output
-    assert f"; {named}" in placed
-    assert "for the tokens of a step instead of " in placed
-    needed = CliRunner().invoke(
-        app, ["estimate-memory", recipe, *words, "parallel.sp_size=8", "parallel.dp_shard_size=4"]
-    )
-    assert "\nlayout " not in needed.output
-
-
-def test_the_command_draws_machines_and_warns() -> None:
-    def run(*words: str) -> str:
-        result = CliRunner().invoke(app, ["validate-config", str(ROOT / "recipes" / "tiny-cpu.yaml"), *words])
-        return f"{result.exit_code} {result.output}"
-
-    good = run("--nnodes", "2", "parallel.sp_size=2", "parallel.dp_shard_size=4")
-    assert "0: [0 1] [2 3]\n" in good
-    assert "1: [4 5] [6 7]\n" in good
-    assert "cross machines" not in good
-    needless = run("--nnodes", "2", "--gpu", "h100", "parallel.sp_size=4", "parallel.dp_shard_size=3")
-    assert "0: [0 1 2 3] [4 5]\n" in needless
-    assert "1 row of 3 cross machines without need: sp_size 4 does not divide 6 GPUs" in needless
-    assert "of a step instead of" in needless
-    needed = run("--nnodes", "2", "parallel.sp_size=4", "parallel.dp_shard_size=1")
-    assert "every row crosses machines: sp_size 4 is more than 2 GPUs; validate-config with --gpu says" in needed
-    assert run("--nnodes", "3", "parallel.sp_size=4").startswith("2 ")
-
-
-@pytest.mark.check
-def test_the_command_draws_copies_of_the_weights_and_warns() -> None:
-    """The tiny model on machines of 4 GPUs: hpZ's groups are the replicas."""
-
-    def run(*words: str) -> str:
-        words = ("--nnodes", "2", "parallel.sp_size=2", *words)
-        return CliRunner().invoke(app, ["validate-config", str(ROOT / "recipes" / "tiny-cpu.yaml"), *words]).output
-
-    good = run("parallel.dp_replicate_size=2", "parallel.dp_shard_size=2")
-    assert "ranks in brackets share a row, those beside a copy share its weights\n" in good
-    assert "0: [0 1] [2 3]  copy 0\n" in good
-    assert "1: [4 5] [6 7]  copy 1\n" in good
-    assert "warning" not in good
-    needless = run("--gpu", "h100", "parallel.dp_replicate_size=3", "parallel.dp_shard_size=2")
-    assert "0: [0 1] [2 3] [4 5]  copies 0, 1\n" in needless
-    assert "1 copy of the weights of 3 cross machines: 4 ranks each, machines of 6; " in needless
-    assert "the backward's gather is predicted to take " in needless
-    assert "dp_replicate_size 2 with dp_shard_size 3 keeps each inside a machine" in needless
-    needed = run("--nnodes", "8", "parallel.sp_size=4", "parallel.dp_replicate_size=2", "parallel.dp_shard_size=2")
-    assert "2 copies of the weights of 2 cross machines: 8 ranks each, machines of 2; " in needed
-    assert "dp_replicate_size 1 gathers as fast" in needed
 
 
 def test_a_run_says_which_machine_this_is_and_warns() -> None:
