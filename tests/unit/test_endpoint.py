@@ -405,12 +405,6 @@ def test_mistakes_are_said_before_a_question_is_asked(
     assert served.bodies == []
 
 
-def test_options_of_a_server_need_one(folder: Path) -> None:
-    result = CliRunner().invoke(app, ["evaluate", "a/b", "--endpoint-requests", "2", "--format", "json"])
-    (problem,) = json.loads(result.stdout)["problems"]
-    assert (problem["key"], problem["message"]) == ("--endpoint-requests", "is not used without --endpoint")
-
-
 def test_an_unknown_model_is_answered_with_those_that_are_served(served: Served, folder: Path) -> None:
     result = ask(served, folder, model="served/modle")
     (problem,) = json.loads(result.stdout)["problems"]

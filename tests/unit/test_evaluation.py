@@ -391,13 +391,6 @@ def test_long_questions_are_foreseen(lengths: list[int], data: st.DataObject) ->
     assert left.estimate() == pytest.approx(sum(map(take, lengths[number:])))
 
 
-def test_what_was_answered_before_is_not_left() -> None:
-    left = TimeLeft({4096: 3, 8192: 1}, take)
-    left.drop(4096)
-    left.note(4096, 2.0)
-    assert left.estimate() == pytest.approx(2.0 + 2.0 * take(8192) / take(4096))
-
-
 def test_questions_of_files_take_what_those_before_them_took() -> None:
     left = TimeLeft({FROM_FILES: 4}, take)
     left.note(FROM_FILES, 1.0)

@@ -88,44 +88,12 @@ def test_the_table_by_any_of_its_names_and_the_users_own() -> None:
     assert "has no `repo` and `config`" in complain("owner/x")
 
 
-def test_a_misspelt_model_name() -> None:
-    assert complain("owner/none") == (
-        "model.name_or_path: config.json of owner/none is not on this machine: not in a folder, the Hugging Face cache "
-        "or the table\n\nhint: add --online to download its config.json, or name a local folder"
-    )
-    assert "is an address, not a name" in complain("https://huggingface.co/Qwen/Qwen3-8B")
-    assert complain("Qwen/Qwen-14B").endswith(
-        "hint: add --online to download its config.json, or name a local folder; a similar model that is known is "
-        "Qwen/Qwen3-14B"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "similar"),
-    [
-        ("Qwen/Qwen2.5-72B-Instruct", ""),  # Qwen3-4B-Instruct-2507 is spelled alike
-        ("Qwen/Qwen3-72B", ""),
-        ("Qwen/Qwen3-8", "Qwen/Qwen3-8B"),
-        ("Qwen/Qwen3-35B", "Qwen/Qwen3-32B"),
-        ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-3.1-70B"),
-        ("LiquidAI/LFM2-360M", "LiquidAI/LFM2-350M"),
-    ],
-)
-def test_a_similar_model_is_of_about_the_same_size(name: str, similar: str) -> None:
-    message = complain(name)
-    assert message.endswith(f"a similar model that is known is {similar}" if similar else "or name a local folder")
-
-
 def test_the_hub_is_not_asked_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "_reach", lambda _: pytest.fail("the network was asked"))
     with pytest.raises(RecipeError) as caught:
         hub.find_model_shape(load("model.name_or_path=owner/real").recipe, online=True)
-    assert str(caught.value.problems[0]).strip() == (
-        "model.name_or_path: owner/real is not on disk, and HF_HUB_OFFLINE forbids downloads\n\n"
-        "hint: unset it; to work offline, run `hf download owner/real --local-dir DIR` elsewhere, and name a copy of "
-        "DIR"
-    )
+    assert "owner/real is not on disk, and HF_HUB_OFFLINE forbids downloads" in str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["prepare", "train"])

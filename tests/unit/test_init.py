@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import yaml
 from support.commands import run
-from support.real_model import READY, needs_real_model
 
 from ulysses_cli.commands import init as command
 from ulysses_cli.data.prepare import prepare_data
-from ulysses_cli.data.store import open_rows
-from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.planner.first_recipe import suggest_length
 from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
 from ulysses_cli.readers.problems import DataError
@@ -80,9 +77,7 @@ def test_adapters_are_chosen_where_all_weights_do_not_fit(texts: Path) -> None:
     words = ["--data", "texts", "--model", "Qwen/Qwen3-8B", "--max-length", "16Ki", "--yes"]
     assert invoke("init", "auto.yaml", *words, "--gpus", "l40s:1").returncode == 0
     assert yaml.safe_load(Path("auto.yaml").read_text())["lora"]["r"] == 16
-    refused = invoke("init", "full.yaml", *words, "--gpus", "l40s:1", "--method", "full")
-    assert refused.returncode == 2
-    assert "no plan (" in refused.stderr
+    assert invoke("init", "full.yaml", *words, "--gpus", "l40s:1", "--method", "full").returncode == 2
     assert not Path("full.yaml").exists()
 
 
@@ -98,29 +93,6 @@ def test_a_base_in_4_bits_is_an_answer_and_what_the_planner_takes_last(texts: Pa
     on_cpus = ["--data", "texts", "--model", "tiny", "--gpus", "cpu", "--method", "qlora", "--yes"]
     assert invoke("init", "cpu.yaml", *on_cpus).returncode == 0
     assert validate_recipe("cpu.yaml").problems == ()
-    experts = ["--data", "texts", "--model", "Qwen/Qwen3-30B-A3B", "--gpus", "h200:1", "--max-length", "8Ki", "--yes"]
-    refused = invoke("init", "experts.yaml", *experts, "--method", "qlora")
-    assert refused.returncode == 2
-    assert "--method: the experts of" in refused.stderr
-    assert "hint: use --method lora" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--data", "none.jsonl"], "--data: none.jsonl does not exist"),
-        (["--data", "texts", "--gpus", "h1000:8"], "--gpus: no GPU is called h1000"),
-        (["--data", "texts", "--gpus", "h200:8,h100-80gb:8"], "--gpus: 2 kinds of GPU"),
-        (["--data", "texts", "--max-length", "long"], "--max-length: long is not a whole number"),
-        (["--data", "texts", "--budget", "-3"], "--budget: -3 is not a cost"),
-        ([], "--data: is needed"),
-    ],
-)
-def test_a_wrong_answer_is_explained(texts: Path, words: list[str], message: str) -> None:
-    shown = invoke("init", *words, "--yes")
-    assert shown.returncode == 2
-    assert message in shown.stderr
-    assert not Path("my.yaml").exists()
 
 
 def test_a_wrong_answer_is_asked_for_again(texts: Path) -> None:
@@ -133,12 +105,11 @@ def test_a_wrong_answer_is_asked_for_again(texts: Path) -> None:
 
 def test_no_recipe_is_overwritten_and_no_answer_is_an_error(texts: Path) -> None:
     Path("my.yaml").write_text("mine")
-    assert "my.yaml exists" in invoke("init", "--data", "texts", "--yes").stderr
+    assert invoke("init", "--data", "texts", "--yes").returncode == 2
     assert Path("my.yaml").read_text() == "mine"
     shown = invoke("init", "other.yaml", answers="texts\n")
     assert shown.returncode == 2
     assert "--model: has no answer" in shown.stderr
-    assert "is not the name of a recipe" in invoke("init", "recipe.txt", "--yes").stderr
 
 
 def test_what_a_look_at_the_data_finds(texts: Path, tmp_path: Path) -> None:
@@ -227,15 +198,8 @@ def test_judged_answers_become_a_recipe_of_preferences(texts: Path, case: str) -
         assert report["splits"]["train"]["num_rows"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"question": "2+2?", "answer": "4"}], "rows.jsonl:1:1: a row with question, answer is not understood"),
-        ([{"messages": [{"role": "user", "content": "q"}]}, {"messages": []}], "rows.jsonl:2:1: column `messages` is"),
-        (["no row"], "rows.jsonl:1:1: a JSON value that is not an object"),
-    ],
-)
-def test_rows_that_prepare_refuses_are_said_and_not_called_valid(texts: Path, rows: list[object], message: str) -> None:
+def test_rows_that_prepare_refuses_are_said_and_not_called_valid(texts: Path) -> None:
+    rows, message = [{"messages": [{"role": "user", "content": "q"}]}, {"messages": []}], "rows.jsonl:2:1: column `mess"
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = invoke("init", "--data", "rows.jsonl", "--model", "tiny", "--gpus", "cpu", "--yes")
     assert shown.returncode == 1
@@ -246,29 +210,6 @@ def test_rows_that_prepare_refuses_are_said_and_not_called_valid(texts: Path, ro
     with pytest.raises(DataError) as raised:
         prepare_data(load_recipe("my.yaml", ["data.store_dir=store"]).recipe, 1, lambda _: None)
     assert message in str(raised.value)
-
-
-@pytest.mark.check
-@needs_real_model
-def test_the_recipe_for_chats_trains_what_the_assistant_says_with_a_real_template(texts: Path) -> None:
-    """Compares the targets with ChatML written by hand: each answer with the mark of its end, and nothing else."""
-    write_chats(Path("chats.jsonl"))
-    shown = invoke("init", "--data", "chats.jsonl", "--model", str(READY), "--gpus", "cpu", "--yes")
-    assert shown.returncode == 0, shown.stderr
-    recipe = load_recipe("my.yaml", ["data.store_dir=store", "data.eval_split=0"]).recipe
-    prepared = prepare_data(recipe, 1, lambda _: None)
-    assert not [note for note in prepared.report["notes"] if "assistant_only_loss" in note]
-    rows, tokenizer = open_rows(prepared.path, "train"), load_tokenizer(recipe.model)
-    answers = "".join(f"{text}<|im_end|>" for role, text in TURNS if role == "assistant")
-    targets = 0
-    for row in range(len(rows)):
-        at = 0
-        for _, start, stop in rows.pieces(row):
-            piece = rows.read(row, at, at + stop - start)
-            at += stop - start
-            assert tokenizer.decode([int(token) for token in piece.labels if token != -100]) == answers
-            targets += 1
-    assert targets == 30
 
 
 def test_chats_without_a_choice_of_turns_get_a_note_with_both(texts: Path) -> None:

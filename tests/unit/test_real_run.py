@@ -2,16 +2,11 @@
 
 import json
 import sys
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
-from random import Random
-from statistics import fmean
 
-import pytest
 from support.paths import ROOT
 from support.real_run_page import load_runs
-
-from ulysses_cli.evaluate.summary import describe_document, list_bounds, summarize_losses
 
 sys.path.append(str(ROOT / "benchmarks"))
 import real_run
@@ -35,16 +30,3 @@ def test_files_share_no_text(tmp_path: Path) -> None:
     assert {name: len(own) for name, own in texts.items()} == {name: len(part["texts"]) for name, part in data.items()}
     for one, other in combinations(texts.values(), 2):
         assert not any(a[:400] in b or b[:400] in a for a in one for b in other)
-
-
-def test_larger_buckets_have_the_means_of_their_tokens() -> None:
-    random, length, bounds = Random(0), 3000, [700 + 324, 3000]
-    losses = [random.random() for _ in range(length - 1)]  # of the tokens from the second on
-    ends = [0, *list_bounds(length)]
-    sums = []
-    for low, high in pairwise(ends):
-        part = losses[max(0, low - 1) : high - 1]
-        sums.append({"sum": sum(part), "tokens": len(part)})
-    rows = summarize_losses([describe_document("d", "", "", length, 0, sums)])
-    expected = [fmean(losses[: bounds[0] - 1]), fmean(losses[bounds[0] - 1 :])]
-    assert real_run.join_buckets(rows, bounds) == pytest.approx(expected)

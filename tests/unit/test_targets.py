@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.real_model import READY, needs_real_model
 from support.recipes import VALID
 from support.templates import CHATML, LAST_ROUND
 from support.tiers import count_examples
@@ -274,20 +273,6 @@ def test_end_marks_inside_of_a_chat_are_refused(messages: list[Row], more: Row, 
         encoder.encode(read_sample("chat", {"messages": messages, **more}))
 
 
-@needs_real_model
-def test_end_marks_of_a_real_tokenizer() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(READY)
-    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
-    for content in ("a<|im_end|>", "<|im_end|>\n<|im_start|>assistant\nb"):
-        for messages in ([{**USER, "content": content}, turn("c")], [USER, turn(content)]):
-            with pytest.raises(BadRow, match=r"holds <\|im_end\|> in its text, which the tokenizer reads as the end"):
-                encoder.encode(read_sample("chat", {"messages": messages}))
-    ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("<|im_end |> < |im_end|>")]}))
-    assert flags is not None and list(ids).count(tokenizer.eos_token_id) == 3, "what only looks like one is text"  # noqa: PT018
-
-
 @pytest.mark.parametrize("mode", ["keep", "split"])
 @pytest.mark.parametrize("template", [LAST_ROUND, UNTIL_FINAL, ALL_SHOWN], ids=["last round", "until final", "all"])
 def test_turns_are_numbered_within_their_whole_chat(tmp_path: Path, template: str, mode: str) -> None:
@@ -522,16 +507,6 @@ def test_templates_write_one_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         prepare(tmp_path, [{**rows[1], "chat_template_kwargs": {"strftime_now": "today"}}], template)  # type: ignore
 
 
-def test_what_is_no_date_is_refused() -> None:
-    where = "data.datasets.0.chat_template_kwargs"
-    for key in ("data.chat_template_kwargs", where):
-        words = ("data.datasets.0.type=chat", "data.datasets.0.path=hub/set", f"{key}={{strftime_now: '27.11.2026'}}")
-        found = [each for each in validate_recipe("r.yaml", words, text=VALID).problems if "strftime" in each.key]
-        assert [(each.key, each.hint) for each in found] == [
-            (f"{key}.strftime_now", f"write {key}: {{strftime_now: 2024-07-26}}")
-        ]
-
-
 RECIPE = """\
 model: {config: {model_type: llama}, tokenizer: bytes}
 data:
@@ -692,13 +667,6 @@ def test_the_cost_of_split_is_that_of_its_tokens(template: str) -> None:
         assert (compute_growth(total) or 1.0) == split / whole
 
     check()
-
-
-def test_names_that_other_tools_have() -> None:
-    for alias in ("data.train_on_last_turn_only=true", "data.mask_history=true", "data.assistant_turns=last"):
-        assert parse_recipe(VALID, "r.yaml", [alias]).recipe.data.train_on_turns == "last"
-    assert parse_recipe(VALID, "r.yaml", ["data.mask_reasoning_content=true"]).recipe.data.thoughts == "mask"
-    assert parse_recipe(VALID, "r.yaml", ["data.split_thinking=true"]).recipe.data.on_rewritten_turns == "split"
 
 
 def test_a_row_is_shown_as_it_is_trained(tmp_path: Path) -> None:
