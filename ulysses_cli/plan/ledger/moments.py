@@ -33,12 +33,29 @@ from ulysses_cli.plan.sizes.tensor import Running, Tag
 
 
 def find_fullest_ranks(job: Job) -> list[int]:
-    """Under ZeRO-3, the first one whose share of the work is the largest. Below it also the last rank, which holds the
-    gradients of the last layers, computed first; and of its own group the one with the largest share."""
+    """Under ZeRO-3, the first one whose share of the work is the largest. Below it the last rank, which holds the
+    gradients of the last layers, computed first, the one before, which may keep more of them a little later, and the
+    one that needs most for its own in the end; and of each one's group the one with the largest share."""
     widest, last, size = _find_widest(job), job.world_size - 1, job.layout.sp_size
     if job.zero_stage == 3:
         return [widest[0]]
-    return [last] if size - 1 in widest else [last, last + 1 - size + widest[0]]
+    ranks = [last, *([last - 1] if last else []), _find_most_kept(job)]
+    others = [rank - rank % size + widest[0] for rank in ranks if rank % size not in widest]
+    return [*dict.fromkeys((*ranks, *others))]
+
+
+def _find_most_kept(job: Job) -> int:
+    """A rank keeps the whole gradient of each weight of which it owns a part. Where gradients leave for the host, it
+    takes the norm of each part in float64."""
+    trained, kept, start = get_weights(job).trained, Counter[int](), 0
+    share = -(-sum(trained) // job.world_size)
+    for size in trained:
+        end = start + size
+        for rank in range(start // share, (end - 1) // share + 1):
+            part = min(end, (rank + 1) * share) - max(start, rank * share)
+            kept[rank] = kept[rank] + size if job.levers.offload_optimizer == "none" else max(kept[rank], part)
+        start = end
+    return max(kept, key=lambda rank: kept[rank])
 
 
 def _find_widest(job: Job) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 from ulysses_cli.plan.ds_config import make_ds_config
 from ulysses_cli.plan.ledger.job import make_engine, make_job
 from ulysses_cli.plan.ledger.moments import find_fullest_ranks
+from ulysses_cli.plan.ledger.weights import find_num_parameters
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape, find_text_part, read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -261,7 +262,9 @@ def list_ranks(request: Mapping[str, Any]) -> list[int]:
     """The ranks of which one needs most memory."""
     recipe = Recipe.model_validate_json(json.dumps(request["recipe"]))
     shape = read_model_shape(request["config"], "the traced model")
-    return find_fullest_ranks(make_job(recipe, shape, Levers(**request["levers"]), needs_weights=False))
+    job = make_job(recipe, shape, Levers(**request["levers"]), needs_weights=False)
+    is_known = job.zero_stage == 3 or find_num_parameters(shape) is not None
+    return find_fullest_ranks(job) if is_known else [job.world_size - 1]
 
 
 def join_ranks(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
