@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.checkpoints import save_as_ranks
-from support.commands import run
+from support.commands import succeed
 from support.hub_server import use_hub
 from support.run_directory import write_run
 from support.small_run import CONFIG
@@ -93,8 +93,7 @@ def test_nothing_of_the_machine_is_published(kind: str, tmp_path: Path, monkeypa
 
     with use_hub(monkeypatch) as hub:
         hub.licences["owner/base"] = "apache-2.0"
-        shown = run("push", str(home / "mine"), cwd=tmp_path)
-        assert shown.returncode == 0, shown.stderr
+        succeed("push", str(home / "mine"), cwd=tmp_path)
         files = hub.repos["me/mine"]
     assert files.keys() == {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
     for name, content in files.items():

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import yaml
 from support.faults import Runs, list_processes, wait_for_end, wait_until
 from support.small_run import BYTES_CONFIG, make_settings
 
@@ -21,47 +20,7 @@ RECIPE = make_settings(
 )
 
 
-@pytest.mark.full
-def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
-    code, output = runs.train("whole")
-    assert code == 0, output
-    losses = read_evaluations(tmp_path / "whole")
-    base = losses.pop(0)  # no checkpoint is its, though it may be the lowest
-    last, best = max(losses), min(losses, key=lambda step: losses[step])
-    assert 0 < best == last - 4
-    assert f"early stop after step {last}: evaluation loss has not improved for 2 evaluations" in output
-    assert runs.list_checkpoints("whole") == sorted((f"step-{best}", f"step-{last}"))
-    assert json.loads((tmp_path / "whole" / "model" / "ulysses.json").read_text())["step"] == best
-
-    kill_after(runs, "killed", best)
-    code, output = runs.train("killed", "--resume", "auto")
-    assert code == 0, output
-    assert read_evaluations(tmp_path / "killed") == {0: base, **losses}
-    assert runs.list_checkpoints("killed") == runs.list_checkpoints("whole")
-    assert runs.read_model("killed") == runs.read_model("whole")
-    code, output = runs.train("killed", "--resume", "auto")
-    assert code == 0, output
-    assert "already finished" in output
-
-
-def kill_after(runs: Runs, run: str, step: int) -> None:
-    """Starts a run and kills its command without a warning when it has done more than `step` steps. Returns when its
-    ranks have ended too."""
-    command = runs.start(run)
-    assert wait_until(command, lambda: runs.count_steps(run) > step)
-    processes = list_processes(command)
-    command.send_signal(signal.SIGKILL)
-    command.wait(60)
-    wait_for_end(processes, 60)
-
-
-def read_evaluations(run_dir: Path) -> dict[int, float]:
-    lines = map(json.loads, (run_dir / "eval.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
-
-
+FILES = {"loss": "eval", "score": "quality"}
 # no question is answered right, so that the first score stays the best, and patience ends the run
 SCORED = make_settings(
     {**BYTES_CONFIG, "max_position_embeddings": 2048},
@@ -76,27 +35,34 @@ SCORED = make_settings(
 
 
 @pytest.mark.full
-def test_a_killed_run_keeps_the_model_of_the_best_score(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(SCORED))
-    code, output = runs.train("whole")
-    assert code == 0, output
-    scores = read_scores(tmp_path / "whole")
-    best, last = min(scores), max(scores)
-    assert list(scores) == [4, 8, 12, 16]
-    assert set(scores.values()) == {0.0}
+@pytest.mark.parametrize("measure", ["loss", "score"])
+def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path: Path, measure: str) -> None:
+    """The command is killed without a warning when the best model is known and not the last."""
+    runs = Runs(tmp_path, RECIPE if measure == "loss" else SCORED)
+
+    def read_measured(run: str) -> dict[int, float]:
+        return {line["step"]: line[measure] for line in runs.read_lines(run, FILES[measure])}
+
+    output, measured = runs.finish("whole"), read_measured("whole")
+    steps = sorted(step for step in measured if step)  # no checkpoint is the base's, though it may be the best
+    best, last = min(steps, key=lambda step: measured[step] if measure == "loss" else -measured[step]), steps[-1]
+    assert 0 < best < last
+    if measure == "loss":
+        assert best == last - 4
+        assert f"early stop after step {last}: evaluation loss has not improved for 2 evaluations" in output
+    else:
+        assert (steps, set(measured.values())) == ([4, 8, 12, 16], {0.0})
     assert runs.list_checkpoints("whole") == sorted((f"step-{best}", f"step-{last}"))
     assert json.loads((tmp_path / "whole" / "model" / "ulysses.json").read_text())["step"] == best
 
-    kill_after(runs, "killed", best + 4)
-    code, output = runs.train("killed", "--resume", "auto")
-    assert code == 0, output
-    assert "resumed from killed/checkpoints/step-" in output
-    assert read_scores(tmp_path / "killed") == scores
+    command = runs.start("killed")
+    assert wait_until(command, lambda: runs.count_steps("killed") > steps[steps.index(best) + (measure == "score")])
+    processes = list_processes(command)
+    command.send_signal(signal.SIGKILL)
+    command.wait(60)
+    wait_for_end(processes, 60)
+    runs.finish("killed", "--resume", "auto")
+    assert read_measured("killed") == measured
     assert runs.list_checkpoints("killed") == runs.list_checkpoints("whole")
     assert runs.read_model("killed") == runs.read_model("whole")
-
-
-def read_scores(run_dir: Path) -> dict[int, float]:
-    lines = map(json.loads, (run_dir / "quality.jsonl").read_text().splitlines())
-    return {line["step"]: line["score"] for line in lines}
+    assert "already finished" in runs.finish("killed", "--resume", "auto")

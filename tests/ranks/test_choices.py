@@ -204,9 +204,9 @@ def test_a_recurrence_runs_by_a_package_that_all_ranks_have() -> None:
         assert told[1] == ""
 
 
-def choose_attention(lacking_rank: int | None, owner: Any = parts) -> tuple[str, str, list[str]]:
-    """Returns the choice of two ranks on a GPU for which FlashAttention 3 was made, and what rank 0 tried. `owner`: a
-    run's parts, or the module for a user's own loop."""
+def choose_attention(lacking_rank: int | None, is_own_loop: bool) -> tuple[str, str, list[str]]:
+    """Returns the choice of two ranks on a GPU for which FlashAttention 3 was made, and what rank 0 tried."""
+    owner: Any = sequence_parallel if is_own_loop else parts
     plan = make_plan("parallel.sp_size=2", "model.dtype=bfloat16")
     groups = make_groups(plan.layout, timedelta(seconds=60))
     tried: list[str] = []
@@ -225,7 +225,7 @@ def choose_attention(lacking_rank: int | None, owner: Any = parts) -> tuple[str,
         mock.patch.object(choice, "_try", run),
         mock.patch.object(choice, "choose_once", lambda facts, sources, choose, is_known: choose()),
     ):
-        if owner is sequence_parallel:
+        if is_own_loop:
             loop: Any = mock.Mock(groups=groups, _wanted="auto")
             kernels = sequence_parallel.SequenceParallel._choose_kernels(loop, plan.shape, torch.bfloat16, GPU)
             return next(iter(kernels.values())), "", tried
@@ -233,23 +233,13 @@ def choose_attention(lacking_rank: int | None, owner: Any = parts) -> tuple[str,
     return chosen.name, chosen.reason, tried
 
 
-def test_a_kernel_that_one_rank_lacks_is_not_tried() -> None:
-    name, _, tried = run_on_ranks(2, choose_attention, None, time_limit=60)[1]
+@pytest.mark.parametrize("is_own_loop", [False, True])
+def test_a_kernel_that_one_rank_lacks_is_not_tried(is_own_loop: bool) -> None:
+    """In a run, and in a user's own loop."""
+    name, _, tried = run_on_ranks(2, choose_attention, None, is_own_loop, time_limit=60)[1]
     assert (name, tried) == ("flash_attention_3", [])
-    first, second = run_on_ranks(2, choose_attention, 1, time_limit=60)
+    first, second = run_on_ranks(2, choose_attention, 1, is_own_loop, time_limit=60)
     assert first[:2] == second[:2]
     assert "flash_attention_3" not in [first[0], *first[2]]
-    assert "flash_attention_3 is not installed on m1 (rank 1)" in first[1]
-    assert second[2] == []
-
-
-def choose_in_own_loop(lacking_rank: int | None) -> tuple[str, str, list[str]]:
-    return choose_attention(lacking_rank, sequence_parallel)
-
-
-def test_a_kernel_that_one_rank_of_an_own_loop_lacks_is_not_tried() -> None:
-    assert run_on_ranks(2, choose_in_own_loop, None, time_limit=60)[1] == ("flash_attention_3", "", [])
-    first, second = run_on_ranks(2, choose_in_own_loop, 1, time_limit=60)
-    assert first[:2] == second[:2]
-    assert "flash_attention_3" not in [first[0], *first[2]]
+    assert is_own_loop or "flash_attention_3 is not installed on m1 (rank 1)" in first[1]
     assert second[2] == []

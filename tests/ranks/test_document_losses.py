@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import run
+from support.commands import run, succeed
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from support.tiers import mark_by
@@ -202,8 +202,7 @@ def test_two_models_are_compared_document_by_document(folder: Path, tmp_path: Pa
         "other",
     )  # fmt: skip
     output = ("--output", str(tmp_path / "out"), "--html", str(tmp_path / "page.html"))
-    result = run("evaluate", "model", *WORDS, *words, *output, cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeed("evaluate", "model", *WORDS, *words, *output, cwd=folder)
     findings = json.loads(result.stdout)
     assert [(row["length"], row["to"], row["n"]) for row in findings["losses"]] == [
         (301, 301, 3), (301, 256, 3), (301, 301, 3), (600, 600, 2), (600, 256, 2), (600, 512, 2), (600, 600, 2)

@@ -1,7 +1,6 @@
 """Tests that gradients which leave the GPU once, and groups which step while the backward goes on, end with the bits of
 DeepSpeed's own order: also in steps that are clipped, that have a gradient which is not finite, and after a resume."""
 
-import math
 from concurrent.futures import Executor, Future
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from support import run_harness
 from support.moved_bytes import count_moved
 from support.rank_pool import run_on_ranks
 from support.real_steps import make_case
-from support.run_harness import RunHarness
+from support.run_harness import ROWS, RunHarness
 from support.tiers import mark_by
 from support.training import CONFIG, MemoryRows, make_recipe
 
@@ -22,19 +22,14 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout, settle
-from ulysses_cli.run.resume import ResumePoint
-from ulysses_cli.train.loop import train
 from ulysses_cli.train.model import build
 from ulysses_cli.train.model.build import assemble_run
 from ulysses_cli.train.model.loading import load_model_config
 from ulysses_cli.train.optimizer.host_gradients import HostGradients, keeps_gradients
 from ulysses_cli.train.optimizer.overlapped_optimizer import OverlappedOptimizer
-from ulysses_cli.train.optimizer.states import KINDS, list_flats
 from ulysses_cli.train.processes.groups import make_groups
-from ulysses_cli.train.tensor_file import get_tensor
 
 NEEDS_ADAM = pytest.mark.operator("cpu_adam")
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 NUM_STEPS, BAD_STEP, SAVED = 5, 2, 3
 SMALL = ("memory.offload_optimizer=cpu", "deepspeed.zero_optimization.sub_group_size=4000")
 BUCKET = "deepspeed.zero_optimization.reduce_bucket_size=4000"  # gradients leave in many pieces, as a large model's do
@@ -59,28 +54,6 @@ def get_early(harness: RunHarness) -> OverlappedOptimizer | None:
     return owner if isinstance(owner, OverlappedOptimizer) else None
 
 
-def spoil_gradient(harness: RunHarness) -> None:
-    """In one step the gradient of the first trained module, the last of all, is not a number."""
-
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * math.nan if harness.train_state.step == BAD_STEP else gradient
-
-    def hook(_: Any, __: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(spoil)
-
-    modules = harness.built.module.model.modules()
-    first = next(each for each in modules if any(p.requires_grad for p in each.parameters(recurse=False)))
-    first.register_forward_hook(hook)
-
-
-def read_states(harness: RunHarness) -> list[torch.Tensor]:
-    optimizer = harness.built.engine.wrapped.optimizer
-    counts = [torch.tensor(float(optimizer.optimizer.state[flat.master]["step"])) for flat in list_flats(optimizer)]  # type: ignore[attr-defined]
-    flats = list_flats(optimizer)
-    return [*(get_tensor(flat.read(kind, 0, flat.numel)).clone() for flat in flats for kind in KINDS), *counts]
-
-
 Outcome = tuple[list[list[torch.Tensor]], list[float], list[int]]
 
 
@@ -100,13 +73,12 @@ def run(recipe: Recipe, waits: bool = False, forgets: bool = False, is_deepspeed
         early.executor = AtOnce()
     if early is not None and forgets:
         early._undo = early.stepped.remove  # type: ignore[method-assign]
-    spoil_gradient(harness)
+    harness.spoil_gradient(BAD_STEP)
     states, norms, kept = [], [], []
     for step in range(1, NUM_STEPS + 1):
         before = early.num_kept if early is not None else 0
-        harness.train_state.num_steps = step
-        train(harness.train_state)
-        states.append([*read_states(harness), *harness.read_weights().values()])
+        harness.train_until(step)
+        states.append([*harness.read_states(), *harness.read_weights().values()])
         norms.append(harness.results[-1].update.grad_norm)
         kept.append(early.num_kept - before if early is not None else 0)
         share = harness.results[-1].update.overlapped_share
@@ -120,17 +92,14 @@ def is_same(ours: Outcome, right: Outcome) -> bool:
     return has_right_states and str(ours[1]) == str(right[1])
 
 
+TWICE = ("parallel.dp_shard_size=2", "train.gradient_accumulation_steps=2")
 # ranks, a limit that clips some of the steps and not all, settings
 CASES = {
     "one rank": (1, 2.0, ()),
     "two ranks": (2, 2.0, ("parallel.sp_size=2",)),
-    "two micro-steps": (2, 0.8007, ("parallel.dp_shard_size=2", "train.gradient_accumulation_steps=2")),
+    "two micro-steps": (2, 0.8007, TWICE),
     "bfloat16": (2, 2.0, ("parallel.sp_size=2", "model.dtype=bfloat16")),
-    "bfloat16, two micro-steps": (
-        2,
-        0.8007,
-        ("parallel.dp_shard_size=2", "train.gradient_accumulation_steps=2", "model.dtype=bfloat16"),
-    ),
+    "bfloat16, two micro-steps": (2, 0.8007, (*TWICE, "model.dtype=bfloat16")),
     "weights on the host": (1, 2.0, ("memory.offload_param=cpu",)),
     "tiles": (2, 2.0, ("parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true")),
     "adapters": (2, 0.4, ("parallel.sp_size=2", "lora.r=32")),
@@ -184,33 +153,14 @@ def test_an_early_step_that_is_not_undone_is_noticed() -> None:
     assert is_same(*zip(states, norms, ([], []), strict=True))
 
 
-def train_and_save(recipe: Recipe, folder: str) -> list[list[torch.Tensor]]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    harness.train_state.num_steps = SAVED
-    train(harness.train_state)
-    harness.saves.save(harness.train_state)
-    harness.train_state.num_steps = NUM_STEPS
-    train(harness.train_state)
-    return [read_states(harness)]
-
-
-def resume(recipe: Recipe, folder: str) -> list[list[torch.Tensor]]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    harness.rehearse(Path(folder) / "rehearsal")
-    point = ResumePoint(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True)
-    harness.saves.resume(harness.train_state, point)
-    train(harness.train_state)
-    return [read_states(harness)]
-
-
 @NEEDS_ADAM
 @pytest.mark.full
 @pytest.mark.parametrize("overlaps", [(False, True), (True, False), (True, True)])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, overlaps: tuple[bool, bool]) -> None:
     writes, reads = (make("parallel.sp_size=2", "train.max_grad_norm=0.5", overlap=each) for each in overlaps)
-    expected = run_on_ranks(2, train_and_save, writes, str(tmp_path))
-    for (ours,), (right,) in zip(run_on_ranks(2, resume, reads, str(tmp_path)), expected, strict=True):
-        assert all(torch.equal(own, other) for own, other in zip(ours, right, strict=True))
+    given = (MemoryRows(ROWS), str(tmp_path), SAVED, NUM_STEPS)
+    expected = run_on_ranks(2, run_harness.train_and_save, writes, *given)
+    assert all(map(run_harness.is_same, run_on_ranks(2, run_harness.resume, reads, *given, True), expected))
 
 
 @pytest.mark.parametrize(("norm", "limit"), [(0.5, 1.0), (1.0, 1.0), (0.9999995, 1.0), (3.0, 0.0), (7.0, 2.0)])

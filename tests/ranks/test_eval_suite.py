@@ -8,8 +8,7 @@ from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
-import yaml
-from support.commands import run
+from support.commands import succeed
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
@@ -210,13 +209,10 @@ RECIPE = make_settings(
 @pytest.mark.full
 @pytest.mark.parametrize("moment", [{"phase": "asking", "step": 4}, {"phase": "writing the model"}])
 def test_a_killed_run_has_the_scores_of_an_uninterrupted_one(tmp_path: Path, moment: dict[str, Any]) -> None:
-    runs = Runs(tmp_path)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
-    code, output = runs.train("whole")
-    assert code == 0, output
+    runs = Runs(tmp_path, RECIPE)
+    runs.finish("whole")
     assert runs.start("killed", plan={**moment, "who": "all", "signal": signal.SIGKILL}).wait(120) == 1
-    code, output = runs.train("killed", "--resume", "auto")
-    assert code == 0, output
+    runs.finish("killed", "--resume", "auto")
     whole, killed = (
         [json.loads(line) for line in (tmp_path / run / "quality.jsonl").read_text().splitlines()]
         for run in ("whole", "killed")
@@ -252,16 +248,13 @@ def test_a_model_that_has_learned_a_chat_makes_its_calls_in_the_run_and_afterwar
         train={"max_steps": 60, "learning_rate": 0.02, "lr_scheduler_type": "constant", "adam_epsilon": 1e-8},
         run={**{"eval_suite": ["calls"], "eval_suite_lengths": [400], "rehearsal": False}},
     )
-    runs = Runs(tmp_path)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    code, output = runs.train("run")
-    assert code == 0, output
+    runs = Runs(tmp_path, recipe)
+    runs.finish("run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "quality.jsonl").read_text().splitlines()]
     assert [(line["step"], line["score"]) for line in lines] == [(60, 1)]
     assert (lines[0]["scores"][0]["task"], lines[0]["scores"][0]["names"]) == ("calls", 1)
     words = ["--suite", "calls", "--dtype", "float32", "--device", "cpu", "--sp-size", "2", "--format", "json"]
-    done = run("evaluate", "run", *words, "--output", "found", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("evaluate", "run", *words, "--output", "found", cwd=tmp_path)
     (score,) = json.loads(done.stdout)["scores"]
     assert (score["task"], score["n"], score["score"], score["names"]) == ("calls", 1, 1, 1)
 

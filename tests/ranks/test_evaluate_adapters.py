@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from support.commands import run
+from support.commands import run, succeed
 from support.prompters import make_prompter
 from support.small_run import BYTES_CONFIG, make_settings
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -45,13 +45,11 @@ def test_merged_adapters_answer_as_plain_peft_on_another_layout(tmp_path: Path) 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     model = {"name_or_path": str(tmp_path / "base"), "tokenizer": "bytes", "dtype": "float32"}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({**RUN, "model": model}))
-    trained = run("train", "r.yaml", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", "r.yaml", cwd=tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"
     amount = ("--max-length", str(LENGTH), "--samples", str(NUM_SAMPLES), "--sp-size", "1")
     against = ("--against", str(checkpoints / "step-2"), "--output", str(tmp_path / "found"))
-    result = run("evaluate", str(checkpoints / "step-4"), *WORDS, *amount, *against, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    succeed("evaluate", str(checkpoints / "step-4"), *WORDS, *amount, *against, cwd=tmp_path)
     findings = json.loads((tmp_path / "found" / "quality.json").read_text())
     assert [(row["task"], row["n"]) for row in findings["differences"]] == [(TASK, NUM_SAMPLES)]
     assert [row["n"] for row in findings["against"]["scores"]] == [NUM_SAMPLES]
@@ -104,14 +102,12 @@ def test_adapters_beside_a_base_in_four_bits_answer_as_bitsandbytes(tmp_path: Pa
         "parallel": {"sp_size": 2, "zero_stage": 2},
     }
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
-    trained = run("train", "r.yaml", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", "r.yaml", cwd=tmp_path)
     subject = (str(tmp_path / "run" / "checkpoints" / "step-4"), *WORDS, "--max-length", str(LENGTH))
     predicted = run("evaluate", *subject, "--dry-run", "--sp-size", "2", cwd=tmp_path)
     (prediction,) = json.loads(predicted.stdout)["predictions"]
     found = ("--samples", str(NUM_SAMPLES), "--sp-size", "2", "--output", str(tmp_path / "found"))
-    result = run("evaluate", *subject, *found, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    succeed("evaluate", *subject, *found, cwd=tmp_path)
     findings = json.loads((tmp_path / "found" / "quality.json").read_text())
     ours = {each["id"]: each["log_probability"] for each in findings["results"]}
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.commands import run
+from support.commands import run, succeed
 from support.faults import wait_for_end
 from support.json_page import find_undocumented
 from support.prompters import make_prompter
@@ -89,8 +89,7 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     (checkpoint / "manifest.json").write_text("{}")
     monkeypatch.setattr(evaluating, "load_state", lambda _: {"recipe": {"model": {"config": LONG}}})
     monkeypatch.setattr("ulysses_cli.commands.export.run_export", lambda *_: pytest.fail("it was exported"))
-    result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--max-length", "4Ki", "--gpu", "h100")
-    assert result.returncode == 0, result.stdout
+    result = succeed("evaluate", str(checkpoint), *WORDS, "--dry-run", "--max-length", "4Ki", "--gpu", "h100")
     (prediction,) = json.loads(result.stdout)["predictions"]
     slowest, fastest = (prediction["prefill_flops"] / (989e12 * share) for share in (0.63, 0.72))
     assert fastest < prediction["prefill_seconds"] < slowest
@@ -156,8 +155,7 @@ def test_files_are_asked_up_to_the_models_own_length(
 ) -> None:
     """`most`: what the model is loaded for."""
     path = ("--path", questions) if "longbench-v2" in words[1] else ()
-    result = run("evaluate", model, *WORDS, *words, *path, "--output", str(tmp_path / "found"))
-    assert result.returncode == 0, result.stdout
+    succeed("evaluate", model, *WORDS, *words, *path, "--output", str(tmp_path / "found"))
     (options,) = planned
     assert (options["lengths"], options["max_prompt_tokens"]) == (lengths, limit)
     assert parse_recipe(options["model"], "test", []).recipe.data.max_length == most
@@ -171,8 +169,7 @@ def test_a_longer_model_is_compared_on_the_same_questions(
     shutil.copytree(model, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(json.dumps({**LONG, "max_position_embeddings": 1024}))
     words = ("--suite", "longbench-v2", "--path", questions, "--against", str(tmp_path / "other"))
-    result = run("evaluate", model, *WORDS, *words, "--output", str(tmp_path / "found"))
-    assert result.returncode == 0, result.stdout
+    succeed("evaluate", model, *WORDS, *words, "--output", str(tmp_path / "found"))
     (options,) = planned
     assert options["max_prompt_tokens"] == 4096
     assert [parse_recipe(options[name], "test", []).recipe.data.max_length for name in ("model", "against")] == [
@@ -203,8 +200,7 @@ def test_a_checkpoints_positions_are_those_that_it_was_stretched_to(
     (checkpoint / "manifest.json").write_text("{}")
     recipe = {"model": {"config": LONG, "rope_scaling": {"type": kind}}, "data": {"max_length": 16384}}
     monkeypatch.setattr(evaluating, "load_state", lambda _: {"recipe": recipe})
-    result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--suite", "longbench-v2", "--path", questions)
-    assert result.returncode == 0, result.stdout
+    result = succeed("evaluate", str(checkpoint), *WORDS, "--dry-run", "--suite", "longbench-v2", "--path", questions)
     found = json.loads(result.stdout)
     assert [each["length"] for each in found["predictions"]] == [length]
     assert not found["notes"]
@@ -223,8 +219,7 @@ def test_a_length_that_holds_no_question_is_refused(questions: str) -> None:
 @pytest.mark.full
 def test_what_is_too_long_is_listed_and_the_rest_answered(model: str, questions: str, tmp_path: Path) -> None:
     words = ("--suite", "longbench-v2", "--path", questions, "--output", str(tmp_path / "found"))
-    result = run("evaluate", model, *WORDS, *words, "--html", str(tmp_path / "page.html"))
-    assert result.returncode == 0, result.stderr
+    result = succeed("evaluate", model, *WORDS, *words, "--html", str(tmp_path / "page.html"))
     findings = json.loads(result.stdout)
     assert not find_undocumented("ulysses evaluate", findings)
     assert [(row["task"], row["n"]) for row in findings["scores"]] == [("longbench-v2", 1)]
@@ -289,8 +284,7 @@ def test_one_rank_answers_and_an_untrained_model_finds_nothing(
     model: str, weights: tuple[str, ...], tmp_path: Path
 ) -> None:
     words = ("--suite", "niah_single_1", "--max-length", "1200", "--samples", "1", "--output", str(tmp_path))
-    result = run("evaluate", model, *WORDS, *words, *weights)
-    assert result.returncode == 0, result.stderr
+    result = succeed("evaluate", model, *WORDS, *words, *weights)
     (row,) = json.loads(result.stdout)["scores"]
     assert (row["task"], row["length"], row["n"], row["score"]) == ("niah_single_1", 1200, 1, 0.0)
 
@@ -303,8 +297,7 @@ def test_any_number_of_ranks_answers_alike(model: str, tmp_path: Path, capfd: py
     for sp_size in ("1", "2", "3", "4"):  # three ranks are a ring; of four, two share a kv head
         page, folder = tmp_path / f"{sp_size}.html", tmp_path / sp_size
         options = ("--sp-size", sp_size, "--html", str(page), "--output", str(folder))
-        result = run("evaluate", model, *WORDS, *words, *options)
-        assert result.returncode == 0, result.stderr
+        result = succeed("evaluate", model, *WORDS, *words, *options)
         scores = json.loads(result.stdout)["scores"]
         assert [(row["task"], row["n"], row["score"]) for row in scores] == [("niah_single_1", 2, 0.0), ("vt", 2, 0.0)]
         found.append(json.loads((folder / "quality.json").read_text()))
@@ -332,8 +325,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(model: str, tmp_path: Path) ->
     """The command is killed, and its ranks end. The next start asks what is left, and both starts are paid for."""
     tasks = ("--suite", "niah_single_1", "--max-length", "600,1200", "--samples", "6", "--price", "3")
     words = ("evaluate", model, *WORDS, *tasks, "--sp-size", "2", "--output")
-    whole = run(*words, str(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+    succeed(*words, str(tmp_path / "whole"))
     lines = tmp_path / "killed" / "results.jsonl"
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = subprocess.Popen([sys.executable, "-m", "ulysses_cli", *words, str(tmp_path / "killed")], env=environ)
@@ -347,8 +339,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(model: str, tmp_path: Path) ->
     kept = lines.read_bytes()
     num_kept = kept.count(b"\n") - 1
     assert 3 <= num_kept < 12
-    again = run(*words, str(tmp_path / "killed"))
-    assert again.returncode == 0, again.stderr
+    succeed(*words, str(tmp_path / "killed"))
     assert lines.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     first, second = (json.loads((tmp_path / name / "quality.json").read_text()) for name in ("whole", "killed"))
     answers = [
@@ -367,8 +358,7 @@ def test_retrieval_is_asked_beside_the_whole_context(model: str, tmp_path: Path)
     """An untrained model knows nothing; what BM25 finds is known all the same."""
     words = ("--suite", "niah_multikey_1", "--max-length", "2400", "--samples", "1", "--sp-size", "2", "--price", "3")
     options = ("--against-retrieval", "--budget", "512,4Ki", "--output", str(tmp_path), "--html", "page.html")
-    result = run("evaluate", model, *WORDS, *words, *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = succeed("evaluate", model, *WORDS, *words, *options, cwd=tmp_path)
     findings = json.loads(result.stdout)
     rows = findings["retrieval"]["rows"]
     assert [row["way"] for row in rows] == ["none", "bm25-256-512", "bm25-512-512", "whole", "oracle"]

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import networks
 from support.commands import COLOURLESS
 from support.paths import ROOT
 from support.small_run import BYTES_CONFIG
@@ -24,14 +22,6 @@ MEETING = ("--nnodes", "2", "--master-addr", "10.231.7.1", "--master-port", "294
 WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--sp-size", "2", "--output", "found")
 QUESTIONS = ("--suite", "niah_single_1,vt,loss", "--samples", "2", "--max-length", "2Ki", "--path", "papers.txt")
 TIME_LIMIT = 240
-
-
-@pytest.fixture
-def lan() -> Iterator[list[str]]:
-    if why := networks.find_obstacle():
-        pytest.skip(f"network namespaces are not permitted here: {why}")
-    with networks.open_networks(2) as names:
-        yield names
 
 
 @pytest.fixture

@@ -1,27 +1,29 @@
 """Tests that training on ranks equals plain torch on one process: loss, every gradient and the weights after three
 steps, or five in `make test-full`."""
 
-import json
 import math
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.families import OWN_VALUES, make_config
+from support.families import OWN_VALUES, describe_family
 from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
 from support.small_run import CONFIG
 from support.tiers import FULL, TIER, mark_by
-from support.training import MemoryRows, Trajectory, make_recipe, measure_difference, train_plainly
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.training import (
+    MemoryRows,
+    Trajectory,
+    make_plain_model,
+    make_recipe,
+    measure_difference,
+    train_as_planned,
+)
 
-from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import choose_layout, settle
-from ulysses_cli.plan.rows.ring import Ring
+from ulysses_cli.plan.resolved import choose_layout
+from ulysses_cli.train.loop import train
 
 NUM_STEPS = 5 if TIER == FULL else 3
 # Each document is (length, first target). There are uneven documents, a row whose second half has no target, rows with
@@ -33,67 +35,24 @@ ROWS = [
 LAYOUTS = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "4x1": (4, 1), "2x2": (2, 2)}
 
 
-def make_batching(recipe: Recipe) -> Batching:
-    shape = read_model_shape(recipe.model.config or {}, "test")
-    layout = choose_layout(recipe, shape)
-    return Batching(
-        layout.dp_size,
-        recipe.train.per_device_train_batch_size,
-        recipe.train.gradient_accumulation_steps,
-        layout.sp_size,
-        recipe.run.seed,
-        ring=Ring(layout.ring_size, shape.window_counts),
-    )
+QUICK = [("2x1", 3, 3, False)]
+TELLING = [("2x2", 1, 1, False)]  # four ranks of a row, and adapters: rings and levers have them
 
 
 def train_on_ranks(recipe: Recipe) -> Trajectory:
     """Trains on one rank; results are gathered whole."""
     from deepspeed.utils import groups as ds_groups
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-
-    from ulysses_cli.train.model.build import build
-    from ulysses_cli.train.processes.groups import make_groups
 
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes replicas' groups once in a process
-    shape = read_model_shape(recipe.model.config or {}, "test")
-    groups = make_groups(choose_layout(recipe, shape), timedelta(seconds=60))
-    levers = choose_levers(recipe, shape, None).levers
-    built = build(settle(recipe, shape, levers), groups, torch.device("cpu"), NUM_STEPS)
-    engine, rows = built.engine, MemoryRows(ROWS)
-    trained = {name.removeprefix("model."): p for name, p in built.module.named_parameters() if p.requires_grad}
-    losses: list[float] = []
-    grads: list[dict[str, Tensor]] = []
-    norms: list[float] = []
-    real_step = engine.wrapped.step
-
-    def step_and_collect() -> None:
-        if engine.wrapped.is_gradient_accumulation_boundary():
-            grads.append({name: safe_get_full_grad(p).clone() for name, p in trained.items()})
-        real_step()
-
-    engine.wrapped.step = step_and_collect
-    batching = make_batching(recipe)
-    position = 0
-    for step in range(NUM_STEPS):
-        plan = plan_step(rows, batching, position, end=1000)
-        engine.set_learning_rate(engine.learning_rate_at(step))
-        total = torch.zeros(1)
-        for micro in range(plan.num_micro_steps):
-            batch = read_micro_batch(rows, plan, groups.dp_index, micro, groups.sp_axis.rank, groups.sp_axis.size)
-            total += engine.train_micro_step(batch, plan.num_targets)
-        losses.append(engine.sum_over_ranks(total).item() / plan.num_targets)
-        update = engine.read_update(engine.learning_rate_at(step))
-        assert update.was_applied
-        norms.append(update.grad_norm)
-        position = plan.next_position
-    weights = {name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}
-    return Trajectory(losses, grads, norms, weights)
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
+    grads = harness.collect_grads()
+    train(harness.train_state)
+    assert all(result.update.was_applied for result in harness.results)
+    return Trajectory(harness.losses, grads, harness.norms, harness.read_plain_weights())
 
 
 def make_reference(recipe: Recipe) -> Trajectory:
-    torch.manual_seed(recipe.run.seed)
-    config = AutoConfig.for_model(**json.loads(json.dumps(recipe.model.config)))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = make_plain_model(recipe)
     if recipe.lora is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -105,15 +64,7 @@ def make_reference(recipe: Recipe) -> Trajectory:
         if recipe.lora.expert_r != "auto":
             settings.rank_pattern = dict.fromkeys(settings.target_parameters, recipe.lora.expert_r)
         get_peft_model(model, settings)
-    rows, batching = MemoryRows(ROWS), make_batching(recipe)
-    per_step = batching.rows_per_step
-    steps = [list(plan_step(rows, batching, step * per_step, 1000).rows) for step in range(NUM_STEPS)]
-    rates = [recipe.train.learning_rate * (1 - step / NUM_STEPS) for step in range(NUM_STEPS)]
-    return train_plainly(model, rows, steps, recipe, rates)
-
-
-QUICK = [("2x1", 3, 3, False)]
-TELLING = [("2x2", 1, 1, False)]  # four ranks of a row, and adapters: rings and levers have them
+    return train_as_planned(model, MemoryRows(ROWS), recipe, NUM_STEPS)
 
 
 def list_cases() -> list[Any]:
@@ -137,12 +88,7 @@ LEVERS = {
     "host": ("memory.offload_optimizer=cpu", "memory.offload_param=cpu"),
 }
 LEAF = "memory.leaf_layers=true"
-LEAVES = {
-    "all": (LEAF, *LEVERS["all"]),
-    "full": (LEAF, *LEVERS["full"]),
-    "none": (LEAF, *LEVERS["none"]),
-    "host": (LEAF, *LEVERS["host"]),
-}
+LEAVES = {name: (LEAF, *LEVERS[name]) for name in ("all", "full", "none", "host")}
 
 
 @pytest.mark.parametrize(
@@ -198,10 +144,8 @@ def set_heads(num_heads: int, num_kv_heads: int, head_dim: int = 8) -> dict[str,
 
 
 def make_sinks_config() -> dict[str, Any]:
-    """A family with sinks, windows and experts, as its config.json."""
-    config = make_config("gpt_oss", **OWN_VALUES["gpt_oss"], num_hidden_layers=2)
-    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {**content, "model_type": "gpt_oss", "tie_word_embeddings": False}
+    """A family with sinks, windows and experts."""
+    return describe_family("gpt_oss", **OWN_VALUES["gpt_oss"], num_hidden_layers=2)
 
 
 class RingCase(NamedTuple):

@@ -1,10 +1,7 @@
 """Training adapters of experts on ranks equals peft's own forward, which adds them to the weights, on one process."""
 
-import json
-from typing import Any
-
 import pytest
-from support.families import make_config
+from support.families import describe_family
 from support.levers import SHAPES
 from support.tiers import mark_by
 from test_exact_training import LEVERS, TILED, check_training
@@ -27,11 +24,6 @@ CASES: list[tuple[str, str, int, tuple[str, ...]]] = [
 CHECKED = [CASES[3], CASES[4], CASES[12], ("gpt_oss", "2x1", 3, TILED), CASES[-1]]
 
 
-def describe(kind: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(make_config(kind, **SHAPES.get(kind, {})).to_json_string(use_diff=False))
-    return {**content, "model_type": kind, "tie_word_embeddings": False}
-
-
 @pytest.mark.parametrize(
     ("kind", "layout", "stage", "words"),
     [pytest.param(*case, marks=mark_by(case == CASES[0], case in CHECKED)) for case in CASES],
@@ -39,4 +31,14 @@ def describe(kind: str) -> dict[str, Any]:
 def test_training_equals_peft_on_one_process(kind: str, layout: str, stage: int, words: tuple[str, ...]) -> None:
     sharp = kind == "gemma4_text"  # a new model's softmax: its gradients differ on one rank too
     more, tolerance = (("train.learning_rate=1e-6",), 2e-4) if sharp else ((), 1e-5)
-    check_training(layout, 2, stage, False, *WORDS, *words, *more, config=describe(kind), tolerance=tolerance)
+    check_training(
+        layout,
+        2,
+        stage,
+        False,
+        *WORDS,
+        *words,
+        *more,
+        config=describe_family(kind, **SHAPES.get(kind, {})),
+        tolerance=tolerance,
+    )

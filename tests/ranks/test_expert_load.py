@@ -1,6 +1,5 @@
 """Compares runs with experts with plain transformers on one process: the loads that are recorded, frozen routers."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,8 @@ import torch
 from support.families import ATTENTION_ONLY, has_experts, make_config
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
-from support.training import MemoryRows, make_recipe, measure_difference, train_plainly
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.training import MemoryRows, make_plain_model, make_recipe, measure_difference, train_plainly
+from transformers import AutoModelForCausalLM
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.loop import train
@@ -31,9 +30,8 @@ def record(recipe: Recipe) -> list[dict[str, Any]]:
 
 def expect(recipe: Recipe) -> dict[str, float]:
     """Of the first step: its router's choices, counted by hand."""
-    torch.manual_seed(recipe.run.seed)
-    config = AutoConfig.for_model(**json.loads(json.dumps(recipe.model.config)))
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = make_plain_model(recipe)
+    config = model.config
     counts = np.zeros((config.num_hidden_layers, config.num_experts))
     for tokens, _ in [document for row in MemoryRows(ROWS).documents for document in row]:
         logits = model(torch.from_numpy(tokens)[None], use_cache=False, output_router_logits=True).router_logits
@@ -85,13 +83,7 @@ NUM_STEPS = 2
 def run(recipe: Recipe) -> tuple[dict[str, torch.Tensor], list[float]]:
     harness = RunHarness(recipe, MemoryRows(ROUTED_ROWS), NUM_STEPS)
     train(harness.train_state)
-    return harness.read_weights(), [result.update.grad_norm for result in harness.results]
-
-
-def make_model(recipe: Recipe) -> Any:
-    torch.manual_seed(recipe.run.seed)
-    config = AutoConfig.for_model(**json.loads(json.dumps(recipe.model.config)))
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return harness.read_plain_weights(), harness.norms
 
 
 ROUTED_LAYOUTS = {
@@ -110,15 +102,14 @@ def test_frozen_routers_stay_to_the_last_bit_and_all_else_is_trained(layout: str
     accumulation = () if layout.startswith("dp") else ("train.gradient_accumulation_steps=2",)
     config = make_config("gpt_oss" if layout.startswith("dp") else "qwen3_moe", initializer_range=0.3).to_dict()
     recipe = make_recipe("train.freeze_router=true", *accumulation, *words, config=config)
-    model = make_model(recipe)
+    model = make_plain_model(recipe)
     for router in find_routers(model).values():
         router.requires_grad_(False)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     assert len(frozen) >= config["num_hidden_layers"]
     rates = [recipe.train.learning_rate * share for share in (1.0, 0.5)]
     right = train_plainly(model, MemoryRows(ROUTED_ROWS), [[0, 1]] * NUM_STEPS, recipe, rates)
-    for weights, norms in run_on_ranks(num_ranks, run, recipe):
-        own = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    for own, norms in run_on_ranks(num_ranks, run, recipe):
         assert own.keys() >= frozen.keys(), "exports and checkpoints hold them"
         for name, weight in frozen.items():
             assert torch.equal(own.pop(name), weight), name

@@ -1,11 +1,10 @@
 """Training of families with attention of other kinds on ranks equals plain torch on one process: latent keys, sinks, an
 expert that every token goes to, Gemma 4 with keys that are values or another layer's."""
 
-import json
 from typing import Any
 
 import pytest
-from support.families import make_config
+from support.families import describe_family
 from test_exact_training import LEAVES, LEVERS, check_training
 from test_models import GEMMA_4
 
@@ -44,20 +43,10 @@ TOLERANCES = dict.fromkeys(GEMMA_4, 2e-4)
 SMALL_STEPS = dict.fromkeys(GEMMA_4, ("train.learning_rate=1e-6",))
 
 
-def describe(model: str) -> dict[str, Any]:
-    """The content of its config.json."""
-    model_type, changes = MODELS[model]
-    config = make_config(model_type, **changes)
-    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {**content, "model_type": model_type, "tie_word_embeddings": False}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "layout", "stage", "lora", "levers"), CASES)
 def test_training_equals_plain_torch(model: str, layout: str, stage: int, lora: bool, levers: str) -> None:
     """Checkpointing is ours, which saves attention's result, where no lever says otherwise."""
-    tolerance, more = (
-        TOLERANCES.get(model, 1e-5),
-        (*ALL_LEVERS.get(levers, ()), *SMALL_STEPS.get(model, ())),
-    )
-    check_training(layout, 1, stage, lora, *more, config=describe(model), tolerance=tolerance)
+    model_type, changes = MODELS[model]
+    more, config = (*ALL_LEVERS.get(levers, ()), *SMALL_STEPS.get(model, ())), describe_family(model_type, **changes)
+    check_training(layout, 1, stage, lora, *more, config=config, tolerance=TOLERANCES.get(model, 1e-5))

@@ -4,7 +4,6 @@ many more."""
 import errno
 import random
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,38 +13,33 @@ import torch
 from safetensors.torch import load_file
 from support.faults import Runs, damage_newest, wait_until
 from support.rank_pool import RankError, run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import ROWS, RunHarness
 from support.tiers import sample
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.run.checkpoints import find_damage
-from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.checkpoint import format
 from ulysses_cli.train.checkpoint import format as checkpoint
 from ulysses_cli.train.checkpoint.saves import SavePolicy
 from ulysses_cli.train.loop import train
 
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
-DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
 ASYNC = SavePolicy(is_async=True)
 
 
 def save_beside_steps(recipe: Recipe, folder: str) -> tuple[list[float], list[float]]:
     """Saves after step 2 while steps go on, and once more without a thread, for comparison."""
     harness = RunHarness(recipe, MemoryRows(ROWS), 6, folder, policy=ASYNC)
-    harness.train_state.num_steps = 2
-    train(harness.train_state)
+    harness.train_until(2)
     harness.saves.save(harness.train_state)
     checkpoint.save_checkpoint(
         harness.context, Path(folder) / "plain", 2, harness.saves.read_state(harness.train_state)
     )
-    harness.train_state.num_steps = 6
-    train(harness.train_state)
+    harness.train_until(6)
     harness.saves.wait_for_pending()
     ahead = harness.losses[2:]
     again = RunHarness(recipe, MemoryRows(ROWS), 6, folder)
-    again.saves.resume(again.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-2", {}, is_own=True))
+    again.resume(folder, 2)
     train(again.train_state)
     return ahead, again.losses
 
@@ -75,13 +69,11 @@ def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
         may_write.wait(60)
         return real(*args)
 
-    harness.train_state.num_steps = 2
-    train(harness.train_state)
+    harness.train_until(2)
     format.write_share = write
     try:
         harness.saves.save(harness.train_state)
-        harness.train_state.num_steps = 3
-        train(harness.train_state)
+        harness.train_until(3)
         is_on_its_way = harness.saves.pending is not None and not harness.saves.pending.is_done
         may_write.set()
         harness.saves.save_last(harness.train_state)
@@ -114,8 +106,7 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
     checkpoint.write_share = format.write_share = write
     try:
         for step in (1, 2):
-            harness.train_state.num_steps = step
-            train(harness.train_state)
+            harness.train_until(step)
             harness.saves.save(harness.train_state)
         harness.saves.wait_for_pending()
     finally:
@@ -147,8 +138,7 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(tmp_path: Path, i
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """`whole` is an uninterrupted run."""
     made = Runs(tmp_path_factory.mktemp("runs"))
-    code, output = made.train("whole", "train.max_steps=12")
-    assert code == 0, output
+    made.finish("whole", "train.max_steps=12")
     return made
 
 
@@ -173,25 +163,6 @@ def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) 
     assert output.count("resumed from killed/checkpoints/step-") == 2
     assert runs.read_losses("killed") == runs.read_losses("whole")
     assert runs.read_model("killed") == runs.read_model("whole")
-
-
-@pytest.mark.full
-def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(runs: Runs) -> None:
-    """Two agents meet at a port, as those of two machines would."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    words = ["train.max_steps=12", "run.max_restarts=1", "--nnodes=2", "--master-addr=localhost"]
-    words.append(f"--master-port={port}")
-    process = runs.start("machines", *words, "--node-rank=0")
-    machines = [process, runs.start("machines", *words, "--node-rank=1", peer=process)]
-    assert wait_until(machines[0], lambda: runs.count_steps("machines") >= 3)
-    process.signal_rank(1)
-    messages = [process.communicate(timeout=240)[1] for process in machines]
-    assert [process.returncode for process in machines] == [0, 0], messages
-    assert messages[0].count("resumed from machines/checkpoints/step-") == 1
-    assert runs.read_losses("machines") == runs.read_losses("whole")
-    assert runs.read_model("machines") == runs.read_model("whole")
 
 
 @pytest.mark.full
@@ -220,8 +191,7 @@ def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(runs: Run
     assert "2 rows per step cannot be shared by 3 x 1 row at a time" in output
     assert "with sp_size 2, process counts that can: 2, 4" in output
     words = ["train.max_steps=12", "parallel.sp_size=1", "parallel.dp_shard_size=2", "parallel.zero_stage=2"]
-    code, output = runs.train("moved", *words, "--resume", "auto")
-    assert code == 0, output
+    output = runs.finish("moved", *words, "--resume", "auto")
     assert "gradient_accumulation_steps: 2 -> 1, to keep 2 rows per step" in output
     ours, reference = runs.read_losses("moved"), runs.read_losses("whole")
     assert ours == pytest.approx(reference, rel=1e-5)
@@ -238,8 +208,7 @@ def test_a_damaged_checkpoint_is_skipped_and_damaged_metrics_are_repaired(runs: 
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
     damage_newest(runs.folder / run, kind, random.Random(1))
-    code, output = runs.train(run, "train.max_steps=12", "--resume", "auto")
-    assert code == 0, output
+    runs.finish(run, "train.max_steps=12", "--resume", "auto")
     ours, reference = runs.read_losses(run), runs.read_losses("whole")
     assert ours.items() <= reference.items()
     assert len(reference) - len(ours) <= (

@@ -1,7 +1,6 @@
 """Compares greedy generation on split rows with transformers' own `generate`, in float32: tokens and logits; also on a
 live training engine, with other prompts for other groups of ranks, under ZeRO-3, between two steps."""
 
-from copy import deepcopy
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from support.families import ATTENTION_ONLY, make_model
 from support.hybrids import HYBRIDS, describe_hybrid, make_hybrid
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import RunHarness, train_alone
 from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.layout import Layout
@@ -186,27 +185,26 @@ def test_tokens_of_a_ring_equal_those_of_transformers(model_type: str, num_ranks
 
 PROMPTS = [[[*range(3, 40), 7], [*range(3, 40), 9, 11]], [[*range(20, 41)]]]  # of each group
 NUM_SAID = (4, 9)
+ROWS = [[(40, 0), (24, 0)]] * 8
 
 
-def make_case(overrides: tuple[str, ...], model_type: str) -> Recipe:
-    num_groups = dist.get_world_size() // 2
+def make_case(num_ranks: int, overrides: tuple[str, ...], model_type: str) -> Recipe:
+    num_groups = num_ranks // 2
     words = ("parallel.sp_size=2", "train.max_steps=2", f"parallel.dp_shard_size={num_groups}", *overrides)
     return make_recipe(*words, config=describe_hybrid(model_type, initializer_range=0.1) if model_type else None)
 
 
-def train_with_generation(gathers_once: bool | None, overrides: tuple[str, ...], model_type: str) -> list[float]:
+def train_with_generation(recipe: Recipe, gathers_once: bool | None) -> list[float]:
     """Trains two steps, generates with the weights after the first, and compares with the plain model."""
-    harness = RunHarness(make_case(overrides, model_type), MemoryRows([[(40, 0), (24, 0)]] * 8), 2)
-    state, built = harness.train_state, harness.built
+    harness = RunHarness(recipe, MemoryRows(ROWS), 2)
+    state = harness.train_state
     group = state.groups.dp_index
 
     def check(*_: object) -> None:
-        weights = {name.removeprefix("model."): value for name, value in harness.read_weights().items()}
+        plain = harness.make_plain_model()
         with generating(state.engine, gathers_once=gathers_once) as generator:
             generator.read(PROMPTS[group])
             answers = generator.generate(NUM_SAID[group])
-        plain = AutoModelForCausalLM.from_config(deepcopy(built.config), attn_implementation="eager").float().eval()
-        plain.load_state_dict(weights, strict=not model_type)  # weights that layers share have further names
         for prompt, answer in zip(PROMPTS[group], answers, strict=True):
             ids = torch.tensor([prompt])
             out = plain.generate(
@@ -217,12 +215,6 @@ def train_with_generation(gathers_once: bool | None, overrides: tuple[str, ...],
 
     state.post_step_hooks = (*state.post_step_hooks, check)
     train(state)
-    return harness.losses
-
-
-def train_plainly(model_type: str) -> list[float]:
-    harness = RunHarness(make_case((), model_type), MemoryRows([[(40, 0), (24, 0)]] * 8), 2)
-    train(harness.train_state)
     return harness.losses
 
 
@@ -239,8 +231,9 @@ ENGINE_CASES = [
 def test_a_run_generates_between_its_steps(
     num_ranks: int, gathers_once: bool | None, overrides: tuple[str, ...], model_type: str
 ) -> None:
-    losses = run_on_ranks(num_ranks, train_with_generation, gathers_once, overrides, model_type)[0]
-    assert losses == pytest.approx(run_on_ranks(num_ranks, train_plainly, model_type)[0], abs=1e-6)
+    recipe, plain = (make_case(num_ranks, words, model_type) for words in (overrides, ()))
+    losses = run_on_ranks(num_ranks, train_with_generation, recipe, gathers_once)[0]
+    assert losses == pytest.approx(run_on_ranks(num_ranks, train_alone, plain, MemoryRows(ROWS), 2)[0], abs=1e-6)
 
 
 def agree_with_own_files() -> set[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import ROWS, RunHarness
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.layout import Layout
@@ -78,9 +78,6 @@ def test_all_ranks_get_rank_0s_choice_or_its_error() -> None:
     assert run_on_ranks(2, choose, None) == ["this one"] * 2
     assert run_on_ranks(2, choose, ValueError("no kernel")) == ["BuildError: no kernel"] * 2
     assert run_on_ranks(2, choose, MemoryError("full")) == ["MemoryError: full", "RuntimeError: rank 0: full"]
-
-
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
 
 
 def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torch.dtype]]:

@@ -1,29 +1,23 @@
 """Training of models with convolutions and recurrences on ranks equals plain torch on one process: loss, every gradient
 and the weights after five steps, with packed documents. An evaluation between steps has the plain model's loss."""
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from support.hybrids import HYBRIDS, TINY, describe_hybrid
+from support.hybrids import describe_hybrid
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import RunHarness, train_alone
 from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe
 from test_exact_training import LEAVES, LEVERS, ROWS, check_training
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.steps import make_eval_batching
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import train
 
-SIZES = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
-CONFIGS: dict[str, dict[str, Any]] = {
-    model_type: {**TINY, **SIZES, **HYBRIDS[model_type], "model_type": model_type} for model_type in HYBRIDS
-}
 # A rank of eight has one head of each kind.
 EIGHT_HEADS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_attention_heads": 8, "linear_num_value_heads": 8},
@@ -88,13 +82,13 @@ CASES = [
 )
 def test_training_equals_plain_torch(model_type: str, layout: str, stage: int, lora: bool, levers: str) -> None:
     more = (LEVERS | {"leaf": LEAVES["none"]}).get(levers, ())
-    check_training(layout, 1, stage, lora, *more, config=CONFIGS[model_type], tolerance=TOLERANCE, floor=FLOOR)
+    check_training(layout, 1, stage, lora, *more, config=describe_hybrid(model_type), tolerance=TOLERANCE, floor=FLOOR)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("model_type", "stage"), [("qwen3_5_text", 3), ("nemotron_h", 1), ("lfm2", 3)])
 def test_eight_ranks_of_a_row(model_type: str, stage: int) -> None:
-    config = {**CONFIGS[model_type], **EIGHT_HEADS[model_type]}
+    config = {**describe_hybrid(model_type), **EIGHT_HEADS[model_type]}
     check_training("8x1", 1, stage, False, config=config, tolerance=TOLERANCE, floor=FLOOR)
 
 
@@ -102,7 +96,7 @@ def test_eight_ranks_of_a_row(model_type: str, stage: int) -> None:
 @pytest.mark.parametrize(("layout", "stage"), [("2x1", 3), ("2x2", 2)])
 def test_adapters_on_the_attention_of_shared_blocks(layout: str, stage: int) -> None:
     targets = "lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
-    check_training(layout, 1, stage, True, targets, config=CONFIGS["zamba2"], tolerance=TOLERANCE, floor=FLOOR)
+    check_training(layout, 1, stage, True, targets, config=describe_hybrid("zamba2"), tolerance=TOLERANCE, floor=FLOOR)
 
 
 HELD_OUT = [[(20, 0), (9, 0), (31, 12)], [(64, 0)], [(1, 0), (50, 3)]]
@@ -112,11 +106,7 @@ NUM_EVALUATED = 3  # steps with an evaluation before each
 @torch.no_grad()
 def compute_plain_loss(harness: RunHarness, rows: MemoryRows) -> float:
     """The loss of the plain model with the weights of training, document by document."""
-    config = deepcopy(harness.built.config)
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    weights = {name.removeprefix("model."): value for name, value in harness.read_weights().items()}
-    assert weights.keys() == dict(plain.named_parameters()).keys()
-    plain.load_state_dict(weights, strict=False)  # weights that layers share have further names
+    plain = harness.make_plain_model()
     total, num_targets = 0.0, 0
     for tokens, labels in (document for row in rows.documents for document in row):
         logits = plain(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
@@ -141,12 +131,6 @@ def train_and_evaluate(recipe: Recipe) -> tuple[list[float], list[float], list[f
     return harness.losses, ours, plain
 
 
-def train_alone(recipe: Recipe) -> list[float]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_EVALUATED)
-    train(harness.train_state)
-    return harness.losses
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model_type", "words"),
@@ -161,7 +145,7 @@ def test_an_evaluation_between_steps_is_the_plain_models_and_changes_no_step(
     model_type: str, words: tuple[str, ...]
 ) -> None:
     recipe = make_recipe(*words, config=describe_hybrid(model_type, initializer_range=0.1))
-    expected = run_on_ranks(2, train_alone, recipe)[0]
+    expected = run_on_ranks(2, train_alone, recipe, MemoryRows(ROWS), NUM_EVALUATED)[0]
     for losses, ours, plain in run_on_ranks(2, train_and_evaluate, recipe):
         assert losses == expected
         assert ours == pytest.approx(plain, rel=1e-5)

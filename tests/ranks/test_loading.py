@@ -44,8 +44,7 @@ def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Pat
     expected = read_frequencies(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
     common = ("model.dtype=bfloat16", f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2")
     drawn = make_recipe(*common, config=config)
-    folder = {"name_or_path": str(tmp_path / "base"), "config": None}
-    read = drawn.model_copy(update={"model": drawn.model.model_copy(update=folder)})
+    read = make_recipe(*common, "model.config=null", f"model.name_or_path={tmp_path / 'base'}")
     for recipe in (drawn, read):
         for ours in run_on_ranks(2, load_and_read, recipe):
             assert ours.keys() == expected.keys()
@@ -80,10 +79,7 @@ def test_missing_unexpected_and_spoilt_weights_are_refused(change: str, words: s
     else:
         del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    recipe = make_recipe("parallel.dp_shard_size=2")
-    recipe = recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"name_or_path": str(tmp_path), "config": None})}
-    )
+    recipe = make_recipe("parallel.dp_shard_size=2", "model.config=null", f"model.name_or_path={tmp_path}")
     with pytest.raises(RankError, match=words):
         run_on_ranks(2, load_and_read, recipe)
 
@@ -111,9 +107,8 @@ def test_experts_are_read_stacked_and_one_by_one(layout: str, stage: int, tmp_pa
         save_file(whole.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     has_stacked = any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
     assert has_stacked == (layout == "stacked")
-    recipe = make_recipe(f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2")
-    folder = {"name_or_path": str(tmp_path), "config": None}
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=folder)})
+    where = ("model.config=null", f"model.name_or_path={tmp_path}")
+    recipe = make_recipe(f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2", *where)
     expected = {f"model.{name}": value for name, value in whole.model.language_model.named_parameters()}
     for ours in run_on_ranks(2, load_and_gather, recipe):
         assert ours.keys() == {*expected, "lm_head.weight"}

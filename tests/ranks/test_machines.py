@@ -7,8 +7,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from ulysses_cli.run.nodes import LOST_SECONDS
 
 STEP_TIMEOUT, MARGIN, SAVE_STEPS, CUT_SECONDS = 8, 60, 40, 4.0
 SLOW_SECONDS, LONG_SECONDS = 0.3, 2.0  # for each of the tensors of a checkpoint
+Plan = Mapping[str, Any] | None
 MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", "--master-port=29431", "parallel.dp_shard_size=2"]
 ENDLESS = [
     "parallel.sp_size=1",
@@ -33,12 +35,25 @@ ENDLESS = [
 ]
 
 
-@pytest.fixture
-def lan() -> Iterator[list[str]]:
-    if why := networks.find_obstacle():
-        pytest.skip(f"network namespaces are not permitted here: {why}")
-    with networks.open_networks(2) as names:
-        yield names
+def start_both(runs: Runs, lan: list[str], *words: str, plans: Sequence[Plan] = (None, None)) -> list[Command]:
+    commands = list[Command]()
+    for rank, (name, plan) in enumerate(zip(lan, plans, strict=True)):
+        runs.environ |= {networks.NETWORK: name}
+        peer = commands[0] if commands else None
+        commands.append(runs.start("run", *MACHINES, *words, f"--node-rank={rank}", peer=peer, plan=plan))
+    return commands
+
+
+def wait_for(commands: list[Command]) -> list[str]:
+    """Waits for the good end of all. Returns what they showed."""
+    outputs = [command.communicate(timeout=300)[1] for command in commands]
+    assert [command.returncode for command in commands] == [0] * len(commands), outputs
+    return outputs
+
+
+def check_slow_save(commands: list[Command]) -> None:
+    (seconds,) = re.findall(r"saved \S+step-1 in ([0-9.]+) s", "".join(wait_for(commands)))
+    assert float(seconds) > 1.5 * STEP_TIMEOUT
 
 
 @pytest.mark.full
@@ -47,13 +62,10 @@ def lan() -> Iterator[list[str]]:
 def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[str], lost: int, moment: str) -> None:
     """In a save each rank goes on writing for longer than the command may take to end. Ranks that load or rehearse take
     longer than that, too."""
-    runs, commands, in_save = Runs(tmp_path), [], moment == "in a save"
+    runs, in_save = Runs(tmp_path), moment == "in a save"
     in_step, words = moment == "in a step", ["run.rehearsal=true"] if moment.startswith("rehearsal") else []
     plan = {"pause": LONG_SECONDS} if in_save else None if in_step else {"stay": moment, "seconds": 600.0}
-    for rank, name in enumerate(lan):
-        runs.environ |= {networks.NETWORK: name}
-        peer = commands[0] if commands else None
-        commands.append(runs.start("run", *MACHINES, *ENDLESS, *words, f"--node-rank={rank}", peer=peer, plan=plan))
+    commands = start_both(runs, lan, *ENDLESS, *words, plans=(plan, plan))
 
     def is_moment() -> bool:
         if in_save:
@@ -78,27 +90,16 @@ def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[st
 @pytest.mark.full
 def test_a_long_load_is_waited_for(tmp_path: Path, lan: list[str]) -> None:
     """For longer than a lost machine would be."""
-    runs, commands = Runs(tmp_path), []
     plan = {"stay": "loading the model", "seconds": 1.0 + LOST_SECONDS + 10.0}
-    for rank, name in enumerate(lan):
-        runs.environ |= {networks.NETWORK: name}
-        peer = commands[0] if commands else None
-        words = [*MACHINES, *ENDLESS, "run.step_timeout=1", "train.max_steps=2", f"--node-rank={rank}"]
-        commands.append(runs.start("run", *words, peer=peer, plan=None if rank else plan))
-    outputs = [command.communicate(timeout=300)[1] for command in commands]
-    assert [command.returncode for command in commands] == [0, 0], outputs
+    words = (*ENDLESS, "run.step_timeout=1", "train.max_steps=2")
+    wait_for(start_both(Runs(tmp_path), lan, *words, plans=(plan, None)))
 
 
 @pytest.mark.full
 def test_a_slow_disk_is_waited_for(tmp_path: Path, lan: list[str]) -> None:
     """Rank 0 writes for longer than run.step_timeout; the other one is done at once, and waits for it."""
-    runs, commands = Runs(tmp_path), []
-    for rank, name in enumerate(lan):
-        runs.environ |= {networks.NETWORK: name}
-        peer, plan = commands[0] if commands else None, {"pause": SLOW_SECONDS} if rank == 0 else None
-        words = [*MACHINES, *ENDLESS, "train.max_steps=1", f"--node-rank={rank}"]
-        commands.append(runs.start("run", *words, peer=peer, plan=plan))
-    check_slow_save(commands)
+    plans = ({"pause": SLOW_SECONDS}, None)
+    check_slow_save(start_both(Runs(tmp_path), lan, *ENDLESS, "train.max_steps=1", plans=plans))
 
 
 @pytest.mark.full
@@ -106,13 +107,6 @@ def test_slow_ranks_of_one_machine_are_waited_for(tmp_path: Path) -> None:
     """Their store is a file."""
     words = [*ENDLESS, "parallel.dp_shard_size=2", "train.max_steps=1"]
     check_slow_save([Runs(tmp_path).start("run", *words, plan={"pause": SLOW_SECONDS})])
-
-
-def check_slow_save(commands: list[Command]) -> None:
-    outputs = [command.communicate(timeout=300)[1] for command in commands]
-    assert [command.returncode for command in commands] == [0] * len(commands), outputs
-    (seconds,) = re.findall(r"saved \S+step-1 in ([0-9.]+) s", "".join(outputs))
-    assert float(seconds) > 1.5 * STEP_TIMEOUT
 
 
 @pytest.mark.full
@@ -126,8 +120,7 @@ def test_machines_come_in_any_order_and_say_whom_they_wait_for(tmp_path: Path, l
     assert wait_until(first, lambda: line in first.read_stderr()), first.read_stderr()
     runs.environ |= {networks.NETWORK: lan[1 - early]}
     second = runs.start("run", *words, f"--node-rank={1 - early}", peer=first)
-    outputs = [command.communicate(timeout=300)[1] for command in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), outputs
+    wait_for([first, second])
 
 
 @pytest.mark.full
@@ -150,22 +143,17 @@ def test_a_wrong_recipe_on_one_machine_is_named_with_its_key(tmp_path: Path, lan
 @pytest.mark.parametrize("lost", [0, 1], ids=["the rendezvous host", "the other host"])
 def test_a_machine_that_is_cut_off_and_comes_back_goes_on(tmp_path: Path, lan: list[str], lost: int) -> None:
     """In mid-step: ranks reduce gradients across the cut. The losses are those of ranks on one machine."""
-    runs, commands = Runs(tmp_path), []
+    runs = Runs(tmp_path)
     words = [*ENDLESS, "parallel.dp_shard_size=2", f"train.max_steps={SAVE_STEPS}", f"run.step_timeout={MARGIN}"]
-    code, err = runs.train("whole", *words)
-    assert code == 0, err
-    for rank, name in enumerate(lan):
-        runs.environ |= {networks.NETWORK: name}
-        peer = commands[0] if commands else None
-        commands.append(runs.start("run", *MACHINES, *words, f"--node-rank={rank}", peer=peer))
+    runs.finish("whole", *words)
+    commands = start_both(runs, lan, *words)
     assert wait_until(commands[0], lambda: runs.count_steps("run") >= 3), commands[0].read_stderr()
     networks.ip("-n", lan[lost], "link", "set", "eth0", "down")
     began, done = time.monotonic(), runs.count_steps("run")
     wait_until(commands[0], lambda: time.monotonic() - began > CUT_SECONDS)
     assert runs.count_steps("run") <= done + 1, "no step is done without the other machine"
     networks.ip("-n", lan[lost], "link", "set", "eth0", "up")
-    outputs = [command.communicate(timeout=300)[1] for command in commands]
-    assert [command.returncode for command in commands] == [0, 0], outputs
+    wait_for(commands)
     assert runs.read_losses("run") == runs.read_losses("whole")
     assert runs.read_model("run") == runs.read_model("whole")
 
@@ -174,9 +162,7 @@ def test_a_machine_that_is_cut_off_and_comes_back_goes_on(tmp_path: Path, lan: l
 @pytest.mark.parametrize("num_lans", [1, 2])
 def test_a_master_given_by_name_that_means_127_0_1_1_to_itself(tmp_path: Path, num_lans: int) -> None:
     """With one address it is found. With two the command is refused and says what to write."""
-    if why := networks.find_obstacle():
-        pytest.skip(f"network namespaces are not permitted here: {why}")
-    with networks.open_networks(2, num_lans) as lan:
+    with networks.open_or_skip(2, num_lans) as lan:
         runs, commands = Runs(tmp_path), []
         words = [each.replace("10.231.7.1", "zeta") for each in MACHINES]
         for rank, name in enumerate(lan[: 3 - num_lans]):
@@ -234,9 +220,7 @@ def test_the_commands_of_the_page_start_a_run(tmp_path: Path, lan: list[str], wa
         words = shlex.split(line.removeprefix("ulysses train my.yaml"))
         peer = commands[0] if commands else None
         commands.append(runs.start("run", *words, "train.max_steps=3", peer=peer))
-    outputs = [command.communicate(timeout=300)[1] for command in commands]
-    assert [command.returncode for command in commands] == [0, 0], outputs
-    for number, output in enumerate(outputs):
+    for number, output in enumerate(wait_for(commands)):
         assert f"this is number {number}, by {by or way}" in output
     assert max(runs.read_losses("run")) == 3
     assert (runs.folder / "run" / "model").exists()
@@ -290,16 +274,10 @@ MEETING = ["--nnodes=4", "--master-addr=zeta", "--master-port=29431"]
 def test_ranks_killed_on_four_machines_go_on_in_the_same_order(tmp_path: Path) -> None:
     """Each row is split over two machines. After the restart each machine has the ranks that it had, or it would not
     find its own share of the checkpoint. The losses and the model are those of four ranks on one machine."""
-    if why := networks.find_obstacle():
-        pytest.skip(f"network namespaces are not permitted here: {why}")
-    machines = []
-    for name in (*FOUR, "whole"):
-        (tmp_path / name).mkdir()
-        machines.append(Runs(tmp_path / name))
-    code, shown = machines[-1].train("run", *WORDS)
-    assert code == 0, shown
+    machines = [Runs(tmp_path / name) for name in (*FOUR, "whole")]
+    machines[-1].finish("run", *WORDS)
     plan = {"phase": "micro-step 2", "step": 3, "who": "all", "signal": signal.SIGKILL}
-    with networks.open_networks(4, lans=1) as lan:
+    with networks.open_or_skip(4, lans=1) as lan:
         commands: dict[int, Command] = {}
         for number in ORDER:
             runs = machines[number]

@@ -6,6 +6,7 @@ with documents that do not attend to each other.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -13,73 +14,76 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.families import ATTENTION_ONLY, TELLING, make_model
+from support.hybrids import HYBRIDS, make_hybrid
 from support.rank_pool import run_on_ranks
+from support.split_attention import ALWAYS, NEVER, list_tokens, make_axes
 from support.tiers import NUM_RANKS, mark_by, sample
-from test_ring import ALWAYS, NEVER, list_tokens, make_axes
 from torch import Tensor
 
 from ulysses_cli.plan.rows.ring import Ring, deal_rows
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.processes.groups import NO_AXIS, make_sequence_axis
+from ulysses_cli.train.recurrence.interface import serve_recurrent_layers
 
 Lengths = tuple[int, ...]
 LENGTHS: Lengths = (21, 1, 30, 12)
 
 
-def without_casts() -> ExitStack:
-    """Families cast parts of their forward to float32. Within this context these casts give float64."""
-    stack = ExitStack()
-    for patch in (
-        mock.patch.object(torch, "float32", torch.float64),
-        mock.patch.object(Tensor, "float", Tensor.double),
-    ):
-        stack.enter_context(patch)
-    return stack
+@dataclass(frozen=True)
+class Split:
+    """A model whose packed row all ranks share, by heads and over a ring. Its keys come in rounds where they are more
+    than `max_shares`. `checkpointing` is transformers' own, or one of ours."""
+
+    model_type: str
+    chunks: int = 1
+    checkpointing: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+    max_shares: float | None = None
+    ring_size: int = 1
+    lengths: Lengths = LENGTHS
+    in_double: bool = False
+
+    def make(self, attention: str) -> Any:
+        return (make_hybrid if self.model_type in HYBRIDS else make_model)(self.model_type, attention, **self.changes)
 
 
-def make_row(lengths: Lengths = LENGTHS) -> tuple[Tensor, Tensor]:
+def make_row(lengths: Lengths) -> tuple[Tensor, Tensor]:
     """Returns token ids and their positions, which start at 0 in each document."""
     ids = torch.randint(3, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     return ids, torch.cat([torch.arange(length) for length in lengths])[None]
 
 
 def compute_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten() * 7 % 64, reduction="sum")
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), ids.flatten() * 7 % 64, reduction="sum")
 
 
-def run_plain(model_type: str, lengths: Lengths = LENGTHS, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def run_plain(split: Split) -> tuple[Tensor, dict[str, Tensor]]:
     """Runs each document by itself through the model's eager attention, without packing."""
-    model = make_model(model_type, "eager", **changes)
-    ids, _ = make_row(lengths)
+    model, (ids, _) = split.make("eager"), make_row(split.lengths)
     total = torch.zeros((), dtype=torch.float64)
-    for document in ids.split(lengths, 1):
+    for document in ids.split(split.lengths, 1):
         total = total + compute_loss(model(document, use_cache=False).logits, document)
     total.backward()
     return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run_split(
-    model_type: str,
-    chunks: int,
-    checkpointing: bool,
-    max_shares: float | None,
-    ring_size: int = 1,
-    lengths: Lengths = LENGTHS,
-    **changes: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Runs the packed row, split over all ranks: by heads, and over a ring of `ring_size`, whose keys come in rounds
-    where they are more than `max_shares`."""
+def run_split(split: Split) -> tuple[Tensor, dict[str, Tensor]]:
+    lengths, ring_size = split.lengths, split.ring_size
     axis = make_sequence_axis(dist.group.WORLD if dist.is_initialized() else None)
     heads, ring = (axis, NO_AXIS) if ring_size == 1 else make_axes(ring_size)
     order = deal_rows(lengths, 1, Ring(ring_size)) if ring_size > 1 else ()
-    model = make_model(model_type, register_attention(heads, "sdpa", chunks, ring=ring), **changes)
-    if checkpointing:
+    model = split.make(register_attention(heads, "sdpa", split.chunks, ring=ring))
+    if split.checkpointing == "transformers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+    elif split.checkpointing:
+        checkpoint_layers(model, split.checkpointing)  # type: ignore[arg-type]
+    model.train()
     serve_rotary(model, axis)
+    assert bool(serve_recurrent_layers(model, axis)) == (split.model_type in HYBRIDS)
     if order:
-        documents = make_documents(lengths, order=order, max_shares=max_shares)
+        documents = make_documents(lengths, order=order, max_shares=split.max_shares)
         own = list_tokens(order, 1, heads.size)[axis.rank, 0]
     else:
         documents, own = make_documents(lengths), torch.arange(sum(lengths)).chunk(axis.size)[axis.rank]
@@ -95,25 +99,30 @@ def run_split(
     return total, grads
 
 
-def compare_models(
-    model_type: str,
-    chunks: int,
-    checkpointing: bool = False,
-    changes: dict[str, Any] | None = None,
-    max_shares: float | None = None,
-    ring_size: int = 1,
-    lengths: Lengths = LENGTHS,
-    in_double: bool = False,
-) -> float:
+def compare_models(split: Split) -> float:
     """Returns the largest differences of loss and gradients, relative to the largest value of each."""
-    with without_casts() if in_double else ExitStack():
-        loss, grads = run_split(model_type, chunks, checkpointing, max_shares, ring_size, lengths, **(changes or {}))
+    with without_casts() if split.in_double else ExitStack():
+        loss, grads = run_split(split)
         if dist.is_initialized() and dist.get_rank():
             return 0.0  # all ranks have the same sums
-        expected_loss, expected = run_plain(model_type, lengths, **(changes or {}))
+        expected_loss, expected = run_plain(split)
     assert grads.keys() == expected.keys()
-    errors = [((grads[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected]
+    errors = [
+        ((grads[name] - right).abs().max() / right.abs().max().clamp(min=1e-12)).item()
+        for name, right in expected.items()
+    ]
     return max(*errors, abs(loss - expected_loss).item() / expected_loss.item())
+
+
+def without_casts() -> ExitStack:
+    """Families cast parts of their forward to float32. Within this context these casts give float64."""
+    stack = ExitStack()
+    for patch in (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(Tensor, "float", Tensor.double),
+    ):
+        stack.enter_context(patch)
+    return stack
 
 
 # Some models compute parts of their float64 path in float32 (rotary tables, norms, routers' softmax). Rounding there
@@ -137,20 +146,20 @@ CASES = [
 
 @pytest.mark.parametrize(("model_type", "num_ranks"), CASES)
 def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
-    assert max(run_on_ranks(num_ranks, compare_models, model_type, 1)) < TOLERANCES.get(model_type, TOLERANCE)
+    assert max(run_on_ranks(num_ranks, compare_models, Split(model_type))) < TOLERANCES.get(model_type, TOLERANCE)
 
 
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=mark_by(False, name in TELLING)) for name in ATTENTION_ONLY]
 )
 def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
-    assert compare_models(model_type, 2) < TOLERANCES.get(model_type, TOLERANCE)
+    assert compare_models(Split(model_type, 2)) < TOLERANCES.get(model_type, TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", sample(["llama", "gemma2", "gpt_oss"], quick=["gemma2"]))
 def test_a_family_is_exact_with_chunks_and_checkpointing(model_type: str) -> None:
     """Documents must reach the recomputation too."""
-    assert max(run_on_ranks(2, compare_models, model_type, 2, True)) < TOLERANCE
+    assert max(run_on_ranks(2, compare_models, Split(model_type, 2, "transformers"))) < TOLERANCE
 
 
 GEMMA_4: dict[str, dict[str, Any]] = {
@@ -165,7 +174,8 @@ GEMMA_4: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", sample(GEMMA_4, quick=["keys as values"]))
 def test_gemma_4_is_exact(variant: str) -> None:
     """With recomputation, which gets keys and values of an earlier layer too."""
-    assert max(run_on_ranks(2, compare_models, "gemma4_text", 1, True, GEMMA_4[variant])) < TOLERANCES["gemma4_text"]
+    split = Split("gemma4_text", 1, "transformers", GEMMA_4[variant])
+    assert max(run_on_ranks(2, compare_models, split)) < TOLERANCES["gemma4_text"]
 
 
 # Two documents are longer than the original length, two are shorter.
@@ -186,7 +196,8 @@ BY_LENGTH: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", BY_LENGTH)
 def test_each_document_chooses_its_rotary_frequencies(model_type: str, num_ranks: int) -> None:
     """As if it were alone: neither a rank's slice nor a longer document of the row decides."""
-    assert max(run_on_ranks(num_ranks, compare_models, model_type, 1, True, BY_LENGTH[model_type])) < TOLERANCE
+    split = Split(model_type, 1, "transformers", BY_LENGTH[model_type])
+    assert max(run_on_ranks(num_ranks, compare_models, split)) < TOLERANCE
 
 
 @pytest.mark.full
@@ -194,7 +205,7 @@ def test_each_document_chooses_its_rotary_frequencies(model_type: str, num_ranks
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "deepseek_v3", "gemma4_text"])
 def test_a_family_is_exact_on_a_ring(model_type: str, max_shares: float) -> None:
     """Sinks, softcaps with windows, latent keys, and heads of two widths."""
-    errors = run_on_ranks(2, compare_models, model_type, 1, True, None, max_shares, 2)
+    errors = run_on_ranks(2, compare_models, Split(model_type, 1, "transformers", {}, max_shares, 2))
     assert max(errors) < TOLERANCES.get(model_type, TOLERANCE)
 
 
@@ -222,8 +233,8 @@ def test_a_family_is_exact_on_a_ring_that_shares_heads(model_type: str, layout: 
     ring_size, num_sharing, num_heads, num_kv_heads = layout
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "hidden_size": 8 * num_heads}
     for max_shares in (ALWAYS, NEVER) if ring_size > 1 else (NEVER,):
-        given = (model_type, 1, True, heads, max_shares, ring_size, RING_LENGTHS, True)
-        assert max(run_on_ranks(ring_size * num_sharing, compare_models, *given)) < RING_TOLERANCE
+        split = Split(model_type, 1, "transformers", heads, max_shares, ring_size, RING_LENGTHS, True)
+        assert max(run_on_ranks(ring_size * num_sharing, compare_models, split)) < RING_TOLERANCE
 
 
 @pytest.mark.full
@@ -231,4 +242,4 @@ def test_a_family_is_exact_on_a_ring_that_shares_heads(model_type: str, layout: 
 def test_a_family_is_exact_on_eight_ranks(model_type: str) -> None:
     """There are more ranks than key/value heads: each of these heads serves four ranks."""
     heads = {"num_attention_heads": 8, "hidden_size": 128}
-    assert max(run_on_ranks(8, compare_models, model_type, 1, False, heads)) < TOLERANCE
+    assert max(run_on_ranks(8, compare_models, Split(model_type, changes=heads))) < TOLERANCE

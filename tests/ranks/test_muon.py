@@ -2,13 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.rank_pool import run_on_ranks
 from support.real_steps import ZERO, make_case, trace_bytes
-from support.run_harness import RunHarness
+from support.run_harness import ROWS, RunHarness, is_same, resume, train_and_save
 from support.training import MemoryRows, make_recipe
 from torch import Tensor
 
@@ -20,13 +19,8 @@ from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.report.ledger import list_predicted
 from ulysses_cli.run.checkpoints import CheckpointError, find_damage
-from ulysses_cli.run.resume import ResumePoint
-from ulysses_cli.train.loop import train
 from ulysses_cli.train.optimizer.muon import orthogonalize
-from ulysses_cli.train.optimizer.states import list_flats
-from ulysses_cli.train.tensor_file import get_tensor
 
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 COMMON = ("train.optim=muon", "train.learning_rate=0.01", "train.lr_scheduler_type=constant")
 GROUPS = "deepspeed.zero_optimization.sub_group_size=5000"  # several groups, of which rounds are not full
 NUM_STEPS, BAD_STEP, SAVED = 4, 2, 2
@@ -77,26 +71,14 @@ class Reference:
 
 def step_beside_reference(recipe: Recipe) -> list[float]:
     """The largest difference from the reference in each step, of a weight to its largest, and of the norm."""
-    from deepspeed.utils import safe_get_full_grad
-
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
-    wrapped = harness.built.engine.wrapped
-    reference, differences = Reference(harness.read_weights(), recipe), []
-    trained = {name: p for name, p in harness.built.module.named_parameters() if p.requires_grad}
-    gradients: dict[str, Tensor] = {}
-    own_step = wrapped.optimizer.step
-
-    def step(*args: Any) -> Any:
-        gradients.update({name: safe_get_full_grad(p).clone() for name, p in trained.items()})
-        return own_step(*args)
-
-    wrapped.optimizer.step = step
+    gradients, reference = harness.collect_grads(), Reference(harness.read_plain_weights(), recipe)
+    differences: list[float] = []
     for number in range(1, NUM_STEPS + 1):
-        harness.train_state.num_steps = number
-        train(harness.train_state)
-        norm = reference.step(gradients)
+        harness.train_until(number)
+        norm = reference.step(gradients[-1])
         differences.append(abs(harness.results[-1].update.grad_norm / norm - 1))
-        for name, weight in harness.read_weights().items():
+        for name, weight in harness.read_plain_weights().items():
             right = reference.weights[name]
             differences.append(float((weight.double() - right).abs().max() / right.abs().max()))
     return differences
@@ -135,33 +117,14 @@ def test_newton_schulz_in_bfloat16_is_near() -> None:
         assert 1e-3 < float((narrow.double() - right).norm() / right.norm()) < 0.02
 
 
-def read_states(harness: RunHarness) -> list[Tensor]:
-    flats = list_flats(harness.built.engine.wrapped.optimizer)
-    return [get_tensor(flat.read(kind, 0, flat.numel)).clone() for flat in flats for kind in ("master", *flat.moments)]
-
-
-def spoil_gradient(harness: RunHarness) -> None:
-    """In one step a gradient is not a number."""
-
-    def spoil(gradient: Tensor) -> Tensor:
-        return gradient * math.nan if harness.train_state.step == BAD_STEP else gradient
-
-    def hook(_: Any, __: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(spoil)
-
-    harness.built.module.model.get_input_embeddings().register_forward_hook(hook)
-
-
 def train_with_a_bad_step(recipe: Recipe) -> list[bool]:
     """Whether each step changed a matrix's weights, and its momentum."""
     harness, changed = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS), []
-    spoil_gradient(harness)
-    before = read_states(harness)
+    harness.spoil_gradient(BAD_STEP)
+    before = harness.read_states()
     for number in range(1, NUM_STEPS + 1):
-        harness.train_state.num_steps = number
-        train(harness.train_state)
-        now = read_states(harness)
+        harness.train_until(number)
+        now = harness.read_states()
         changed.append(any(not torch.equal(*pair) for pair in zip(now, before, strict=True)))
         before = now
     return changed
@@ -173,37 +136,15 @@ def test_a_bad_step_changes_nothing() -> None:
     assert run_on_ranks(2, train_with_a_bad_step, recipe) == [expected] * 2
 
 
-def save_and_train(recipe: Recipe, folder: str) -> tuple[list[float], list[Tensor]]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    harness.train_state.num_steps = SAVED
-    train(harness.train_state)
-    harness.saves.save(harness.train_state)
-    harness.train_state.num_steps = NUM_STEPS
-    train(harness.train_state)
-    return harness.losses[SAVED:], read_states(harness)
-
-
-def resume(recipe: Recipe, folder: str) -> tuple[list[float], list[Tensor]]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    harness.rehearse(Path(folder) / "rehearsal")
-    point = ResumePoint(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True)
-    harness.saves.resume(harness.train_state, point)
-    train(harness.train_state)
-    return harness.losses, read_states(harness)
-
-
 @pytest.mark.check
 def test_a_resumed_run_has_the_same_bits_and_another_layout_the_same_losses(tmp_path: Path) -> None:
     recipe = make_recipe(*COMMON, "parallel.sp_size=2", GROUPS)
-    expected = run_on_ranks(2, save_and_train, recipe, str(tmp_path))
+    given = (MemoryRows(ROWS), str(tmp_path), SAVED, NUM_STEPS)
+    expected = run_on_ranks(2, train_and_save, recipe, *given)
     assert find_damage(tmp_path / "checkpoints" / f"step-{SAVED}") == ""
-    for (losses, states), (right, right_states) in zip(
-        run_on_ranks(2, resume, recipe, str(tmp_path)), expected, strict=True
-    ):
-        assert losses == right
-        assert all(torch.equal(*pair) for pair in zip(states, right_states, strict=True))
+    assert all(map(is_same, run_on_ranks(2, resume, recipe, *given, True), expected))
     alone = make_recipe(*COMMON, "parallel.sp_size=1", "train.gradient_accumulation_steps=1")
-    assert run_on_ranks(1, resume, alone, str(tmp_path))[0][0] == pytest.approx(expected[0][0], rel=1e-4)
+    assert run_on_ranks(1, resume, alone, *given, True)[0].losses == pytest.approx(expected[0].losses, rel=1e-4)
 
 
 def start_with_adamw(folder: str) -> str:
@@ -216,7 +157,8 @@ def start_with_adamw(folder: str) -> str:
 
 @pytest.mark.full
 def test_adamw_starts_from_weights_alone(tmp_path: Path) -> None:
-    run_on_ranks(2, save_and_train, make_recipe(*COMMON, "parallel.sp_size=2"), str(tmp_path))
+    recipe = make_recipe(*COMMON, "parallel.sp_size=2")
+    run_on_ranks(2, train_and_save, recipe, MemoryRows(ROWS), str(tmp_path), SAVED, NUM_STEPS)
     for message in run_on_ranks(2, start_with_adamw, str(tmp_path)):
         assert "exp_avg_sq: another train.optim wrote it" in message
         assert message.endswith("with run.start_moments: false")

@@ -16,10 +16,19 @@ from support.attention import Problem, compute_reference, make_tensors
 from support.random_recipes import YARDSTICK, read_recipe, run_phases, trace_phases
 from support.random_recipes import measure_errors as measure_phases
 from support.rank_pool import run_on_ranks
+from support.split_attention import (
+    ALWAYS,
+    NEVER,
+    TOLERANCE,
+    compare,
+    deal,
+    draw_problems,
+    gather_rows,
+    list_tokens,
+    make_axes,
+)  # fmt: skip
 from support.tiers import FULL, TIER
-from test_ring import ALWAYS, NEVER, TOLERANCE, compare, deal, gather_rows, list_tokens, make_axes
 from test_ring_traffic import Checkpointing, list_names, log_events
-from test_ulysses import problems
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -99,8 +108,9 @@ def test_values_are_those_of_chunks_one_after_another(layout: tuple[int, int], d
 
 @pytest.mark.check
 @settings(max_examples=500 if TIER == FULL else 10)
-@given(problems())
-def test_random_problems(problem: Problem) -> None:
+@given(draw_problems(4, [1]))
+def test_random_problems(case: tuple[Problem, int]) -> None:
+    problem, _ = case
     for differences in run_on_ranks(4, find_differences, [(problem, NEVER, False)], 1):
         assert differences == []
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.commands import run
+from support.commands import succeed
 from support.real_model import READY, needs_real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,8 +36,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     write_recipe(folder, lora={"r": 4})
-    trained = run("train", "r.yaml", cwd=folder)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", "r.yaml", cwd=folder)
     return folder
 
 
@@ -52,8 +51,7 @@ def test_the_model_knows_what_it_was_taught() -> None:
 
 
 def test_adapters_are_merged_and_evaluated(adapted: Path) -> None:
-    merged = run("export", "run", "--to", "merged", "--merge-lora", cwd=adapted)
-    assert merged.returncode == 0, merged.stderr
+    merged = succeed("export", "run", "--to", "merged", "--merge-lora", cwd=adapted)
     assert "272 tensors equal base plus adapters, rounded once" in merged.stderr
     evaluate(adapted, "merged")
 
@@ -61,8 +59,7 @@ def test_adapters_are_merged_and_evaluated(adapted: Path) -> None:
 def evaluate(folder: Path, model: str, *words: str) -> None:
     (folder / "text.txt").write_text("The river rises in the hills above the town, and the road follows it. " * 8)
     amount = ("--suite", "loss", "--path", "text.txt", "--max-length", "64", "--samples", "1", "--output", "found")
-    evaluated = run("evaluate", model, *amount, *words, "--device", "cpu", "--dtype", "float32", cwd=folder)
-    assert evaluated.returncode == 0, evaluated.stderr
+    succeed("evaluate", model, *amount, *words, "--device", "cpu", "--dtype", "float32", cwd=folder)
 
 
 @pytest.mark.full
@@ -72,13 +69,11 @@ def test_a_run_is_evaluated_beside_its_base(adapted: Path) -> None:
 
 def test_its_machine_is_verified(adapted: Path) -> None:
     """Nine heads divide no power of two."""
-    verified = run("verify", "r.yaml", "parallel.sp_size=2", "parallel.dp_shard_size=1", cwd=adapted)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    succeed("verify", "r.yaml", "parallel.sp_size=2", "parallel.dp_shard_size=1", cwd=adapted)
 
 
 def test_what_is_pushed_is_listed(adapted: Path) -> None:
-    pushed = run("push", "run", "--dry-run", cwd=adapted)
-    assert pushed.returncode == 0, pushed.stderr
+    succeed("push", "run", "--dry-run", cwd=adapted)
 
 
 AGENT: list[dict[str, str]] = [
@@ -97,11 +92,9 @@ def test_a_chat_with_thoughts_and_a_tool_is_learned(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": AGENT}) + "\n")
     training = {"max_steps": 12, "learning_rate": 2e-4, "lr_scheduler_type": "constant", "num_train_epochs": None}
     write_recipe(tmp_path, train=training)
-    shown = run("prepare", "r.yaml", "--show", "0:1", cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
+    shown = succeed("prepare", "r.yaml", "--show", "0:1", cwd=tmp_path)
     assert "[[<think>" in shown.stdout + shown.stderr
-    trained = run("train", "r.yaml", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", "r.yaml", cwd=tmp_path)
     folder = tmp_path / "run" / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -116,8 +109,7 @@ def test_a_chat_with_thoughts_and_a_tool_is_learned(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_all_weights_are_trained(adapted: Path) -> None:
     write_recipe(adapted, run={"output_dir": "whole", "device": "cpu"})
-    trained = run("train", "r.yaml", "data.eval_split=0.3", cwd=adapted)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", "r.yaml", "data.eval_split=0.3", cwd=adapted)
     first = json.loads((adapted / "whole" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] < 4, "a trained model is surprised by little"
 
@@ -143,8 +135,7 @@ def test_adapters_learn_which_answers_are_preferred(tmp_path: Path) -> None:
         lora={"r": 8},
         preference={"loss": "sigmoid"},
     )
-    trained = run("train", "r.yaml", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", "r.yaml", cwd=tmp_path)
     first, last = (json.loads(line) for line in (tmp_path / "run/eval.jsonl").read_text().splitlines())
     assert first["rewards/chosen"] == first["rewards/rejected"] == 0
     assert last["rewards/margins"] > 0.5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.commands import run
+from support.commands import succeed
 from support.recall import TASK, RecallTask
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,8 +21,7 @@ WORDS = (
 
 
 def evaluate(model: Path, folder: Path, *words: str) -> dict[str, Any]:
-    result = run("evaluate", str(model), *WORDS, "--output", str(folder), *words)
-    assert result.returncode == 0, result.stderr
+    succeed("evaluate", str(model), *WORDS, "--output", str(folder), *words)
     findings: dict[str, Any] = json.loads((folder / "quality.json").read_text())
     return findings
 
@@ -43,8 +42,7 @@ def test_a_trained_model_finds_needles_across_the_boundary_of_shards(tmp_path: P
         },
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    trained = run("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
 
     page = tmp_path / "page.html"
     findings = evaluate(tmp_path / "run", tmp_path / "trained", "--html", str(page))

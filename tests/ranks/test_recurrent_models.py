@@ -13,6 +13,7 @@ from support.families import make_model
 from support.hybrids import HYBRIDS, make_hybrid
 from support.rank_pool import run_on_ranks
 from support.tiers import mark_by, sample
+from test_models import Split, compare_models, make_row
 from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
@@ -25,63 +26,10 @@ LENGTHS = (14, 1, 2, 14, 21, 12)  # one token, shorter than a convolution; a bou
 ONE_TOKEN_NEIGHBOURS = (13, 1, 1, 1, 16, 23, 1, 8)  # the last bounds are edges of slices
 
 
-def make_row(lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, Tensor]:
-    """Token ids and their positions, which start anew in each document."""
-    ids = torch.randint(3, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    return ids, torch.cat([torch.arange(length) for length in lengths])[None]
-
-
-def compute_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), ids.flatten() * 7 % 64, reduction="sum")
-
-
-def run_plain(model_type: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each document on its own through the plain model: no packing, so nothing to get wrong."""
-    model = make_hybrid(model_type, "eager", **changes)
-    ids, _ = make_row()
-    total = torch.zeros((), dtype=torch.float64)
-    for document in ids.split(LENGTHS, 1):
-        total = total + compute_loss(model(document, use_cache=False).logits, document)
-    total.backward()
-    return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def make_split_model(model_type: str, axis: SequenceAxis, **changes: Any) -> torch.nn.Module:
     model = make_hybrid(model_type, register_attention(axis, "sdpa"), **changes)
     assert serve_recurrent_layers(model, axis) > 0
     return model
-
-
-def run_split(model_type: str, checkpointing: Mode | None, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The packed row, split over all ranks."""
-    axis = make_sequence_axis(dist.group.WORLD if dist.is_initialized() else None)
-    model = make_split_model(model_type, axis, **changes).train()
-    if checkpointing:
-        checkpoint_layers(model, checkpointing)
-    ids, positions = (whole.chunk(axis.size, 1)[axis.rank] for whole in make_row())
-    logits = model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS)).logits
-    loss = compute_loss(logits, ids)
-    loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    total = loss.detach()
-    if axis.group is not None:
-        for tensor in (total, *grads.values()):
-            dist.all_reduce(tensor)
-    return total, grads
-
-
-def compare_models(model_type: str, checkpointing: Mode | None = None, changes: dict[str, Any] | None = None) -> float:
-    """Largest difference of loss and gradients, relative to each one's largest value."""
-    loss, grads = run_split(model_type, checkpointing, **(changes or {}))
-    if dist.is_initialized() and dist.get_rank():
-        return 0.0  # all ranks have the same sums
-    expected_loss, expected = run_plain(model_type, **(changes or {}))
-    assert grads.keys() == expected.keys()
-    errors = [
-        ((grads[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-12)).item()
-        for name in expected
-    ]
-    return max(*errors, abs(loss - expected_loss).item() / expected_loss.item())
 
 
 # transformers' own rules compute in float32. Gradients of A_log and dt_bias are sums of terms that nearly cancel.
@@ -89,24 +37,22 @@ TOLERANCE = 1e-4
 ONE_OF_EACH = ("qwen3_5_text", "nemotron_h", "lfm2")
 
 
-def list_cases() -> list[Any]:
-    return [
-        pytest.param(
-            model_type,
-            num_ranks,
-            marks=mark_by(
-                num_ranks == 2 and model_type in ONE_OF_EACH,
-                num_ranks == 2 or (num_ranks == 4 and model_type in ONE_OF_EACH),
-            ),
-        )
-        for model_type in HYBRIDS
-        for num_ranks in (1, 2, 4)
-    ]
+CASES = [
+    pytest.param(
+        name,
+        num_ranks,
+        marks=mark_by(
+            num_ranks == 2 and name in ONE_OF_EACH, num_ranks == 2 or (num_ranks == 4 and name in ONE_OF_EACH)
+        ),
+    )
+    for name in HYBRIDS
+    for num_ranks in (1, 2, 4)
+]
 
 
-@pytest.mark.parametrize(("model_type", "num_ranks"), list_cases())
+@pytest.mark.parametrize(("model_type", "num_ranks"), CASES)
 def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
-    assert max(run_on_ranks(num_ranks, compare_models, model_type)) < TOLERANCE
+    assert max(run_on_ranks(num_ranks, compare_models, Split(model_type, lengths=LENGTHS))) < TOLERANCE
 
 
 # A rank of eight has one head of each kind; of keys, groups and latent keys there are fewer, as many, or one.
@@ -121,7 +67,8 @@ EIGHT_HEADS: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", EIGHT_HEADS)
 def test_a_recurrence_of_each_kind_on_eight_ranks(model_type: str) -> None:
-    assert max(run_on_ranks(8, compare_models, model_type, None, EIGHT_HEADS[model_type])) < TOLERANCE
+    split = Split(model_type, changes=EIGHT_HEADS[model_type], lengths=LENGTHS)
+    assert max(run_on_ranks(8, compare_models, split)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -137,7 +84,7 @@ def test_a_recurrence_of_each_kind_on_eight_ranks(model_type: str) -> None:
 )
 def test_with_checkpointing(model_type: str, mode: Mode) -> None:
     """Documents must reach the recomputation too, which gets the saved result of a recurrence."""
-    assert max(run_on_ranks(2, compare_models, model_type, mode)) < TOLERANCE
+    assert max(run_on_ranks(2, compare_models, Split(model_type, 1, mode, lengths=LENGTHS))) < TOLERANCE
 
 
 def count_rules(mode: Mode) -> int:
@@ -145,7 +92,7 @@ def count_rules(mode: Mode) -> int:
     module = sys.modules[type(make_hybrid("qwen3_5_text", "eager")).__module__]
     axis, calls = SequenceAxis(None, 1, 0), []
     model = make_split_model("qwen3_5_text", axis).train()
-    ids, positions = make_row()
+    ids, positions = make_row(LENGTHS)
     checkpoint_layers(model, mode)
     original = module.l2norm  # the rule calls it for queries and for keys
     module.l2norm = lambda *args, **options: (calls.append(1), original(*args, **options))[1]
@@ -312,7 +259,7 @@ def test_a_layer_that_documents_cannot_reach_is_refused(monkeypatch: pytest.Monk
 def test_a_layer_that_calls_other_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_split_model("lfm2", SequenceAxis(None, 1, 0))
     monkeypatch.setattr(type(model.model.layers[0].conv), "forward", lambda self, hidden_states, **_: hidden_states)
-    ids, positions = make_row()
+    ids, positions = make_row(LENGTHS)
     with pytest.raises(UnknownLayersError, match="called only none of the functions"):
         model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS))
 
@@ -320,4 +267,4 @@ def test_a_layer_that_calls_other_functions_is_refused(monkeypatch: pytest.Monke
 def test_a_layer_without_documents_is_refused() -> None:
     model = make_split_model("lfm2", SequenceAxis(None, 1, 0))
     with pytest.raises(ValueError, match=r"model\.layers\.0\.conv got no documents"):
-        model(make_row()[0], use_cache=False)
+        model(make_row(LENGTHS)[0], use_cache=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.hybrids import describe_hybrid
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import ROWS, Course, RunHarness, resume, train_and_save
 from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe, measure_difference
 from torch import Tensor
@@ -20,15 +20,12 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.run.checkpoints import find_newest_valid, load_state
 from ulysses_cli.run.resume import ResumePoint, fit_accumulation
-from ulysses_cli.train.loop import train
 
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
 # With the usual weights, losses hardly show what convolutions and recurrences do. Delta rules compute in float32: wider
 # weights would show that.
 RANGES = {"qwen3_5_text": 0.05, "nemotron_h": 0.2, "lfm2": 0.2, "zamba2": 0.2}
 HYBRID_STEPS = 6  # of models whose steps take long: past the ends of several epochs too
-History = tuple[list[tuple[int, ...]], list[float]]
 # (ranks, sp_size), and which of them `make test` and `make check` include
 MESHES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 SP_2, SP_4 = "parallel.sp_size=2", "parallel.sp_size=4"
@@ -49,32 +46,7 @@ def fit(*overrides: str, config: dict[str, Any] | None = None) -> Recipe:
     return make_recipe(*overrides, f"train.gradient_accumulation_steps={fitted}", config=config)
 
 
-def get_history(harness: RunHarness) -> History:
-    return [tuple(result.plan.rows) for result in harness.results], harness.losses
-
-
-def write(recipe: Recipe, folder: str, num_steps: int) -> History:
-    """Trains without a stop, with a checkpoint after step 3. Returns what followed it."""
-    harness = RunHarness(recipe, MemoryRows(ROWS), num_steps, folder)
-    harness.train_state.num_steps = SAVED
-    train(harness.train_state)
-    harness.saves.save(harness.train_state)
-    harness.train_state.num_steps = num_steps
-    train(harness.train_state)
-    rows, losses = get_history(harness)
-    return rows[SAVED:], losses[SAVED:]
-
-
-def resume(recipe: Recipe, folder: str, num_steps: int) -> History:
-    harness = RunHarness(recipe, MemoryRows(ROWS), num_steps, folder)
-    harness.saves.resume(
-        harness.train_state, ResumePoint(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True)
-    )
-    train(harness.train_state)
-    return get_history(harness)
-
-
-written: dict[str, tuple[str, History]] = {}
+written: dict[str, tuple[str, Course]] = {}
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +61,16 @@ def check(storage: Path, writer: str, num_ranks: int, *overrides: str, model_typ
     num_steps = HYBRID_STEPS if model_type else NUM_STEPS
     if key not in written:
         folder = str(storage / key)
-        written[key] = folder, run_on_ranks(2, write, fit(*WRITERS[writer], config=config), folder, num_steps)[0]
-    folder, (rows, losses) = written[key]
-    assert len(losses) == num_steps - SAVED
-    for ours in run_on_ranks(num_ranks, resume, fit(*overrides, config=config), folder, num_steps):
-        assert ours[0] == rows
-        assert ours[1] == pytest.approx(losses, rel=1e-5)
+        given = (fit(*WRITERS[writer], config=config), MemoryRows(ROWS), folder, SAVED, num_steps)
+        written[key] = folder, run_on_ranks(2, train_and_save, *given)[0]
+    folder, expected = written[key]
+    assert len(expected.losses) == num_steps - SAVED
+    given = (fit(*overrides, config=config), MemoryRows(ROWS), folder, SAVED, num_steps)
+    for ours in run_on_ranks(num_ranks, resume, *given):
+        assert ours.rows == expected.rows
+        assert ours.losses == pytest.approx(expected.losses, rel=1e-5)
         if overrides == WRITERS[writer]:
-            assert ours[1] == losses  # bitwise where nothing has changed
+            assert ours.losses == expected.losses  # bitwise where nothing has changed
 
 
 def list_cases() -> list[object]:
@@ -157,16 +131,15 @@ def test_a_hybrid_resumes_on_another_layout(storage: Path, model_type: str, read
 RING_CHANGES = (1, 3, 4)  # the last steps of the parts of a run
 
 
-def train_part(recipe: Recipe, folder: str, end: int) -> tuple[History, dict[str, Tensor]]:
+def train_part(recipe: Recipe, folder: str, end: int) -> tuple[list[tuple[int, ...]], list[float], dict[str, Tensor]]:
     """Resumes from the newest checkpoint in the folder, trains until step `end` of a run and saves. Returns what this
     part did, and the weights after it."""
     harness = RunHarness(recipe, MemoryRows(ROWS), RING_CHANGES[-1], folder)
     if newest := find_newest_valid(Path(folder), pytest.fail):
         harness.saves.resume(harness.train_state, ResumePoint(newest, load_state(newest), is_own=True))
-    harness.train_state.num_steps = end
-    train(harness.train_state)
+    harness.train_until(end)
     harness.saves.save(harness.train_state)
-    return get_history(harness), harness.read_weights()
+    return [tuple(result.plan.rows) for result in harness.results], harness.losses, harness.read_weights()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -175,13 +148,13 @@ def test_a_run_that_changes_its_ring_twice_is_the_uninterrupted_one(tmp_path: Pa
     """In one folder: heads alone, then a ring of 2, which on 4 ranks shares heads as well, then heads alone."""
     alone = fit(f"parallel.sp_size={num_ranks}", "parallel.ring_size=1")
     ring = fit(f"parallel.sp_size={num_ranks}", "parallel.ring_size=2")
-    (rows, losses), weights = run_on_ranks(num_ranks, train_part, alone, str(tmp_path / "whole"), RING_CHANGES[-1])[0]
-    parts, last = [], {}
-    for recipe, end in zip((alone, ring, alone), RING_CHANGES, strict=True):
-        (part, last), *_ = run_on_ranks(num_ranks, train_part, recipe, str(tmp_path / "chain"), end)
-        parts.append(part)
+    rows, losses, weights = run_on_ranks(num_ranks, train_part, alone, str(tmp_path / "whole"), RING_CHANGES[-1])[0]
+    parts = [
+        run_on_ranks(num_ranks, train_part, recipe, str(tmp_path / "chain"), end)[0]
+        for recipe, end in zip((alone, ring, alone), RING_CHANGES, strict=True)
+    ]
     assert [row for part in parts for row in part[0]] == rows
     assert [len(part[1]) for part in parts] == [1, 2, 1]
     assert [loss for part in parts for loss in part[1]] == pytest.approx(losses, rel=1e-5)
     assert parts[0][1] == losses[:1]
-    assert measure_difference(last, weights) < 1e-5
+    assert measure_difference(parts[-1][2], weights) < 1e-5

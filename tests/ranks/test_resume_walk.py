@@ -4,15 +4,13 @@ The run ends in time and leaves no process. All ranks enter the same collectives
 uninterrupted run.
 """
 
-import json
 import os
 import random
 import signal
 import time
 
 import pytest
-import yaml
-from support.faults import Runs, damage_newest, list_processes, wait_for_end
+from support.faults import Runs, damage_newest, list_processes, wait_for_end, wait_until
 from support.forked import Command
 from support.kill_points import list_phases, read_collectives
 from support.small_run import make_settings
@@ -34,10 +32,8 @@ STOP_SECONDS = 60.0
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Returns runs of which `whole` is an uninterrupted one."""
-    made = Runs(tmp_path_factory.mktemp("walk"))
-    (made.folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
-    code, output = made.train("whole")
-    assert code == 0, output
+    made = Runs(tmp_path_factory.mktemp("walk"), RECIPE)
+    made.finish("whole")
     return made
 
 
@@ -52,8 +48,7 @@ def check_resumed_run(runs: Runs, run: str, *words: str) -> str:
     assert runs.read_losses(run) == runs.read_losses("whole")
     assert runs.read_model(run) == runs.read_model("whole")
     for name, steps in (("eval", [0, 2, 4]), ("samples", [2, 4])):
-        lines = (runs.folder / run / f"{name}.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == steps, name
+        assert [line["step"] for line in runs.read_lines(run, name)] == steps, name
     check_finished_run(runs, run)
     return output
 
@@ -70,11 +65,7 @@ def check_finished_run(runs: Runs, run: str) -> None:
 def kill_at(runs: Runs, run: str, event: str, who: str, number: int, *words: str) -> tuple[Command, set[int], float]:
     """Kills a run. Returns the command, its processes at that moment, and the time."""
     command = runs.start(run, *words, plan={**PHASES[event], "who": who, "signal": number})
-    end = time.monotonic() + 240
-    while not command.has_fired:
-        assert command.poll() is None, command.read_stderr()
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    assert wait_until(command, lambda: command.has_fired, 0.005), command.read_stderr()
     return command, list_processes(command), time.monotonic()
 
 
@@ -167,11 +158,7 @@ def test_a_run_goes_on_after_a_signal_a_killed_launcher_and_a_damaged_checkpoint
 @pytest.mark.check
 def test_a_second_signal_ends_at_once(runs: Runs) -> None:
     command = runs.start("twice", "run.step_timeout=600")
-    end = time.monotonic() + 240
-    while runs.count_steps("twice") < 1:
-        assert command.poll() is None, command.read_stderr()
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    assert wait_until(command, lambda: runs.count_steps("twice") >= 1, 0.005), command.read_stderr()
     processes = list_processes(command)
     os.kill(int((command.pids / "1").read_text()), signal.SIGSTOP)  # so that the run reaches no end of a micro-step
     command.send_signal(signal.SIGTERM)

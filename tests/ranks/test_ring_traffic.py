@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch.distributed as dist
-from support.attention import Problem, make_tensors
+from support.attention import Problem
 from support.model_shapes import get_shape
 from support.rank_pool import run_on_ranks
-from test_ring import ALWAYS, NEVER, deal, make_axes
+from support.split_attention import ALWAYS, NEVER, attend, make_local_rows
 from torch.utils.checkpoint import checkpoint
 
 from ulysses_cli.plan.layout import Layout
@@ -23,10 +23,7 @@ from ulysses_cli.plan.models.layers import Latent
 from ulysses_cli.plan.rows.ring import MAX_SHARES
 from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes
 from ulysses_cli.train.attention import ring
-from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import operators
-from ulysses_cli.train.attention.kernels.native import Rule
-from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.memory.checkpointing import DeviceStorage, SavedResults
 
 LLAMA = get_shape("meta-llama/Llama-3.1-8B")
@@ -92,18 +89,14 @@ def log_step(
     problem: Problem, ring_size: int, max_shares: float, checkpointing: Checkpointing = False
 ) -> tuple[list[Event], list[Event]]:
     """The events of a layer's forward and of its backward."""
-    axis, ring = make_axes(ring_size)
-    tensors, local = make_tensors(problem), problem.tokens // dist.get_world_size()
-    leaves = [tensors[name][:, :local].clone().requires_grad_() for name in "qkv"]
-    documents = make_documents(problem.lengths, order=deal(problem, ring_size), max_shares=max_shares)
+    leaves = make_local_rows(problem)
 
-    def attend(*rows: Any) -> Any:
-        rule, split = Rule(problem.scale, problem.window), {"axis": axis, "ring": ring}
-        return ulysses_attention(*rows, documents, rule, **split, kernel="sdpa", num_head_chunks=problem.chunks)
+    def run(*rows: Any) -> Any:
+        return attend(rows, problem, ring_size, max_shares)
 
-    layer: Callable[..., Any] = attend
+    layer: Callable[..., Any] = run
     if checkpointing is True:
-        layer = partial(SavedResults(DeviceStorage()).call, attend)
+        layer = partial(SavedResults(DeviceStorage()).call, run)
     with log_events() as events:
         out = checkpoint(layer, *leaves, use_reentrant=False) if checkpointing else layer(*leaves)
         num_forward = len(events)

@@ -1,6 +1,5 @@
 """Compares the losses of routers on ranks with transformers' own function on one process: values and every gradient."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 from support.families import make_config
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
-from support.training import MemoryRows, ScaledRows, make_recipe, measure_difference
+from support.training import MemoryRows, ScaledRows, make_plain_model, make_recipe, measure_difference
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ulysses_cli.data.steps import StepPlan
@@ -26,23 +24,12 @@ Step = tuple[float, dict[str, float], dict[str, Tensor]]
 
 def run(recipe: Recipe, num_rows: int, kind: type[MemoryRows] = MemoryRows) -> tuple[Step, StepPlan]:
     """One step, in which the stream ends after so many rows."""
-    from deepspeed.utils import safe_get_full_grad
-
-    harness, grads = RunHarness(recipe, kind(ROWS), 1), dict[str, Tensor]()
-    trained = {name: p for name, p in harness.built.module.named_parameters() if p.requires_grad}
-    engine = harness.train_state.engine.wrapped
-    real_step = engine.step
-
-    def step_and_collect() -> None:
-        if engine.is_gradient_accumulation_boundary():
-            grads.update({name.removeprefix("model."): safe_get_full_grad(p).clone() for name, p in trained.items()})
-        real_step()
-
-    engine.step = step_and_collect
+    harness = RunHarness(recipe, kind(ROWS), 1)
+    grads = harness.collect_grads()
     harness.train_state.end = num_rows
     train(harness.train_state)
     (result,) = harness.results
-    return (result.loss, result.measures, grads), result.plan
+    return (result.loss, result.measures, grads[0]), result.plan
 
 
 def measure_balance(logits: list[Tensor], chosen: list[Tensor], recipe: Recipe, *, by_sigmoid: bool) -> Tensor:
@@ -62,10 +49,7 @@ def measure_balance(logits: list[Tensor], chosen: list[Tensor], recipe: Recipe, 
 
 def run_plainly(recipe: Recipe, plan: StepPlan, *, by_sigmoid: bool) -> Step:
     """On one process, one document at a time."""
-    torch.manual_seed(recipe.run.seed)
-    config = AutoConfig.for_model(**json.loads(json.dumps(recipe.model.config)))
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **plain).double()
+    model = make_plain_model(recipe, experts_implementation="eager").double()
     outputs: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in find_routers(model)}
     for name, router in find_routers(model).items():
         router.register_forward_hook(lambda _, __, out, name=name: outputs[name].append((out[0], out[2])))

@@ -4,7 +4,6 @@ agreement."""
 import math
 import re
 from collections import defaultdict
-from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,39 +14,16 @@ import torch
 import torch.distributed as dist
 from support.prepared import make_prepared
 from support.rank_pool import RankError, run_on_ranks
-from support.run_harness import RunHarness
-from support.small_run import CONFIG
+from support.run_harness import ROWS, RunHarness
 from support.training import MemoryRows, make_recipe, measure_difference
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.steps import make_eval_batching
 from ulysses_cli.data.store import open_rows
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.processes.consistency import compare_facts
-
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
-
-
-def overfit(recipe: Recipe) -> list[float]:
-    harness = RunHarness(recipe, MemoryRows([[(30, 0), (20, 0)]]), 60)
-    train(harness.train_state)
-    return harness.losses
-
-
-@pytest.mark.full
-def test_adapters_overfit_one_row() -> None:
-    recipe = make_recipe(
-        *("parallel.sp_size=2", "lora.r=16", "train.learning_rate=0.03", "train.adam_epsilon=1e-8"),
-        *("train.weight_decay=0", "train.lr_scheduler_type=constant"),
-        config={**CONFIG, "initializer_range": 0.3},  # logits of a frozen head can be no larger than its weights
-    )
-    losses = run_on_ranks(2, overfit, recipe)[0]
-    assert losses[0] > math.log(64)
-    assert losses[-1] < 0.1, losses
 
 
 def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[tuple[int, ...]]]:
@@ -109,8 +85,7 @@ def evaluate_chats(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     dist.barrier()
     batching = make_eval_batching(harness.plan.shape, harness.plan.resolved)
     found = evaluate(state.engine, state.groups, open_rows(folder / "rows" / "r", "train"), batching)
-    plain = AutoModelForCausalLM.from_config(deepcopy(harness.built.config), attn_implementation="eager").eval()
-    plain.load_state_dict({name.removeprefix("model."): p for name, p in harness.read_weights().items()}, strict=False)
+    plain = harness.make_plain_model()
     losses: dict[str, dict[str, list[float]]] = {"by_class": defaultdict(list), "by_turn": defaultdict(list)}
     for tokens, flags in zip(documents, CHAT_FLAGS, strict=True):
         with torch.no_grad():
@@ -171,51 +146,6 @@ def test_a_step_without_a_finite_loss_is_not_applied_and_its_row_is_named(stage:
 def test_too_many_bad_steps_end_the_run() -> None:
     with pytest.raises(RankError, match=r"1 step without a finite loss and gradient, 0 allowed"):
         run_on_ranks(2, train_on_poisoned_rows, make_recipe("parallel.sp_size=2", "run.max_bad_steps=0"))
-
-
-def save_after(recipe: Recipe, folder: str, steps: int) -> list[float]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), 6, folder)
-    harness.train_state.num_steps = steps
-    train(harness.train_state)
-    harness.saves.save(harness.train_state)
-    harness.train_state.num_steps = 6
-    train(harness.train_state)
-    return harness.losses[steps:]
-
-
-def resume_from(recipe: Recipe, folder: str) -> tuple[int, list[float]]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), 6, folder)
-    harness.saves.resume(harness.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
-    train(harness.train_state)
-    return harness.train_state.step, harness.losses
-
-
-@pytest.mark.full
-def test_a_checkpoint_resumes_at_any_layout_and_stage(tmp_path: Path) -> None:
-    """With the same rows per step, results are bitwise equal where nothing has changed, and equal to rounding
-    elsewhere."""
-    made = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "lora.r=4")
-    expected = run_on_ranks(2, save_after, made, str(tmp_path), 3)[0]
-    assert run_on_ranks(2, resume_from, made, str(tmp_path))[0] == (6, expected)
-    others = {
-        1: ["train.gradient_accumulation_steps=2", "parallel.zero_stage=1"],
-        4: ["parallel.sp_size=2", "parallel.dp_shard_size=2", "parallel.zero_stage=3"],
-        2: ["parallel.dp_shard_size=2", "parallel.zero_stage=2"],
-    }
-    for num_ranks, overrides in others.items():
-        for step, losses in run_on_ranks(num_ranks, resume_from, make_recipe(*overrides, "lora.r=4"), str(tmp_path)):
-            assert step == 6
-            assert losses == pytest.approx(expected, rel=1e-5), overrides
-
-
-@pytest.mark.full
-def test_a_checkpoint_moves_between_device_and_host(tmp_path: Path) -> None:
-    common = ("parallel.sp_size=2", "train.gradient_accumulation_steps=2")
-    on_host = make_recipe(*common, "memory.offload_optimizer=cpu", "memory.offload_param=cpu")
-    expected = run_on_ranks(2, save_after, on_host, str(tmp_path), 3)[0]
-    assert run_on_ranks(2, resume_from, on_host, str(tmp_path))[0] == (6, expected)
-    _, losses = run_on_ranks(2, resume_from, make_recipe(*common), str(tmp_path))[0]
-    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def disagree(facts: dict[int, Any]) -> list[int]:

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +13,33 @@ import torch.distributed as dist
 import yaml
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import RunHarness, train_alone
 from support.small_run import make_settings
 from support.training import MemoryRows, make_recipe
-from transformers import AutoModelForCausalLM
 
 from ulysses_cli.train.evaluation import SamplePrompt, Samples
 from ulysses_cli.train.loop import every, train
 
 PROMPTS = [SamplePrompt("a", tuple(range(3, 30))), SamplePrompt("b", (5,)), SamplePrompt("c", (9, 9, 60))]
 NUM_NEW, STOP = 6, 7
+ROWS = [[(40, 0), (24, 0)]] * 8
 
 
 def sample_between_steps(overrides: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]]]:
     recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
-    harness, lines = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3), list[dict[str, Any]]()
+    harness, lines = RunHarness(recipe, MemoryRows(ROWS), 3), list[dict[str, Any]]()
     samples = Samples(PROMPTS, {STOP}, NUM_NEW, lambda tokens: " ".join(map(str, tokens)), lines.append)
-    weights: dict[str, torch.Tensor] = {}
+    models, state = list[Any](), harness.train_state
 
     def keep(_: object) -> None:
-        weights.update({name.removeprefix("model."): value for name, value in harness.read_weights().items()})
+        models.append(harness.make_plain_model())
 
-    state = harness.train_state
     state.post_step_hooks = (*state.post_step_hooks, every(2, samples.run), every(2, keep))
     train(state)
-    plain = AutoModelForCausalLM.from_config(deepcopy(harness.built.config), attn_implementation="eager").float()
-    plain.load_state_dict(weights)
     for prompt, sample in zip(PROMPTS, lines[0]["samples"], strict=True):
         ids = torch.tensor([prompt.tokens])
         options = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": STOP, "pad_token_id": 0}
-        out = plain.eval().generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.size(1) :].tolist()
+        out = models[0].generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.size(1) :].tolist()
         assert sample["text"] == " ".join(map(str, out[:-1] if out[-1] == STOP else out))
     return harness.losses, lines
 
@@ -63,19 +59,13 @@ def test_samples_equal_transformers_and_change_no_step(num_ranks: int, overrides
     assert [sample["prompt"] for sample in lines[0]["samples"]] == ["a", "b", "c"]
     assert all(result[1] == lines for result in results)
     recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
-    assert run_on_ranks(num_ranks, train_alone, recipe)[0] == losses
-
-
-def train_alone(recipe: Any) -> list[float]:
-    harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3)
-    train(harness.train_state)
-    return harness.losses
+    assert run_on_ranks(num_ranks, train_alone, recipe, MemoryRows(ROWS), 3)[0] == losses
 
 
 def stop_between_tokens(overrides: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]], str]:
     """The last rank alone is asked to stop, while it says its third token at step 1."""
     recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
-    harness, lines = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3), list[dict[str, Any]]()
+    harness, lines = RunHarness(recipe, MemoryRows(ROWS), 3), list[dict[str, Any]]()
     samples, state = Samples(PROMPTS, (), 20, str, lines.append), harness.train_state
     is_last, phases = dist.get_rank() == dist.get_world_size() - 1, list[str]()
     state.stop.is_asked = lambda: is_last and state.step == 1 and state.phase.endswith("token 3")
@@ -97,7 +87,7 @@ def test_a_reason_to_stop_of_one_rank_ends_samples_of_all_between_tokens(
 ) -> None:
     results = run_on_ranks(num_ranks, stop_between_tokens, overrides)
     recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
-    plain = run_on_ranks(num_ranks, train_alone, recipe)[0]
+    plain = run_on_ranks(num_ranks, train_alone, recipe, MemoryRows(ROWS), 3)[0]
     for losses, lines, phase in results:
         assert [line["step"] for line in lines] == [2], "the samples of step 1 were left out, those of step 2 were not"
         assert re.fullmatch(r"sample [12] of 3, token [234]", phase), "groups read prompts of other lengths"
@@ -114,8 +104,7 @@ def test_the_command_says_what_the_run_said_at_its_end(tmp_path: Path) -> None:
         run={"rehearsal": False, "sample_prompts": prompts, "sample_steps": 4, "sample_max_new_tokens": 12},
     )
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
-    code, output = runs.train("run")
-    assert code == 0, output
+    output = runs.finish("run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [4, 6]
     assert "sample step=6 'Once upon a time' continues" in output

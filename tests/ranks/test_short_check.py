@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.commands import run
+from support.commands import run, succeed
 from support.small_run import BYTES_CONFIG, make_settings
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -42,8 +42,7 @@ def train(folder: Path, *words: str, **model: Any) -> list[dict[str, Any]]:
     )
     settings["model"] = {"name_or_path": "base", "tokenizer": "bytes", "dtype": "float32", **model}
     (folder / "r.yaml").write_text(yaml.safe_dump(settings))
-    trained = run("train", "r.yaml", *words, cwd=folder)
-    assert trained.returncode == 0, trained.stderr
+    succeed("train", "r.yaml", *words, cwd=folder)
     name = next((word.partition("=")[2] for word in words if word.startswith("run.output_dir")), "run")
     return [json.loads(line) for line in (folder / name / "short_check.jsonl").read_text().splitlines()]
 

@@ -12,9 +12,8 @@ from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.small_run import make_settings
-from support.training import MemoryRows, make_recipe, measure_difference, train_plainly
+from support.training import MemoryRows, make_plain_model, make_recipe, measure_difference, train_plainly
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.checkpoint.format import load_start
@@ -39,8 +38,7 @@ def run_stage(
         assert (saved["step"], harness.train_state.step, harness.train_state.position) == (NUM_STEPS[0], 0, 0)
     train(harness.train_state)
     harness.saves.save(harness.train_state)
-    weights = {name.removeprefix("model."): value for name, value in harness.read_weights().items()}
-    return [list(result.plan.rows) for result in harness.results], harness.losses, weights
+    return [list(result.plan.rows) for result in harness.results], harness.losses, harness.read_plain_weights()
 
 
 def set_base(model: Any, theta: float) -> None:
@@ -57,17 +55,14 @@ def test_a_second_stage_goes_on_from_the_first(tmp_path: Path, with_moments: boo
     steps, losses, weights = run_on_ranks(2, run_stage, STAGES[0], 0, one)[0]
     source = f"{one}/checkpoints/step-{NUM_STEPS[0]}"
     more, later, last = run_on_ranks(1, run_stage, STAGES[1], 1, two, source, with_moments)[0]
-    torch.manual_seed(STAGES[0].run.seed)
-    config = AutoConfig.for_model(**json.loads(json.dumps(STAGES[0].model.config)))
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = make_plain_model(STAGES[0])
     set_base(model, 1e4)
     rows = MemoryRows(ROWS[0])
     first = train_plainly(model, rows, steps, STAGES[0], [0.003] * NUM_STEPS[0])
     assert losses == pytest.approx(first.losses, rel=1e-5)
     assert measure_difference(weights, first.weights) < 1e-5
     if with_moments:
-        torch.manual_seed(STAGES[0].run.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = make_plain_model(STAGES[0])
         rows.documents += MemoryRows(ROWS[1]).documents
         remaining = sum(len(rows.documents[row]) for step in steps for row in step)
 
@@ -100,11 +95,9 @@ def test_a_recipe_of_two_stages_in_miniature_resumes_into_its_second(tmp_path: P
         settings["model"]["rope_theta"] = theta
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "r.yaml").write_text((tmp_path / "one.yaml").read_text())
-    code, output = runs.train("one")
-    assert code == 0, output
+    runs.finish("one")
     (tmp_path / "r.yaml").write_text((tmp_path / "two.yaml").read_text())
-    code, output = runs.train("two")
-    assert code == 0, output
+    output = runs.finish("two")
     assert "step 1 starts from the weights and moments of one/checkpoints/step-4, after its step 4" in output
     losses = runs.read_losses("two")
     assert sorted(losses) == [1, 2, 3, 4]
@@ -112,8 +105,7 @@ def test_a_recipe_of_two_stages_in_miniature_resumes_into_its_second(tmp_path: P
     assert lines[0]["learning_rate"] < lines[1]["learning_rate"], "a warm-up of its own"
     state = json.loads((tmp_path / "two" / "checkpoints" / "step-4" / "state.json").read_text())
     assert (state["step"], state["optimizer_steps"]) == (4, 8)
-    code, output = runs.train("again", "--resume", "two/checkpoints/step-2")
-    assert code == 0, output
+    output = runs.finish("again", "--resume", "two/checkpoints/step-2")
     assert "step 1 starts from" not in output
     assert runs.read_losses("again") == {step: losses[step] for step in (3, 4)}
     assert runs.read_model("again") == runs.read_model("two")
@@ -122,8 +114,7 @@ def test_a_recipe_of_two_stages_in_miniature_resumes_into_its_second(tmp_path: P
     card = (tmp_path / "two" / "model" / "README.md").read_text()
     assert "Its training went on from the weights of an earlier run" in card
     assert "start_from" not in card.partition("```yaml")[2].replace("start_from: null", "")
-    code, output = runs.train("bare", "run.start_moments=false")
-    assert code == 0, output
+    output = runs.finish("bare", "run.start_moments=false")
     assert "step 1 starts from the weights of one/checkpoints/step-4" in output
     assert runs.read_losses("bare")[1] == losses[1]
     assert runs.read_losses("bare")[3] != losses[3]

@@ -3,31 +3,25 @@ rehearsal and a run."""
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import ROWS, RunHarness, is_same, resume, train_and_save
 from support.training import CONFIG, MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.run.checkpoints import find_damage
-from ulysses_cli.run.resume import ResumePoint
-from ulysses_cli.train.loop import train
-from ulysses_cli.train.optimizer.states import KINDS, SwappedFlat, list_flats
-from ulysses_cli.train.tensor_file import get_tensor
+from ulysses_cli.train.optimizer.states import SwappedFlat, list_flats
 
 pytestmark = [pytest.mark.operator("async_io"), pytest.mark.operator("cpu_adam")]
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 # DeepSpeed leaves what is below 1 MiB in memory: files must have the size of an embedding and of several weights.
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 2560}
 COMMON = (
     *("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "deepspeed.zero_optimization.sub_group_size=400000"),
     *("train.adam_epsilon=1e-8", "train.adam_beta1=0.85", "train.adam_beta2=0.97"),
 )
-NUM_STEPS = 6
+SAVED, NUM_STEPS = 3, 6
 
 
 def is_able() -> bool:
@@ -53,64 +47,29 @@ def make_large(*overrides: str) -> Recipe:
     return make_recipe(*COMMON, *overrides, config={**CONFIG, **sizes})
 
 
-def read_states(harness: RunHarness) -> list[torch.Tensor]:
-    """Returns every flat tensor's weights and moments, and whether it is on the disk."""
-    flats = list_flats(harness.built.engine.wrapped.optimizer)
-    return [get_tensor(flat.read(kind, 0, flat.numel)).clone() for flat in flats for kind in KINDS]
+def list_given(folder: Path) -> tuple[MemoryRows, str, int, int]:
+    return MemoryRows(ROWS), str(folder), SAVED, NUM_STEPS
 
 
-def train_and_save(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[float], Any, int]:
-    """Returns losses, states after half the steps, and how many flat tensors were on the disk."""
-    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    if rehearses:
-        harness.rehearse(Path(folder) / "rehearsal")
-    harness.train_state.num_steps = 3
-    train(harness.train_state)
-    harness.saves.save(harness.train_state)
-    states = read_states(harness)
-    harness.train_state.num_steps = NUM_STEPS
-    train(harness.train_state)
-    flats = list_flats(harness.built.engine.wrapped.optimizer)
-    return harness.losses, states, sum(isinstance(flat, SwappedFlat) for flat in flats)
-
-
-def resume(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[float], list[torch.Tensor]]:
-    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    if rehearses:
-        harness.rehearse(Path(folder) / "rehearsal")
-    harness.saves.resume(harness.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
-    states = read_states(harness)
-    train(harness.train_state)
-    return harness.losses, states
-
-
-def check_same(ours: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    assert len(ours) == len(right)
-    for own, reference in zip(ours, right, strict=True):
-        assert torch.equal(own, reference)
+def count_swapped(recipe: Recipe) -> tuple[int, int]:
+    """Returns how many of the optimizer's flat tensors are on the disk, and how many there are."""
+    flats = list_flats(RunHarness(recipe, MemoryRows(ROWS), 1).built.engine.wrapped.optimizer)
+    return sum(isinstance(flat, SwappedFlat) for flat in flats), len(flats)
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("model.dtype=bfloat16",), marks=pytest.mark.full)])
 def test_states_on_a_disk_change_no_bit(tmp_path: Path, more: tuple[str, ...]) -> None:
     on_host, on_disk, disk = tmp_path / "host", tmp_path / "disk", tmp_path / "swap"
     disk.mkdir()
-    reference = run_on_ranks(2, train_and_save, make(*more), str(on_host))
-    recipe = make(*more, disk=disk)
-    results = run_on_ranks(2, train_and_save, recipe, str(on_disk), True)
-    for (losses, states, num_swapped), (expected, expected_states, none) in zip(results, reference, strict=True):
-        assert losses == expected
-        check_same(states, expected_states)
-        assert num_swapped >= 2
-        assert num_swapped < len(states) / len(KINDS)  # the norms' are small and stay in memory
-        assert none == 0
+    recipe, plain = make(*more, disk=disk), make(*more)
+    reference = run_on_ranks(2, train_and_save, plain, *list_given(on_host))
+    assert all(map(is_same, run_on_ranks(2, train_and_save, recipe, *list_given(on_disk), True), reference))
+    for num_swapped, num_flats in run_on_ranks(2, count_swapped, recipe):
+        assert 2 <= num_swapped < num_flats, "the norms' are small and stay in memory"
     assert sorted(path.name for path in (disk / "zero_stage_3" / "optimizer").iterdir()) == ["rank0", "rank1"]
     assert find_damage(on_disk / "checkpoints" / "step-3") == ""
-    for rehearses in (False, True):
-        for rank, (losses, states) in enumerate(run_on_ranks(2, resume, recipe, str(on_disk), rehearses)):
-            assert losses == reference[rank][0][3:]
-            check_same(states, reference[rank][1])
-    for rank, (losses, _) in enumerate(run_on_ranks(2, resume, make(*more), str(on_disk))):
-        assert losses == reference[rank][0][3:]
+    for again, rehearses in ((recipe, False), (recipe, True), (plain, False)):
+        assert all(map(is_same, run_on_ranks(2, resume, again, *list_given(on_disk), rehearses), reference))
 
 
 WEIGHTS = {
@@ -129,29 +88,25 @@ def test_weights_on_a_disk_change_no_bit(tmp_path: Path, case: str) -> None:
     disk.mkdir()
     states_there = "memory.offload_optimizer=nvme" in words
     plain = make_large(*words, *([f"memory.nvme_path={disk}"] if states_there else []), "memory.offload_param=none")
-    reference = run_on_ranks(2, train_and_save, plain, str(memory))
+    reference = run_on_ranks(2, train_and_save, plain, *list_given(memory))
     there = make_large(*words, f"memory.nvme_path={disk}", "memory.offload_param=nvme")
-    results = run_on_ranks(2, train_and_save, there, str(tmp_path / "disk"), True)
-    for (losses, states, _), (expected, expected_states, _) in zip(results, reference, strict=True):
-        assert losses == expected
-        check_same(states, expected_states)
+    results = run_on_ranks(2, train_and_save, there, *list_given(tmp_path / "disk"), True)
+    assert all(map(is_same, results, reference))
     files = list(disk.glob("zero_stage_3/*params/rank0/*"))
     assert len(files) >= 2 * 7  # of each layer and rank
     for recipe, folder in ((there, memory), (plain, tmp_path / "disk")):
-        for rank, (losses, states) in enumerate(run_on_ranks(2, resume, recipe, str(folder), recipe is there)):
-            assert losses == reference[rank][0][3:]
-            check_same(states, reference[rank][1])
+        assert all(map(is_same, run_on_ranks(2, resume, recipe, *list_given(folder), recipe is there), reference))
 
 
 @pytest.mark.full
 def test_states_move_between_disk_and_device_and_layouts(tmp_path: Path) -> None:
     disk = tmp_path / "swap"
     disk.mkdir()
-    expected = run_on_ranks(2, train_and_save, make(disk=disk), str(tmp_path))[0][0][3:]
-    one = ("parallel.sp_size=1", "train.gradient_accumulation_steps=2")
-    assert run_on_ranks(1, resume, make(*one, disk=disk), str(tmp_path))[0][0] == pytest.approx(expected, rel=1e-5)
-    plain = make("memory.offload_optimizer=none")
-    assert run_on_ranks(2, resume, plain, str(tmp_path))[0][0] == pytest.approx(expected, rel=1e-5)
+    given = list_given(tmp_path)
+    expected = run_on_ranks(2, train_and_save, make(disk=disk), *given)[0].losses
+    one = make("parallel.sp_size=1", "train.gradient_accumulation_steps=2", disk=disk)
+    for num_ranks, recipe in ((1, one), (2, make("memory.offload_optimizer=none"))):
+        assert run_on_ranks(num_ranks, resume, recipe, *given)[0].losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_uses_its_own_folder_and_removes_it(tmp_path: Path) -> None:
@@ -159,9 +114,7 @@ def test_a_run_uses_its_own_folder_and_removes_it(tmp_path: Path) -> None:
     disk.mkdir()
     words = ["memory.offload_optimizer=nvme", f"memory.nvme_path={disk}", "train.max_steps=3"]
     words += ["model.config.vocab_size=8192", "model.config.hidden_size=128", "memory.offload_param=nvme"]
-    code, output = runs.train("swapped", *words)
-    assert code == 0, output
+    runs.finish("swapped", *words)
     assert os.listdir(disk) == []
-    code, expected = runs.train("whole", *words[2:], "memory.offload_optimizer=cpu", "memory.offload_param=none")
-    assert code == 0, expected
+    runs.finish("whole", *words[2:], "memory.offload_optimizer=cpu", "memory.offload_param=none")
     assert runs.read_losses("swapped") == runs.read_losses("whole")

@@ -3,22 +3,16 @@ loads."""
 
 import json
 import math
-import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from support import kill_points
-from support.forked import Command
+from support.faults import TIME_LIMIT, Runs, wait_until
 from support.hybrids import describe_hybrid
-from support.paths import ROOT
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.small_run import make_settings
@@ -27,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ulysses_cli.data.store import PackedRows, open_rows
+from ulysses_cli.data.store import open_rows
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.attention.documents import make_documents
 
-TIME_LIMIT = 240
 RECIPE = make_settings(
     parallel={"sp_size": 2},
     data={"eval_split": 0.002, "max_length": 256},
@@ -46,54 +39,19 @@ METRICS = {
 }
 
 
-class CommandRuns:
-    """A folder with a recipe, in which the command runs."""
-
-    def __init__(self, folder: Path, recipe: dict[str, Any] = RECIPE) -> None:
-        self.folder = folder
-        (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
-        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-    def start(self, *words: str, plan: dict[str, Any] | None = None) -> Command:
-        """`plan` says where the run is killed (kill_points.py)."""
-        environ = {**self.environ, **({kill_points.PLAN: json.dumps(plan)} if plan else {})}
-        return Command(["train", "r.yaml", *words], self.folder, environ)
-
-    def train(self, *words: str) -> tuple[int, str, str]:
-        process = self.start(*words)
-        out, err = process.communicate(timeout=TIME_LIMIT)
-        return process.returncode, out, err
-
-    def wait_for(self, process: Command, is_there: Callable[[], bool]) -> None:
-        end = time.monotonic() + TIME_LIMIT
-        while not is_there():
-            assert process.poll() is None, process.communicate(1)[1]
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
-    def read_lines(self, run: str, name: str = "metrics") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / run / f"{name}.jsonl").read_text().splitlines()]
-
-    def read_losses(self, run: str) -> list[float]:
-        return [line["loss"] for line in self.read_lines(run)]
-
-    def open_rows(self, run: str, split: Any) -> PackedRows:
-        name = json.loads((self.folder / run / "run.json").read_text())["data"]["hash"]
-        return open_rows(self.folder / "runs" / "store" / "rows" / name, split)
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> CommandRuns:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Returns runs with one finished run in `run`, as the recipe sets it."""
-    made = CommandRuns(tmp_path_factory.mktemp("runs"))
-    code, out, err = made.train()
-    assert code == 0, err
+    made = Runs(tmp_path_factory.mktemp("runs"), RECIPE)
+    process = made.start("run")
+    out, err = process.communicate(timeout=TIME_LIMIT)
+    assert process.returncode == 0, err
     assert out == "run/model\n"
     assert "done model_dir=run/model" in err
     return made
 
 
-def test_a_run_writes_its_metrics_and_facts(runs: CommandRuns) -> None:
+def test_a_run_writes_its_metrics_and_facts(runs: Runs) -> None:
     lines = runs.read_lines("run")
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert all(line.keys() >= METRICS for line in lines)
@@ -114,13 +72,14 @@ def test_a_run_writes_its_metrics_and_facts(runs: CommandRuns) -> None:
     assert sorted(path.name for path in (runs.folder / "run" / "checkpoints").iterdir()) == ["step-3", "step-6"]
 
 
-def test_plain_transformers_loads_the_model_with_the_same_loss(runs: CommandRuns) -> None:
+def test_plain_transformers_loads_the_model_with_the_same_loss(runs: Runs) -> None:
     model = AutoModelForCausalLM.from_pretrained(runs.folder / "run" / "model")
     assert model.config.use_cache
     assert "r.yaml" not in (runs.folder / "run" / "model" / "README.md").read_text()
     tokenizer = AutoTokenizer.from_pretrained(runs.folder / "run" / "model")
     assert tokenizer.decode(tokenizer("déjà vu")["input_ids"], skip_special_tokens=True) == "déjà vu"
-    rows, total, count = runs.open_rows("run", "eval"), 0.0, 0
+    name = json.loads((runs.folder / "run" / "run.json").read_text())["data"]["hash"]
+    rows, total, count = open_rows(runs.folder / "runs" / "store" / "rows" / name, "eval"), 0.0, 0
     for row in range(len(rows)):
         at, tokens = 0, rows.read(row, 0, rows.count_tokens(row)).input_ids
         for length in rows.get_lengths(row):
@@ -138,63 +97,23 @@ def test_plain_transformers_loads_the_model_with_the_same_loss(runs: CommandRuns
 
 
 @pytest.mark.full
-def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: CommandRuns) -> None:
-    code, _, err = runs.train("parallel.sp_size=1", "run.output_dir=alone")
-    assert code == 0, err
+def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: Runs) -> None:
+    runs.finish("alone", "parallel.sp_size=1")
     assert runs.read_losses("alone") == pytest.approx(runs.read_losses("run"), rel=1e-5)
     for ours, reference in zip(runs.read_lines("alone", "eval"), runs.read_lines("run", "eval"), strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
         assert ours["tokens"] == reference["tokens"]
 
 
-@pytest.mark.full
-def test_a_rehearsal_changes_no_bit(runs: CommandRuns) -> None:
-    """In `make test`, test_resume_walk.py compares a run that has one with a run that has none."""
-    code, _, err = runs.train("run.rehearsal=false", "run.output_dir=unrehearsed")
-    assert code == 0, err
-    assert "phase rehearsal" not in err
-    assert runs.read_losses("unrehearsed") == runs.read_losses("run")
-    ours, reference = (runs.folder / run / "model" / "model.safetensors" for run in ("unrehearsed", "run"))
-    assert ours.read_bytes() == reference.read_bytes()
-
-
-@pytest.mark.full
-def test_a_signal_stops_with_a_checkpoint_from_which_the_run_resumes_exactly(runs: CommandRuns) -> None:
-    words = ("run.output_dir=stopped", "run.save_steps=null", "run.rehearsal=false")  # the other run has it
-    process = runs.start(*words, "run.stop_exit_code=75")
-    metrics = runs.folder / "stopped" / "metrics.jsonl"
-    runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 1)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=TIME_LIMIT)
-    assert (process.returncode, out) == (75, ""), err
-    stopped = re.search(r"stopped: by a signal after step (\d) of 6", err)
-    assert stopped, err
-    newest = f"stopped/checkpoints/step-{stopped[1]}"
-    assert f"the newest checkpoint is {newest}: continue from it with the same command and --resume auto" in err
-    assert [path.name for path in (runs.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{stopped[1]}"]
-    assert len(runs.read_losses("stopped")) == int(stopped[1]) < 6
-
-    code, _, err = runs.train(*words)
-    assert code == 2
-    assert "hint: continue it with --resume auto, choose another run.output_dir, or replace it with --overwrite" in err
-    code, _, err = runs.train(*words, "--resume", "auto")
-    assert code == 0, err
-    assert f"resumed from stopped/checkpoints/step-{stopped[1]} after step {stopped[1]}" in err
-    assert runs.read_losses("stopped") == runs.read_losses("run")
-    ours, reference = (runs.folder / run / "model" / "model.safetensors" for run in ("stopped", "run"))
-    assert ours.read_bytes() == reference.read_bytes()
-
-
 @pytest.mark.check
-def test_a_killed_rank_is_named_once_and_the_others_end(runs: CommandRuns) -> None:
-    words = ("run.output_dir=killed", "train.max_steps=1000", "run.rehearsal=false")
-    process = runs.start(*words)
-    metrics = runs.folder / "killed" / "metrics.jsonl"
-    runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
-    second = runs.train(*words)
-    assert second[0] == 2
-    assert "killed is in use by a run that is still going on" in second[2]
-    assert "; its recipe is the same" in second[2]
+def test_a_killed_rank_is_named_once_and_the_others_end(runs: Runs) -> None:
+    words = ("train.max_steps=1000", "run.rehearsal=false")
+    process = runs.start("killed", *words)
+    assert wait_until(process, lambda: runs.count_steps("killed") >= 2), process.read_stderr()
+    code, err = runs.train("killed", *words)
+    assert code == 2
+    assert "killed is in use by a run that is still going on" in err
+    assert "; its recipe is the same" in err
     process.signal_rank(1)
     _, err = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == 1, err
@@ -205,8 +124,8 @@ def test_a_killed_rank_is_named_once_and_the_others_end(runs: CommandRuns) -> No
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed, as `make test-full` does")
-def test_missing_files_are_named_before_ranks_start(runs: CommandRuns) -> None:
-    code, _, err = runs.train("run.output_dir=tracked", "run.report_to=[wandb]")
+def test_missing_files_are_named_before_ranks_start(runs: Runs) -> None:
+    code, err = runs.train("tracked", "run.report_to=[wandb]")
     assert code == 2
     assert "command line: run.report_to: wandb is not installed" in err
     assert "pip install ulysses-cli[wandb]" in err
@@ -214,10 +133,17 @@ def test_missing_files_are_named_before_ranks_start(runs: CommandRuns) -> None:
     assert "Traceback" not in err
 
 
+def test_a_folder_with_a_run_in_it_is_refused(runs: Runs) -> None:
+    code, err = runs.train("run")
+    assert code == 2
+    assert "hint: continue it with --resume auto, choose another run.output_dir, or replace it with --overwrite" in err
+
+
 @pytest.mark.check
-def test_a_dry_run_may_be_larger_than_the_machine(runs: CommandRuns) -> None:
-    code, out, err = runs.train("--dry-run", "parallel.dp_shard_size=32", "run.output_dir=dry")
-    assert (code, out) == (0, ""), err
+def test_a_dry_run_may_be_larger_than_the_machine(runs: Runs) -> None:
+    process = runs.start("dry", "--dry-run", "parallel.dp_shard_size=32")
+    out, err = process.communicate(timeout=TIME_LIMIT)
+    assert (process.returncode, out) == (0, ""), err
     assert "64 processes = dp_replicate 1 x dp_shard 32 x sp 2" in err
     assert "step 1: 32 rows, " in err
     assert re.search(r"each rank holds [\d,]+ of [\d,]+ parameters", err)
@@ -250,23 +176,13 @@ def compute_logits(text: str, checkpoint: str, folder: str, ids: Tensor) -> Tens
 @pytest.mark.full
 def test_a_killed_hybrid_resumes_and_plain_transformers_gives_the_logits_of_training(tmp_path: Path) -> None:
     """A family with short convolutions: all ranks are killed in the step after a checkpoint."""
-    runs = CommandRuns(tmp_path, HYBRID)
-    code, _, err = runs.train("run.output_dir=whole")
-    assert code == 0, err
+    runs = Runs(tmp_path, HYBRID)
+    runs.finish("whole")
     plan = {"phase": "micro-step 1", "step": 3, "who": "all", "signal": signal.SIGKILL}
-    process = runs.start("run.output_dir=killed", plan=plan)
-    _, err = process.communicate(timeout=TIME_LIMIT)
-    assert process.returncode == 1, err
-    assert process.has_fired
-    assert "was killed by SIGKILL" in err
-    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-2"]
-    code, _, err = runs.train("run.output_dir=killed", "--resume", "auto")
-    assert code == 0, err
-    assert "resumed from killed/checkpoints/step-2 after step 2" in err
+    assert runs.start("killed", plan=plan).wait(TIME_LIMIT) == 1
+    assert "resumed from killed/checkpoints/step-2 after step 2" in runs.finish("killed", "--resume", "auto")
     assert runs.read_losses("killed") == runs.read_losses("whole")
-    ours, reference = (tmp_path / run / "model" / "model.safetensors" for run in ("killed", "whole"))
-    assert ours.read_bytes() == reference.read_bytes()
-
+    assert runs.read_model("killed") == runs.read_model("whole")
     ids = torch.randint(0, 256, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(1))
     newest = str(tmp_path / "killed" / "checkpoints" / "step-6")
     given = (yaml.safe_dump(HYBRID), newest, str(tmp_path / "again"), ids)
@@ -281,15 +197,13 @@ def test_a_killed_hybrid_resumes_and_plain_transformers_gives_the_logits_of_trai
 
 def test_a_recipe_that_is_edited_while_its_run_begins_changes_nothing(tmp_path: Path) -> None:
     """The command has read it: its data and its ranks get what the command has resolved."""
-    runs = CommandRuns(tmp_path)
-    process = runs.start()
-    runs.wait_for(process, (tmp_path / "run" / "lock-0").exists)
+    process = Runs(tmp_path, RECIPE).start("run")
+    assert wait_until(process, (tmp_path / "run" / "lock-0").exists), process.read_stderr()
     other = {**RECIPE, "data": {**RECIPE["data"], "max_length": 64}, "train": {"max_steps": 1}}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(other))
     _, err = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == 0, err
-    assert [line["step"] for line in runs.read_lines("run")] == [1, 2, 3, 4, 5, 6]
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert facts["recipe"]["data"]["max_length"] == 256
+    assert (facts["recipe"]["data"]["max_length"], facts["recipe"]["train"]["max_steps"]) == (256, 6)
     assert facts["recipe_file"] == "r.yaml"
     assert not list((tmp_path / "run" / "logs").glob("plan*"))

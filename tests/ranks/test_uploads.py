@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.bucket_server import IS_INSTALLED, REASON, serve_bucket
 from support.faults import Runs, wait_until
 from support.rank_pool import run_on_ranks
-from support.run_harness import RunHarness
+from support.run_harness import ROWS, RunHarness
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -29,14 +29,12 @@ from ulysses_cli.train.loop import train
 NUM_STEPS = 8
 WORDS = (f"train.max_steps={NUM_STEPS}", "run.save_steps=2")
 KILLS = [pytest.param(seed, marks=pytest.mark.full) for seed in range(10)]
-ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("uploads"))
-    code, err = made.train("plain", *WORDS)
-    assert code == 0, err
+    made.finish("plain", *WORDS)
     return made
 
 
@@ -44,8 +42,7 @@ def resume_elsewhere(runs: Runs, run: str, address: str, bucket: Bucket) -> str:
     """Removes the run's folder, as a machine that is gone does, and goes on from the bucket. Returns what is shown."""
     done = list_remote_steps(bucket)
     shutil.rmtree(runs.folder / run)
-    code, err = runs.train(run, *WORDS, f"run.checkpoint_uri={address}", "--resume", "auto")
-    assert code == 0, err
+    err = runs.finish(run, *WORDS, f"run.checkpoint_uri={address}", "--resume", "auto")
     assert (f"resumed from {run}/checkpoints/step-{done[0]} " in err) if done else "starting at step 1" in err
     losses, plain = runs.read_losses(run), runs.read_losses("plain")
     assert losses == {step: loss for step, loss in plain.items() if step > (done[0] if done else 0)}
@@ -189,8 +186,7 @@ def test_a_signal_while_an_upload_waits_ends_the_run_in_time(runs: Runs, tmp_pat
     assert process.returncode == 0, err
     assert "late/checkpoints/step-4 is not uploaded yet: after a signal there is no time to wait for it" in err
     assert "the newest checkpoint is late/checkpoints/step-4: continue from it with" in err
-    code, err = runs.train("late", *words, "--resume", "auto")
-    assert code == 0, err
+    err = runs.finish("late", *words, "--resume", "auto")
     assert "resumed from late/checkpoints/step-4 after step 4" in err
     assert f"uploaded file://{tmp_path}/bucket/checkpoints/step-4" in err
     assert runs.read_losses("late") == runs.read_losses("plain")
@@ -238,8 +234,7 @@ def test_model_data_and_checkpoints_are_all_in_a_bucket(
         *("model.config=null", "model.tokenizer=null", "model.name_or_path=s3://runs/inputs/model"),
         *("data.datasets=[{path: s3://runs/inputs/texts.jsonl}]", "run.checkpoint_uri=s3://runs/of-a-bucket"),
     ]
-    code, err = runs.train("of-a-bucket", *WORDS, *words)
-    assert code == 0, err
+    err = runs.finish("of-a-bucket", *WORDS, *words)
     assert err.count("downloading s3://runs/inputs/") == 2
     assert read_remote_model_steps(Bucket("s3://runs/of-a-bucket")) == (NUM_STEPS, NUM_STEPS)
     code, err = runs.train("again", *WORDS, *words[:-1])

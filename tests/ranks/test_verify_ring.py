@@ -23,7 +23,6 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.prove.results import Row
 
-FULL = pytest.mark.full
 ALONE, INSIDE = (1, 2), (2, 2)  # ranks that share heads, ranks of the ring
 
 

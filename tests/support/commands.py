@@ -40,6 +40,13 @@ def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.
     return subprocess.CompletedProcess(["ulysses", *words], number, *texts)
 
 
+def succeed(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command, which must end with 0."""
+    done = run(*words, cwd=cwd, **environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
 def run_process(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ulysses_cli", *words]
     environ = {**os.environ, **COLOURLESS, **environment}

@@ -1,5 +1,6 @@
 """A tiny model of each supported family."""
 
+import json
 from typing import Any
 
 import torch
@@ -123,6 +124,12 @@ OWN_VALUES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_hidden_layers": 5},
     "ministral": {"layer_types": ["full_attention", "sliding_attention"]},
 }
+
+
+def describe_family(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The content of a tiny model's config.json, for recipes of tests that train it."""
+    content: dict[str, Any] = json.loads(make_config(model_type, **changes).to_json_string(use_diff=False))
+    return {**content, "model_type": model_type, "tie_word_embeddings": False}
 
 
 def make_model(model_type: str, attention: str, **changes: Any) -> torch.nn.Module:

@@ -26,9 +26,10 @@ RECIPE = make_settings(
 class Runs:
     """A folder with a recipe and the runs that it starts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recipe: Mapping[str, Any] = RECIPE) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
-        (folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+        (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
         self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     def start(
@@ -46,12 +47,21 @@ class Runs:
         _, err = process.communicate(timeout=TIME_LIMIT)
         return process.returncode, err
 
+    def finish(self, run: str, *words: str) -> str:
+        """Trains to the end, which must be a good one. Returns what it showed."""
+        code, output = self.train(run, *words)
+        assert code == 0, output
+        return output
+
+    def read_lines(self, run: str, name: str = "metrics") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / run / f"{name}.jsonl").read_text().splitlines()]
+
     def count_steps(self, run: str) -> int:
         file = self.folder / run / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     def read_losses(self, run: str) -> dict[int, float]:
-        lines = [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+        lines = self.read_lines(run)
         assert len({line["step"] for line in lines}) == len(lines), "a step appears twice"
         return {line["step"]: line["loss"] for line in lines}
 

@@ -52,6 +52,17 @@ def open_networks(count: int, lans: int = 2) -> Iterator[list[str]]:
         yield names
 
 
+@contextmanager
+def open_or_skip(count: int, lans: int = 2) -> Iterator[list[str]]:
+    """For a test, which is skipped where there can be none."""
+    import pytest
+
+    if why := find_obstacle():
+        pytest.skip(f"network namespaces are not permitted here: {why}")
+    with open_networks(count, lans) as names:
+        yield names
+
+
 def enter(name: str) -> None:
     """Moves this thread, and all that it starts, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,5 +1,6 @@
 """The reference for training, written independently with plain torch on one process."""
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from support.small_run import CONFIG, make_settings
+from ulysses_cli.data.steps import make_batching, plan_step
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import resolve
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,30 @@ def train_plainly(
             group["lr"] = rate
         optimizer.step()
     return Trajectory(losses, grads, norms, {name: p.detach().clone() for name, p in trained.items()})
+
+
+def make_plain_model(recipe: Recipe, **options: Any) -> Any:
+    """Returns transformers' own model, with the weights that a run of the recipe begins with."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(recipe.run.seed)
+    config = AutoConfig.for_model(**json.loads(json.dumps(recipe.model.config)))
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
+def plan_rows(recipe: Recipe, shape: ModelShape, rows: MemoryRows, num_steps: int) -> list[list[int]]:
+    """Returns the rows of each step, as a run takes them."""
+    batching = make_batching(recipe, shape, resolve(recipe, shape))
+    per_step = batching.rows_per_step
+    return [list(plan_step(rows, batching, step * per_step, 1000).rows) for step in range(num_steps)]
+
+
+def train_as_planned(model: Any, rows: MemoryRows, recipe: Recipe, num_steps: int) -> Trajectory:
+    """Trains the plain model with a run's rows, and a rate that falls in a line."""
+    shape = read_model_shape(model.config.to_dict(), "test")
+    rates = [recipe.train.learning_rate * (1 - step / num_steps) for step in range(num_steps)]
+    return train_plainly(model.train(), rows, plan_rows(recipe, shape, rows, num_steps), recipe, rates)
 
 
 def measure_difference(ours: dict[str, Tensor], right: dict[str, Tensor], floor: float = 1e-12) -> float:
