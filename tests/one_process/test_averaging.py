@@ -1,9 +1,7 @@
 """Compares merged models with float32 arithmetic in numpy, to the last bit."""
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_state, save_as_ranks, write_manifest
+from support.exports import run_export
 from support.families import make_config
 from support.real_model import READY, needs_real_model
 from support.training import make_recipe
@@ -20,18 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.problem import FAILED, USAGE
-from ulysses_cli.train.export import __main__ as export_process
 from ulysses_cli.train.export import weights
 
 Array = np.ndarray[Any, Any]
-
-
-def run_export(words: Sequence[object], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[dict[str, Any]]]:
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    ours, theirs = os.pipe()
-    code = export_process.main([*map(str, words), "--events", str(theirs)])
-    with open(ours, encoding="utf-8") as events:
-        return code, [json.loads(line) for line in events]
 
 
 def read_bits(folder: Path) -> dict[str, Array]:

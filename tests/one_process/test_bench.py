@@ -3,8 +3,6 @@ estimate to the measurement. In `make test-full` the whole command also runs bes
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support.commands import succeed
 from support.paths import TINY_RECIPE
 from support.small_run import CONFIG
 from support.training import make_recipe
@@ -315,16 +314,8 @@ def test_steps_on_pairs_are_timed(is_beside: bool) -> None:
 
 @pytest.mark.full
 def test_the_command_measures_beside_the_trainer(tmp_path: Path) -> None:
-    words = [
-        "bench", str(TINY_RECIPE), "--max-length", "256,512", "--against", "trainer", "--format", "json",
-    ]  # fmt: skip
-    page = tmp_path / "bench.html"
-    done = subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", *words, "--html", str(page)],
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    answer = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
+    words, page = ("--max-length", "256,512", "--against", "trainer", "--format", "json"), tmp_path / "bench.html"
+    answer = json.loads(succeed("bench", str(TINY_RECIPE), *words, "--html", str(page)).stdout)
     rows = {(row["group"], row["name"]): row["values"] for row in answer["rows"]}
     own, reference = (rows[group, "512"] for group in ("sp 2 x dp 1", "sp 2 x dp 1, the Trainer"))
     assert own["exchange_share"] > 0

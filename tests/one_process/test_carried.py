@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_as_ranks
+from support.exports import check_same_logits
 from support.families import make_config
 from support.tiers import sample
 from support.training import make_recipe
@@ -46,9 +47,7 @@ def compare_loaded(folder: Path, model: Any) -> None:
     """Compares the logits of an exported model with those of the trained one."""
     loaded, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ids = torch.arange(12)[None]
-    ours, expected = (each.eval()(ids, use_cache=False).logits for each in (loaded, model))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    check_same_logits(loaded, model)
 
 
 def make_job(tmp_path: Path, model_type: str, *, is_merged: bool) -> tuple[ExportJob, Any, torch.Tensor]:

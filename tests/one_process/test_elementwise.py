@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ from ulysses_cli.train.memory.tiling import tile_norms
 ROWS = {"rotary": (4, 16)}  # of a trial
 ALL_BLOCKS: Any = dict.fromkeys(CANDIDATES, "blocks")
 NORMS: dict[str, type[nn.Module]] = {"rounded": LlamaRMSNorm, "precise": Olmo2RMSNorm, "offset": Gemma2RMSNorm}
-BY_TORCH = [(kind, "torch") for kind in NORMS if "torch" in CANDIDATES[kind]]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.008}  # of the largest value: bfloat16 keeps 8 bits
 WITHOUT_PLAIN_NORMS = {
     "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "jais2", "nanochat", "olmo", "starcoder2",
@@ -253,22 +251,14 @@ def test_the_compiler_takes_a_rotation_and_keeps_its_layout(function: Any, width
 
 
 @pytest.mark.full
-def test_each_width_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_width_is_compiled_by_itself(compiled_graphs: list[list[Any]]) -> None:
     """torch makes what differs between two calls of one function a variable of its graph."""
-    num_variables: list[int] = []
-
-    def note_and_run(graph: Any, inputs: list[Any]) -> Any:
-        num_variables.append(sum(not isinstance(each, torch.Tensor) for each in inputs))
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note_and_run))
-    operators.compile_once.cache_clear()
     for width in range(8, 20):
         for tokens in (6, 7, 9):
             hidden, weight = draw(tokens, width), draw(width)
             ours = operators.normalize(hidden, weight, 1e-5, "rounded", "compiled")
             torch.testing.assert_close(ours, operators.normalize(hidden, weight, 1e-5, "rounded", "blocks"))
-    operators.compile_once.cache_clear()
+    num_variables = [sum(not isinstance(each, Tensor) for each in inputs) for inputs in compiled_graphs]
     assert num_variables == [0, 1] * 12, "of each width one graph for a number of tokens, and one for all others"
 
 
@@ -282,36 +272,26 @@ def list_rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
                     yield rows, draw(batch, 1, tokens, 16), draw(batch, 1, tokens, 16)
 
 
-@pytest.mark.check
-def test_a_width_is_compiled_for_many_kinds_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends with an error where it may not compile once more."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    operators.compile_once.cache_clear()
-    for rows, *angles in list_rows():
-        with torch.set_grad_enabled(rows.requires_grad):
-            out = Rotate.apply(rows, *angles, "compiled")
-        torch.testing.assert_close(out, formulas.rotate(rows, *angles))
-    operators.compile_once.cache_clear()
-
-
 @pytest.mark.parametrize(
     "operator", sample(["rotate", "rotate_backward", "gate", "gate_backward"], quick=(), checked=["rotate_backward"])
 )
-def test_another_thread_compiles_as_many_kinds(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's backward and its recomputations run in a thread of their own, for which torch keeps its own settings."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+@pytest.mark.usefixtures("compiled_graphs")
+def test_a_width_is_compiled_for_many_kinds_of_rows(operator: str) -> None:
+    """torch ends with an error where it may not compile once more. A GPU's backward and its recomputations run in a
+    thread of their own, for which torch keeps its own settings."""
     formula, arity = getattr(formulas, operator), 2 + ("rotate" in operator or "backward" in operator)
     compiled = operators.compile_once.__wrapped__(formula, 16)  # in this thread, as a forward does
     for rows, cos, sin in list_rows():
         args = (rows, cos, sin) if "rotate" in operator else (rows,) * arity
         torch.testing.assert_close(run_in_thread(compiled, *args), formula(*args))
+        with torch.set_grad_enabled(rows.requires_grad):
+            torch.testing.assert_close(compiled(*args), formula(*args))
 
 
+@pytest.mark.usefixtures("compiled_graphs")
 @pytest.mark.parametrize("mode", sample(["save_attention", "full"], quick=["save_attention"]))
 def test_compiled_parts_are_recomputed_in_another_thread(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models of many lengths, one with levers and compiled parts whose backwards run in another thread."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    operators.compile_once.cache_clear()
     plain, served = make_pair("llama")
     serve_elementwise(
         served, {**NO_IMPLEMENTATIONS, **dict.fromkeys(("rounded", "precise", "rotary", "gate"), "compiled")}
@@ -335,12 +315,11 @@ def test_compiled_parts_are_recomputed_in_another_thread(mode: Any, monkeypatch:
     for (name, ours), right in zip(served.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, right.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert len(set(runs)) > 1, "rotations run again in the backward's thread"
-    operators.compile_once.cache_clear()
 
 
+@pytest.mark.usefixtures("compiled_graphs")
 def test_float32_angles_turn_bfloat16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a family rotates so (OLMo 2), rounded once; the way in blocks leaves it to transformers' code."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     plain, served = (model.bfloat16() for model in make_pair("olmo2"))
     serve_elementwise(served, {**NO_IMPLEMENTATIONS, "rotary": "compiled"})
     taken, apply = [], Rotate.forward
@@ -434,45 +413,31 @@ def test_a_trial_is_as_large_as_a_ranks_rows_up_to_what_no_cache_holds(monkeypat
     assert drawn == {**rows, ("gate", (14336,)): choosing.TIMED_BYTES // (14336 * 2)}
 
 
-def test_a_choice_is_kept_by_gpu_versions_and_widths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_choice_is_kept_by_widths_and_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Trials compile, for up to half a minute in every process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU A")
     tried: list[str] = []
-    errors = {"torch": 0.01, "compiled": 0.01}
 
     def make(part: str, *_: Any) -> FakeTrial:
         tried.append(part)
-        return FakeTrial(errors, {"transformers": 3e-3, "torch": 2e-3, "compiled": 1e-3})
+        return FakeTrial({"torch": 0.01, "compiled": 0.01}, {"transformers": 3e-3, "torch": 2e-3, "compiled": 1e-3})
 
     monkeypatch.setattr(choosing, "_Trial", make)
 
-    def choose(hidden: int = 64, num_tokens: int = 64) -> tuple[Any, int]:
+    def count_tried(hidden: int = 64, num_tokens: int = 64) -> int:
         tried.clear()
         widths = Widths(hidden, 4, 16, 128, {"rounded": {hidden}})
-        return choose_implementations(torch.device("cuda"), torch.bfloat16, widths, num_tokens, uses_cache=True), len(
-            tried
-        )
+        choice = choose_implementations(torch.device("cuda"), torch.bfloat16, widths, num_tokens, uses_cache=True)
+        compiled = dict.fromkeys(("rounded", "rotary", "gate"), "compiled")
+        assert choice.implementations == {**NO_IMPLEMENTATIONS, **compiled}
+        return len(tried)
 
-    errors.pop("compiled")
-    assert choose()[1] == choose()[1] == 3, "a choice after a failure is not kept"
-    errors["compiled"] = 0.01
-    first, num_tried = choose()
-    again, num_again = choose()
-    assert (num_tried, num_again) == (3, 0)
-    assert (
-        again.implementations
-        == first.implementations
-        == {**NO_IMPLEMENTATIONS, "rounded": "compiled", "rotary": "compiled", "gate": "compiled"}
-    )
-    assert "found in an earlier run" in again.reason
-    assert choose(hidden=128)[1] == 3
-    assert [choose(num_tokens=number)[1] for number in (96, 1 << 21, 1 << 22)] == [3, 3, 0], "as many rows are timed"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU B")
-    assert choose()[1] == 3
+    assert [count_tried(), count_tried(), count_tried(hidden=128)] == [3, 0, 3]
+    assert [count_tried(num_tokens=number) for number in (96, 1 << 21, 1 << 22)] == [3, 3, 0], "as many rows are timed"
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"name": "{}", "reason": ""}')
-    assert choose()[1] == 3, "what is no choice is not used"
+    assert count_tried() == 3, "what is no choice is not used"
 
 
 @pytest.mark.parametrize(

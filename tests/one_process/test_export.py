@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.checkpoints import save_as_ranks
+from support.exports import check_same_logits, export, save_trained
 from support.families import TELLING, make_config
 from support.real_model import READY, needs_real_model
 from support.templates import CHATML
@@ -29,7 +30,7 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.readers.columns import read_sample
 from ulysses_cli.run.checkpoints import CheckpointError
-from ulysses_cli.train.export import weights as export
+from ulysses_cli.train.export import weights
 from ulysses_cli.train.export.weights import check_adapter, check_model, make_probe
 from ulysses_cli.train.record import make_card
 
@@ -64,13 +65,13 @@ def test_a_family_is_exported_as_transformers_saves_it(
     model.save_pretrained(tmp_path / "theirs")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     checkpoint = save_as_ranks(trained, tmp_path / "step-1")
-    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 40_000)
     messages: list[str] = []
-    folder = export.export_model(
-        checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
-        dtype=torch.float32, card="a card", step=1,
-        check=lambda to: messages.append(check_model(checkpoint, to, config, torch.float32, lambda _: None, PROBE)),
-    )  # fmt: skip
+
+    def check(to: Path) -> None:
+        messages.append(check_model(checkpoint, to, config, torch.float32, lambda _: None, PROBE))
+
+    folder = export(checkpoint, tmp_path / "ours", config, check=check)
     assert re.match(r"\d+ tensors equal the trained model's; logits on a text are off by 0.0e\+00;", messages[0])
     assert read_names(folder) == read_names(tmp_path / "theirs")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -90,10 +91,10 @@ def test_ends_of_turns_are_stop_tokens_besides_the_models_own(tmp_path: Path) ->
     ends = list_turn_ends([encoder.counts])
     assert ends == ["<file_sep>"]
     for given, expected in ((ends, [own["eos_token_id"], tokenizer.convert_tokens_to_ids("<file_sep>")]), ([], None)):
-        export._write_generation_config(config, tokenizer, given, tmp_path)
+        weights._write_generation_config(config, tokenizer, given, tmp_path)
         written = GenerationConfig.from_pretrained(tmp_path).to_dict()
         assert written == {**own, **({"eos_token_id": expected} if expected else {})}
-    export._write_generation_config(config, tokenizer, ["<|im_end|>"], tmp_path)
+    weights._write_generation_config(config, tokenizer, ["<|im_end|>"], tmp_path)
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [own["eos_token_id"]], "it is there already"
 
 
@@ -107,16 +108,14 @@ def test_the_converter_of_llama_cpp_keeps_every_weight(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in trained.values():
             parameter.mul_(1.5)
-    folder = export.export_model(
-        save_as_ranks(trained, tmp_path / "step-1"), tmp_path / "ours", config=config, tokenizer=tokenizer,
-        adapter_config=None, dtype=torch.bfloat16, card="a card", step=1, check=lambda _: None,
-    )  # fmt: skip
+    checkpoint = save_as_ranks(trained, tmp_path / "step-1")
+    folder = export(checkpoint, tmp_path / "ours", config, tokenizer=tokenizer, dtype=torch.bfloat16)
     script = Path(os.environ["LLAMA_CPP"], "convert_hf_to_gguf.py")
     subprocess.run([sys.executable, script, folder, "--outfile", tmp_path / "model.gguf"], check=True)
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.bfloat16)
-    weights = dict(read.named_parameters())
-    assert weights.keys() == trained.keys()
-    assert all(torch.equal(weights[name], value) for name, value in trained.items())
+    found = dict(read.named_parameters())
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], value) for name, value in trained.items())
 
 
 def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
@@ -138,22 +137,14 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: p
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=config)
     settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(base, settings)
-    trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.normal_()
-    checkpoint = save_as_ranks(trained, tmp_path / "step-1")
+    checkpoint = save_trained(base, tmp_path / "step-1", 1.0)
     recipe = make_recipe("lora.r=4").model_dump(mode="json")
     recipe["model"] |= {"name_or_path": str(tmp_path / "base"), "config": None}
     shape = read_model_shape(config.to_dict(), "base")
-    messages: list[str] = []
-    folder = export.export_model(
-        checkpoint, tmp_path / "ours", config=base.config, tokenizer=make_bytes_tokenizer(),
-        adapter_config=adapted.peft_config["default"], dtype=torch.float32,
-        card=make_card(recipe, "mine", shape, shape.vocab_size), step=1,
-        check=lambda to: messages.append(check_adapter(checkpoint, to, torch.float32)),
-    )  # fmt: skip
-    assert messages == [f"{len(trained)} tensors equal the checkpoint's"]
+    card, filled = make_card(recipe, "mine", shape, shape.vocab_size), adapted.peft_config["default"]
+    folder = export(checkpoint, tmp_path / "ours", base.config, adapter_config=filled, card=card)
+    num_trained = sum(p.requires_grad for p in base.parameters())
+    assert check_adapter(checkpoint, folder, torch.float32) == f"{num_trained} tensors equal the checkpoint's"
     assert not (folder / "config.json").exists()
     monkeypatch.chdir(folder)
     results: dict[str, Any] = {}
@@ -161,9 +152,7 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: p
     assert str(tmp_path) not in card, "the card names no folder of this machine"
     code = card.split("```python\n")[1].split("```")[0]
     exec(code.replace("the base model's folder", str(tmp_path / "base")), results)
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert torch.equal(results["model"].eval()(ids).logits, adapted.eval()(ids).logits)
+    check_same_logits(results["model"], adapted, 0.0)
 
 
 def test_a_replaced_model_is_complete_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,15 +162,15 @@ def test_a_replaced_model_is_complete_at_any_moment(tmp_path: Path, monkeypatch:
         (folder / "part").mkdir(parents=True)
         (folder / "part" / "file").write_text(folder.name)
     removed: list[str] = []
-    remove = export.remove_own
+    remove = weights.remove_own
 
     def remove_own(path: Path) -> None:
         removed.append(path.name)
         assert not model.exists() or len(list(model.rglob("*"))) == 2
         remove(path)
 
-    monkeypatch.setattr(export, "remove_own", remove_own)
-    export.put_folder(beside, model)
+    monkeypatch.setattr(weights, "remove_own", remove_own)
+    weights.put_folder(beside, model)
     assert "model" not in removed
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (model / "part" / "file").read_text() == "model.writing"
@@ -197,7 +186,7 @@ def test_an_export_follows_no_link(tmp_path: Path, name: str) -> None:
         (tmp_path / other).mkdir()
     (tmp_path / name).symlink_to(victim)
     for number in range(2):
-        with export.temporary_folder(tmp_path / "model") as folder:
+        with weights.temporary_folder(tmp_path / "model") as folder:
             (folder / "weights").write_text(str(number))
     assert (tmp_path / "model" / "weights").read_text() == "1"
     assert [file.read_text() for file in victim.iterdir()] == ["mine"]
@@ -221,16 +210,9 @@ def export_until(event: int, checkpoint: Path, to: Path, config: Any, step: int)
 
     sys.addaudithook(count)
     try:
-        export_small(checkpoint, to, config, step)
+        export(checkpoint, to, config, step=step)
     finally:
         os._exit(0)
-
-
-def export_small(checkpoint: Path, to: Path, config: Any, step: int) -> None:
-    export.export_model(
-        checkpoint, to, config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None, dtype=torch.float32,
-        card="a card", step=step,
-    )  # fmt: skip
 
 
 def read_whole(folder: Path) -> dict[str, bytes]:
@@ -246,16 +228,16 @@ def test_an_export_can_be_killed_at_any_moment(tmp_path: Path, has_older: bool) 
     checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
     to, wholes = tmp_path / "model", []
     for step in (1, 2):
-        export_small(checkpoint, tmp_path / f"whole-{step}", config, step)
+        export(checkpoint, tmp_path / f"whole-{step}", config, step=step)
         wholes.append(read_whole(tmp_path / f"whole-{step}"))
     for event in range(0, 100, 1 if TIER == FULL else 2):
         shutil.rmtree(to, ignore_errors=True)
         if has_older:
-            export_small(checkpoint, to, config, 1)
+            export(checkpoint, to, config, step=1)
         was_killed = export_until(event, checkpoint, to, config, 2)
         if to.exists():
             assert read_whole(to) in wholes[0 if has_older else 1 :]
-        export_small(checkpoint, to, config, 2)
+        export(checkpoint, to, config, step=2)
         assert read_whole(to) == wholes[1]
         assert not (tmp_path / "model.writing").exists()
         assert not (tmp_path / "model.replaced").exists()
@@ -267,8 +249,5 @@ def test_an_export_can_be_killed_at_any_moment(tmp_path: Path, has_older: bool) 
 def test_an_export_that_fails_leaves_and_deletes_no_file(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(CheckpointError, match="holds no weights"):
-        export.export_model(
-            save_as_ranks({}, tmp_path / "step-1"), tmp_path / "model", config=make_config("qwen3"),
-            tokenizer=make_bytes_tokenizer(), adapter_config=None, dtype=torch.float32, card="", step=1,
-        )  # fmt: skip
+        export(save_as_ranks({}, tmp_path / "step-1"), tmp_path / "model", make_config("qwen3"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-1"]

@@ -1,27 +1,22 @@
 """Tests the export of a checkpoint without its run: merged, as adapters, and without running code of the model."""
 
-import io
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from support.checkpoints import make_state, save_as_ranks, write_manifest
-from support.families import make_config
+from peft import PeftModel
+from support.checkpoints import make_state, write_manifest
+from support.exports import adapt, check_same_logits, run_export
 from support.paths import TINY_RECIPE
 from support.small_run import BYTES_CONFIG
 from support.tiers import sample_every
-from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.problem import USAGE
 from ulysses_cli.report.recipe import describe_plan, format_plan
-from ulysses_cli.train.export import __main__ as export_process
 from ulysses_cli.train.export import sampling
 from ulysses_cli.train.export.job import ExportError, ExportJob
 from ulysses_cli.validate import validate_recipe
@@ -36,28 +31,10 @@ class MineConfig(Qwen3Config):
 """
 
 
-def make_run(
-    tmp_path: Path, model_type: str, words: tuple[str, ...] = (), **more: Any
-) -> tuple[Path, dict[str, Any], Any]:
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(make_config(model_type))
-    model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    named = ("model.config=null", f"model.name_or_path={tmp_path / 'base'}", "lora.r=4", "lora.alpha=8")
-    recipe = make_recipe(*named, *words)
-    settings = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **more})
-    adapted = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.normal_(std=0.1)
-    checkpoint = save_as_ranks(trained, tmp_path / "run" / "checkpoints" / "step-1")
-    return checkpoint, {"step": 1, "recipe": recipe.model_dump(mode="json")}, adapted
-
-
 @pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("is_merged", sample_every(2, [True, False]))
 def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, is_merged: bool) -> None:
-    checkpoint, state, adapted = make_run(tmp_path, model_type)
+    _, adapted, checkpoint, state = adapt(tmp_path, model_type)
     messages: list[str] = []
     job = ExportJob(checkpoint, state, None, is_merged, trusts_code=False)
     result = job.run(tmp_path / "to", messages.append)
@@ -67,10 +44,7 @@ def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, 
     else:
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         loaded = PeftModel.from_pretrained(base, tmp_path / "to")
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        ours, expected = (one.eval()(ids, use_cache=False).logits for one in (loaded, adapted))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    check_same_logits(loaded, adapted)
     assert "lora" in (tmp_path / "to" / "README.md").read_text()
     with pytest.raises(ExportError, match="is there already"):
         job.run(tmp_path / "to", messages.append)
@@ -82,30 +56,18 @@ def test_adapters_of_experts_are_exported_and_what_servers_do_is_said(tmp_path: 
     first = "experts.gate_up_proj"
     own = {"target_modules": ["q_proj"], "target_parameters": [first], "rank_pattern": {first: 3}}
     words = ("lora.target_modules=[q_proj]", "lora.experts=[gate_up]", "lora.expert_r=3")
-    checkpoint, state, adapted = make_run(tmp_path, "qwen3_moe", words, **own)
+    _, adapted, checkpoint, state = adapt(tmp_path, "qwen3_moe", *words, **own)
     result = ExportJob(checkpoint, state, None, is_merged, trusts_code=False).run(tmp_path / "to", print)
     assert ("vLLM has left adapters of experts out" in result.get("note", "")) is not is_merged
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / ("to" if is_merged else "base"))
     loaded = loaded if is_merged else PeftModel.from_pretrained(loaded, tmp_path / "to")
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        ours, expected = (one.eval()(ids, use_cache=False).logits for one in (loaded, adapted))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-
-
-def run_export(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[dict[str, Any]]]:
-    """What the command's child does, in this process: its exit code, and what it told the command."""
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    ours, theirs = os.pipe()
-    code = export_process.main([*words, "--events", str(theirs)])
-    with open(ours, encoding="utf-8") as events:
-        return code, [json.loads(line) for line in events]
+    check_same_logits(loaded, adapted)
 
 
 def test_the_exporting_process_tells_what_it_does_and_why_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, state, _ = make_run(tmp_path, "qwen3")
+    _, _, checkpoint, state = adapt(tmp_path, "qwen3")
     (checkpoint / "state.json").write_text(json.dumps({**make_state(1, 3), **state}))
     write_manifest(checkpoint)
     words = [str(checkpoint), "--to", str(tmp_path / "to")]
@@ -117,7 +79,7 @@ def test_the_exporting_process_tells_what_it_does_and_why_it_cannot(
     assert "is there already" in events[-1]["problem"]
 
 
-def test_an_exported_model_continues_prompts_greedily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exported_model_continues_prompts_greedily(tmp_path: Path) -> None:
     """The reference takes the most likely token of a whole forward, again and again."""
     torch.manual_seed(2)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BYTES_CONFIG)).eval()
@@ -126,14 +88,7 @@ def test_an_exported_model_continues_prompts_greedily(tmp_path: Path, monkeypatc
     tokenizer.save_pretrained(tmp_path / "model")
     request = {"model": str(tmp_path / "model"), "prompts": ["Once", "b"], "max_new_tokens": 6, "as_chat": False}
     request |= {"trust_remote_code": False, "device": "cpu", "dtype": "float32"}
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
-    ours, theirs = os.pipe()
-    monkeypatch.setattr(os, "dup", lambda _: theirs)
-    assert sampling.main() == 0
-    with open(ours, encoding="utf-8") as stream:
-        answers = json.loads(stream.read())["answers"]
-    for asked, answer in zip(request["prompts"], answers, strict=True):
+    for asked, answer in zip(request["prompts"], sampling.answer(request)["answers"], strict=True):
         tokens = tokenizer(asked)["input_ids"]
         start = len(tokens)
         while len(tokens) < start + 6:
@@ -147,7 +102,7 @@ def test_an_exported_model_continues_prompts_greedily(tmp_path: Path, monkeypatc
 
 def test_code_of_a_model_runs_only_when_this_command_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    checkpoint, state, _ = make_run(tmp_path, "qwen3")
+    _, _, checkpoint, state = adapt(tmp_path, "qwen3")
     file = tmp_path / "base" / "config.json"
     content = json.loads(file.read_text()) | {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}
     file.write_text(json.dumps(content))

@@ -12,7 +12,7 @@ from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTE
 from safetensors.torch import load_file, save_file
 from support.families import TELLING, has_experts, make_config
 from support.family_defaults import FILE, format_defaults
-from support.hybrids import HYBRIDS, TINY, make_hybrid_config
+from support.hybrids import HYBRIDS, make_hybrid_config
 from support.recipes import load
 from support.tiers import mark_by, sample_every
 from support.training import make_recipe
@@ -27,7 +27,7 @@ from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Trait
-from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS, AttentionMixer
+from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import resolve
@@ -36,7 +36,6 @@ from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
 from ulysses_cli.train.model.adapters import choose_layers
 from ulysses_cli.train.model.loading import find_unused_weights, stretch_positions
 from ulysses_cli.train.model.routers import find_routers, list_router_layers
-from ulysses_cli.train.recurrence.interface import list_recurrent_layers
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
 
@@ -317,6 +316,9 @@ def test_the_small_model_of_verify_has_the_same_kinds_of_layers(model_type: str,
     assert read_weights(small_shape, None).num_elements == made
     assert name_kinds(small_shape) == name_kinds(shape)
     assert small_shape.head_counts == shape.head_counts
+    kept = [mixer for index in pick_layers(shape) for mixer in shape.layers[index].mixers]
+    for ours, theirs in zip((mixer for layer in small_shape.layers for mixer in layer.mixers), kept, strict=True):
+        assert getattr(ours, "conv_tokens", None) == getattr(theirs, "conv_tokens", None)
 
 
 TABLE = [json.loads(file.read_text()) for file in sorted(SHIPPED_TABLE.glob("*.json"))]
@@ -352,29 +354,3 @@ def test_a_saved_model_of_each_family_has_no_weight_without_a_place(model_type: 
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.0.extra.weight": torch.zeros(1)}, file, {"format": "pt"})
     assert find_unused_weights(model, str(tmp_path)) == ["model.layers.0.extra.weight"]
-
-
-@pytest.mark.parametrize("model_type", [name for name in HYBRIDS if name in FAMILIES])
-def test_a_small_model_keeps_kinds_heads_and_taps(model_type: str) -> None:
-    config = {**TINY, "hidden_size": 128, **HYBRIDS[model_type], "model_type": model_type}
-    if "mamba_expand" in config:
-        config |= {"mamba_d_head": 32, "mamba_d_ssm": 256}
-    shape = read_model_shape(config, "test")
-    kept = [shape.layers[index] for index in pick_layers(shape)]
-    small = shrink_config(config, shape)
-    shrunk = read_model_shape(small, "test")
-    assert [name_kind(layer) for layer in shrunk.layers] == [name_kind(layer) for layer in kept]
-    assert [layer.num_experts > 0 for layer in shrunk.layers] == [layer.num_experts > 0 for layer in kept]
-    assert shrunk.head_counts == tuple(
-        dict.fromkeys(count for count in shape.head_counts if count in shrunk.head_counts)
-    )
-    for ours, theirs in zip(shrunk.layers, kept, strict=True):
-        for mixer, large in zip(ours.mixers, theirs.mixers, strict=True):
-            if not isinstance(mixer, AttentionMixer):
-                assert mixer.conv_tokens == large.conv_tokens  # type: ignore[union-attr]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
-    model.tie_weights()
-    num_recurrent = sum(any(not isinstance(each, AttentionMixer) for each in layer.mixers) for layer in kept)
-    assert len(list(list_recurrent_layers(model))) == num_recurrent
-    assert sum(p.numel() for p in set(model.parameters())) == read_weights(shrunk, None).num_elements

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import save_as_ranks
+from support.exports import export
 from support.families import make_config
 from support.paths import ROOT
 from support.training import CONFIG
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.checkpoint.format import index_sources, read_range
-from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_pretrained
 from ulysses_cli.train.tensor_file import find_file, find_nonfinite, is_finite
 
@@ -64,17 +62,14 @@ def test_a_checkpoint_without_numbers_is_neither_resumed_nor_exported(tmp_path: 
     with pytest.raises(CheckpointError, match=words):  # a resumed run's weights and moments come this way
         read_range(sources[key], f"{key}|master", 0, numel)
     assert len(read_range(sources[key], f"{key}|master", 0, numel // 3)) == numel // 3
-    export = partial(
-        export_model, config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None, card="a card", step=1
-    )
     with pytest.raises(CheckpointError, match=words):
-        export(checkpoint, tmp_path / "ours", dtype=torch.float32)
+        export(checkpoint, tmp_path / "ours", config)
     trained[NAME][-1, -1] = -1e5
     large = save_as_ranks(trained, tmp_path / "step-2")
     with pytest.raises(CheckpointError, match=f"{NAME} holds NaN or infinity as torch.float16: .* value is 100000"):
-        export(large, tmp_path / "ours", dtype=torch.float16)
+        export(large, tmp_path / "ours", config, dtype=torch.float16)
     assert not list(tmp_path.glob("ours*"))
-    export(large, tmp_path / "ours", dtype=torch.bfloat16)
+    export(large, tmp_path / "ours", config, dtype=torch.bfloat16)
 
 
 PACKAGE = ROOT / "ulysses_cli"

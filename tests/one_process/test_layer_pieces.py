@@ -23,7 +23,6 @@ from ulysses_cli.train.processes.groups import make_sequence_axis
 
 TOKENS, LIMIT_BYTES = 96, 96 * 40 * 8  # widths of 40 or more numbers in float64 pass the limit
 indexing = importlib.import_module("ulysses_cli.plan.rows.indexing")
-census = importlib.import_module("ulysses_cli.plan.rows.indexing")
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +106,7 @@ def test_an_mlps_last_product_of_a_large_row_is_made_in_pieces(monkeypatch: pyte
 @pytest.fixture
 def _safe(monkeypatch: pytest.MonkeyPatch) -> None:
     for operator in OPERATORS:
-        monkeypatch.setitem(census._VERDICTS, operator.name, "safe")
+        monkeypatch.setitem(indexing._VERDICTS, operator.name, "safe")
 
 
 @pytest.mark.usefixtures("_safe")
@@ -133,9 +132,9 @@ class CountedProducts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run(case: Case) -> tuple[dict[str, Tensor], Counter[int], int]:
+def run(case: Case, *, saves: bool = True) -> tuple[dict[str, Tensor], Counter[int], int]:
     """Returns loss and gradients, the products of a step, and the number of layers."""
-    model = make_loss_model(case, make_sequence_axis(None))
+    model = make_loss_model(case, make_sequence_axis(None), saves_products=saves)
     with CountedProducts() as counted:
         loss = model(**make_row(LENGTHS), documents=make_documents(LENGTHS))
         loss.backward()
@@ -151,8 +150,7 @@ def test_values_are_those_of_deepspeeds_linear_layer(
     monkeypatch.setattr(nn.functional, "linear", SHARDED.replacement)
     case = Case(kind, CHECKPOINTED.levers, lora=lora)
     ours, *_ = run(case)
-    monkeypatch.setattr("support.levers.save_before_last_products", lambda *_: 0)
-    expected, *_ = run(case)
+    expected, *_ = run(case, saves=False)
     assert ours.keys() == expected.keys()
     for name, right in expected.items():
         assert torch.equal(ours[name], right), name
@@ -164,8 +162,7 @@ def test_a_recomputation_leaves_out_the_last_product(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nn.functional, "linear", SHARDED.replacement)
     _, widths, num_layers = run(CHECKPOINTED)
     assert widths[INNER] == (1 + 2) * num_layers
-    monkeypatch.setattr("support.levers.save_before_last_products", lambda *_: 0)
-    _, widths, _ = run(CHECKPOINTED)
+    _, widths, _ = run(CHECKPOINTED, saves=False)
     assert widths[INNER] == (2 + 2) * num_layers
 
 

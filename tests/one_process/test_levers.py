@@ -1,6 +1,7 @@
 """Tests memory levers on one process: they change no value in float64, run attention and MLP once, and bound host
 memory."""
 
+import dataclasses
 import errno
 import gc
 import itertools
@@ -67,8 +68,6 @@ LEVERS = [
 
 
 def compare(case: Case, **changes: Any) -> float:
-    import dataclasses
-
     expected = run_alone(dataclasses.replace(case, levers=Levers()))
     return max(measure_difference(run_alone(case), expected).values())
 
@@ -110,11 +109,6 @@ def test_a_backward_in_another_thread_changes_no_bit(kind: str, levers: Levers) 
     assert max(measure_difference(result, expected).values()) == 0
 
 
-@pytest.mark.parametrize("lengths", [(1,), (2, 1), (5,)], ids=str)
-def test_a_row_shorter_than_a_tile(lengths: tuple[int, ...]) -> None:
-    assert compare(Case("qwen3_moe", ALL, lengths)) < TOLERANCE
-
-
 @settings(max_examples=count_examples(16))
 @given(
     st.sampled_from(["llama", "gemma3_text", "qwen3_moe"]),
@@ -142,7 +136,6 @@ def test_adapters(kind: str) -> None:
 @pytest.mark.parametrize("levers", [ALL, Levers(mlp_tiles=50, loss_tile=1)], ids=["all", "many tiles"])
 def test_bfloat16_is_bounded(levers: Levers) -> None:
     """Against float64, the levers may add at most half of the error that bfloat16 itself has."""
-    import dataclasses
 
     def measure(case: Case, exact: dict[str, Tensor]) -> float:
         result = run_alone(case)
@@ -451,21 +444,22 @@ def test_a_disk_holds_what_layers_save_and_host_memory_a_chunk_for_each_thread(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_waits_on_a_disk_comes_back_with_every_bit(tmp_path: Path) -> None:
-    """Two forwards before their backwards, in both orders of the backwards."""
+def test_two_forwards_before_their_backwards(tmp_path: Path) -> None:
+    """Each backward gets the tensors of its own forward, in both orders; a disk gives them back with every bit."""
     rows, lengths = [make_row((9, 4)), make_row((5, 11, 2))], [(9, 4), (5, 11, 2)]
     for order in ((0, 1), (1, 0)):
         grads = []
-        for disk in (None, DiskFile(tmp_path)):
-            offloader = Offloader(torch.device("cpu"), 3, disk)
+        for disk, num_offloaded in ((None, None), (None, 3), (DiskFile(tmp_path), 3)):
             model = make_loss_model(Case("llama", changes={"num_hidden_layers": 3}), make_sequence_axis(None))
-            checkpoint_layers(model.model, "save_attention", offloader.make_storage)
+            if num_offloaded:
+                offloader = Offloader(torch.device("cpu"), num_offloaded, disk)
+                checkpoint_layers(model.model, "save_attention", offloader.make_storage)
             losses = [model(**row, documents=make_documents(lengths[at])) for at, row in enumerate(rows)]
             for at in order:
-                losses[at].backward()
+                (losses[at] * (1 + at)).backward()
             grads.append([p.grad for p in model.parameters()])
-        for on_disk, on_host in zip(grads[1], grads[0], strict=True):
-            assert torch.equal(on_disk, on_host)
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
+        assert all(map(torch.equal, grads[2], grads[1]))
 
 
 def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,21 +584,6 @@ def test_a_forward_without_backward_frees_its_buffers() -> None:
     assert offloader.pool.num_bytes == held
     offloader.pool.close()
     assert offloader.pool.num_bytes == 0
-
-
-def test_two_forwards_before_their_backwards() -> None:
-    """Each backward gets the tensors of its own forward."""
-    changes = {"num_hidden_layers": 3}
-    rows = [make_row((9, 4)), make_row((5, 11, 2))]
-    documents = [make_documents((9, 4)), make_documents((5, 11, 2))]
-    grads = []
-    for levers in (Levers(), Levers(checkpointing="save_attention", offloaded=2)):
-        model = make_loss_model(Case("llama", levers, changes=changes), make_sequence_axis(None))
-        losses = [model(**row, documents=documents[at]) for at, row in enumerate(rows)]
-        losses[0].backward()
-        (losses[1] * 2).backward()
-        grads.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
 
 
 def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:

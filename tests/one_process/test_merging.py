@@ -10,24 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.checkpoints import save_as_ranks
-from support.families import make_config
+from support.exports import ADAPTERS, adapt, check_same_logits, export
 from support.paths import ROOT
-from support.real_model import READY, needs_real_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.run.checkpoints import CheckpointError
-from ulysses_cli.train.export import weights as export
+from ulysses_cli.train.export import weights
 from ulysses_cli.train.export.base_model import find_base_files
 from ulysses_cli.train.export.merging import Merging, add_adapters
 from ulysses_cli.train.export.weights import check_adapter, make_probe
 
-SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 NAMED = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # where peft refuses all-linear
 UNSHARED = ["in_proj", "out_proj", "linear"]  # of layers that share a block
 PROBE = make_probe(make_bytes_tokenizer(), 64)
@@ -41,38 +38,33 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any, Any, Path]:
-    """Saves a base model in several files, with adapters around it that a checkpoint of three ranks holds."""
-    torch.manual_seed(1)
-    config = make_config(model_type)
-    base = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    adapted = get_peft_model(base, LoraConfig(**{**SETTINGS, **more}), autocast_adapter_dtype=False)
-    trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.normal_(std=0.1)
-    trained = {name.replace(".modules_to_save.default", ""): p for name, p in trained.items()}
-    return config, adapted, save_as_ranks(trained, tmp_path / "step-1")
-
-
 def make_merging(tmp_path: Path, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype, **more: Any) -> Merging:
-    settings = LoraConfig(**{**SETTINGS, **more})
+    settings = LoraConfig(**{**ADAPTERS, **more})
     return Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), settings, trained, dtype)
 
 
 def merge(
-    tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype,
-    probe: torch.Tensor = PROBE, **more: Any,
-) -> tuple[Path, str]:  # fmt: skip
+    tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype, **more: Any
+) -> tuple[Path, str]:
     merging = make_merging(tmp_path, checkpoint, trained, dtype, **more)
     messages: list[str] = []
-    folder = export.export_model(
-        checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
-        dtype=dtype, card="", step=1, merge=merging.write,
-        check=lambda to: messages.append(merging.check(to, config, probe)),
-    )  # fmt: skip
+    check: Any = lambda to: messages.append(merging.check(to, config, PROBE))  # noqa: E731
+    folder = export(checkpoint, tmp_path / "ours", config, dtype=dtype, merge=merging.write, check=check)
     return folder, messages[0]
+
+
+def merge_both(
+    tmp_path: Path, config: Any, adapted: Any, checkpoint: Path, **more: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Path]:
+    """Merges file by file and by peft in memory. Returns both results, which are equal, and the first one's folder."""
+    folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32, **more)
+    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text are off by ", output)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours, reference = read_all(folder), read_all(tmp_path / "theirs")
+    assert ours.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    return ours, reference, folder
 
 
 TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projections, plain ones
@@ -82,30 +74,22 @@ TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projec
     "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
 )
 def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if FAMILIES[model_type].refused_by_peft:
-        monkeypatch.setitem(SETTINGS, "target_modules", NAMED)
-    if FAMILIES[model_type].shares_blocks:
-        monkeypatch.setitem(SETTINGS, "target_modules", UNSHARED)
-    config, adapted, checkpoint = adapt(tmp_path, model_type)
-    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
-    folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
-    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text are off by ", output)
-    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
-    ours, reference = read_all(folder), read_all(tmp_path / "theirs")
-    assert ours.keys() == reference.keys()
+    family = FAMILIES[model_type]
+    targets = UNSHARED if family.shares_blocks else NAMED if family.refused_by_peft else "all-linear"
+    config, adapted, checkpoint, _ = adapt(tmp_path, model_type, target_modules=targets)
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 40_000)
+    ours, reference, folder = merge_both(tmp_path, config, adapted, checkpoint, target_modules=targets)
     assert len(list(folder.glob("*.safetensors"))) > 1
     before = read_all(tmp_path / "base")
-    for name, tensor in reference.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
     changed = {name for name in ours if not torch.equal(ours[name], before[name])}
     assert changed == {name for name in reference if not torch.equal(reference[name], before[name])}
-    assert len(changed) >= (2 * 4 if SETTINGS["target_modules"] == "all-linear" else 1)
+    assert len(changed) >= (2 * 4 if targets == "all-linear" else 1)
 
 
 @pytest.mark.check
 def test_adapters_on_a_weight_that_layers_share_are_not_merged(tmp_path: Path) -> None:
     """Each layer has its own, and the merged weight would be one."""
-    config, _, checkpoint = adapt(tmp_path, "zamba2")
+    config, _, checkpoint, _ = adapt(tmp_path, "zamba2")
     message = r"layers\.0\S+q_proj\.weight and \S+layers\.1\S+q_proj\.weight are one weight with an adapter for each"
     with pytest.raises(CheckpointError, match=message):
         merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
@@ -127,14 +111,8 @@ WHOLE = {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}
     ],
 )
 def test_other_adapters_are_merged_as_peft_merges_them(model_type: str, more: dict[str, Any], tmp_path: Path) -> None:
-    config, adapted, checkpoint = adapt(tmp_path, model_type, **more)
-    folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32, **more)
-    assert re.match(r"\d+ tensors equal base plus adapters, rounded once; logits on a text are off by ", output)
-    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
-    ours, reference = read_all(folder), read_all(tmp_path / "theirs")
-    assert ours.keys() == reference.keys()
-    for name, tensor in reference.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    config, adapted, checkpoint, _ = adapt(tmp_path, model_type, **more)
+    ours, _, _ = merge_both(tmp_path, config, adapted, checkpoint, **more)
     before = read_all(tmp_path / "base")
     is_changed = not torch.equal(ours["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     assert is_changed == ("modules_to_save" in more)
@@ -146,26 +124,21 @@ def test_other_adapters_are_merged_as_peft_merges_them(model_type: str, more: di
 @pytest.mark.check
 @pytest.mark.parametrize("more", [WHOLE, DORA], ids=["whole", "DoRA"])
 def test_plain_peft_loads_whole_parts_and_dora(more: dict[str, Any], tmp_path: Path) -> None:
-    config, adapted, checkpoint = adapt(tmp_path, "qwen3", **more)
+    config, adapted, checkpoint, _ = adapt(tmp_path, "qwen3", **more)
     with torch.device("meta"):
-        filled = add_adapters(AutoModelForCausalLM.from_config(config), LoraConfig(**SETTINGS, **more))
-    folder = export.export_model(
-        checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=filled,
-        dtype=torch.float32, card="", step=1, check=lambda to: check_adapter(checkpoint, to, torch.float32),
-    )  # fmt: skip
+        filled = add_adapters(AutoModelForCausalLM.from_config(config), LoraConfig(**ADAPTERS, **more))
+    check: Any = lambda to: check_adapter(checkpoint, to, torch.float32)  # noqa: E731
+    folder = export(checkpoint, tmp_path / "ours", config, adapter_config=filled, check=check)
     adapted.save_pretrained(tmp_path / "theirs")
     ours, reference = read_all(folder), read_all(tmp_path / "theirs")
     assert ours.keys() == reference.keys()
     assert all(torch.equal(ours[name], reference[name]) for name in ours)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    read = PeftModel.from_pretrained(base, str(folder))
-    tokens = torch.arange(16)[None]
-    with torch.no_grad():
-        assert torch.equal(read.eval()(tokens).logits, adapted.eval()(tokens).logits)
+    check_same_logits(PeftModel.from_pretrained(base, str(folder)), adapted, 0.0)
 
 
 def test_a_merge_in_bfloat16_rounds_once(tmp_path: Path) -> None:
-    config, adapted, checkpoint = adapt(tmp_path, "llama", torch.bfloat16)
+    config, adapted, checkpoint, _ = adapt(tmp_path, "llama", dtype=torch.bfloat16)
     folder, _ = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16)
     name = "model.layers.1.mlp.down_proj"
     layer = adapted.get_submodule(f"base_model.model.{name}")
@@ -178,7 +151,7 @@ def test_a_merge_in_bfloat16_rounds_once(tmp_path: Path) -> None:
 @pytest.mark.check
 def test_one_weight_that_is_off_by_one_rounding_is_found(tmp_path: Path) -> None:
     """The tensors prove a merge: no tolerance of logits hides a wrong one."""
-    config, _, checkpoint = adapt(tmp_path, "llama", torch.bfloat16)
+    config, _, checkpoint, _ = adapt(tmp_path, "llama", dtype=torch.bfloat16)
     folder, _ = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16)
     merging = make_merging(tmp_path, checkpoint, torch.bfloat16, torch.bfloat16)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -193,7 +166,7 @@ def test_one_weight_that_is_off_by_one_rounding_is_found(tmp_path: Path) -> None
 
 def test_a_merged_model_that_computes_something_else_is_found(tmp_path: Path) -> None:
     """Its tensors are right, and its config is not."""
-    config, _, checkpoint = adapt(tmp_path, "llama")
+    config, _, checkpoint, _ = adapt(tmp_path, "llama")
     folder, _ = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 1e-3}))
@@ -201,25 +174,9 @@ def test_a_merged_model_that_computes_something_else_is_found(tmp_path: Path) ->
         make_merging(tmp_path, checkpoint, torch.float32, torch.float32).check(folder, config, PROBE)
 
 
-@needs_real_model
-@pytest.mark.full
-def test_adapters_of_a_trained_model_are_merged(tmp_path: Path) -> None:
-    """In bfloat16 its logits are chaotic where ids are special tokens, with adapters and without."""
-    (tmp_path / "base").symlink_to(READY)
-    config = AutoConfig.from_pretrained(READY)
-    base = AutoModelForCausalLM.from_pretrained(READY, dtype=torch.bfloat16)
-    get_peft_model(base, LoraConfig(**SETTINGS), autocast_adapter_dtype=False)
-    torch.manual_seed(1)
-    trained = {name: p.detach().normal_(std=0.01) for name, p in base.named_parameters() if p.requires_grad}
-    checkpoint = save_as_ranks(trained, tmp_path / "step-1")
-    probe = make_probe(AutoTokenizer.from_pretrained(READY), config.vocab_size)
-    _, output = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16, probe=probe)
-    assert float(re.fullmatch(r"272 tensors equal .* are off by (\S+); .* moves them by (\S+)", output)[1]) < 0.1
-
-
 def test_the_text_part_of_a_larger_model_is_merged(tmp_path: Path) -> None:
     """Models that also read images keep the text part beside a part with layers of the same names."""
-    config, _, checkpoint = adapt(tmp_path, "llama")
+    config, _, checkpoint, _ = adapt(tmp_path, "llama")
     tensors = {f"language_model.{name}": tensor for name, tensor in read_all(tmp_path / "base").items()}
     tensors["vision_tower.layers.0.self_attn.q_proj.weight"] = torch.ones(3, 3)
     for file in (tmp_path / "base").glob("*.safetensors*"):
@@ -228,20 +185,20 @@ def test_the_text_part_of_a_larger_model_is_merged(tmp_path: Path) -> None:
     files = find_base_files(str(tmp_path / "base"), None)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    merging = Merging(checkpoint, files, LoraConfig(**SETTINGS), torch.float32, torch.float32)
+    merging = Merging(checkpoint, files, LoraConfig(**ADAPTERS), torch.float32, torch.float32)
     (tmp_path / "to").mkdir()
     assert set(merging.write(tmp_path / "to", skeleton)) == {name.removeprefix("language_model.") for name in tensors
                                                             if "vision" not in name}  # fmt: skip
 
 
 def test_a_base_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    config, _, checkpoint = adapt(tmp_path, "llama")
+    config, _, checkpoint, _ = adapt(tmp_path, "llama")
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     files = find_base_files(str(tmp_path / "base"), None)
     (tmp_path / "to").mkdir()
     with pytest.raises(CheckpointError, match="the base model's files lack "):
-        Merging(checkpoint, files[1:], LoraConfig(**SETTINGS), torch.float32, torch.float32).write(
+        Merging(checkpoint, files[1:], LoraConfig(**ADAPTERS), torch.float32, torch.float32).write(
             tmp_path / "to", skeleton
         )
     index = tmp_path / "base" / "model.safetensors.index.json"

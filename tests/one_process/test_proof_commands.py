@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import succeed
 from support.paths import RECIPES, ROOT, TINY_RECIPE
 from support.tiers import sample_every
 from typer.testing import CliRunner
@@ -129,12 +130,7 @@ def test_windows_softcaps_sinks_and_experts_are_verified(model: str) -> None:
 
 
 def verify_recipe(recipe: str, *words: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", "verify", str(RECIPES / recipe), *words, "--format", "json"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(succeed("verify", str(RECIPES / recipe), *words, "--format", "json").stdout)
     assert answer["passed"]
     assert {"loss", "gradients", "weights", "evaluation tokens"} <= {row["name"] for row in answer["rows"]}
     return answer

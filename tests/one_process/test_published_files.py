@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.checkpoints import save_as_ranks
 from support.commands import succeed
+from support.exports import check_same_logits, export, save_trained
 from support.hub_server import use_hub
 from support.run_directory import write_run
 from support.small_run import CONFIG
@@ -21,7 +21,6 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rules.public_names import find_public_name, make_public
-from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.record import make_card
 
 USER, HOST = "user-of-this-machine", "name-of-this-machine"
@@ -74,16 +73,14 @@ def test_nothing_of_the_machine_is_published(kind: str, tmp_path: Path, monkeypa
     recipe = make_private_recipe(home, base, home / "before" if holds_adapters else None)
     settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=str(base))
     adapted: Any = get_peft_model(model, settings) if holds_adapters else model
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    checkpoint = save_as_ranks(trained, home / "step-1")
+    checkpoint = save_trained(model, home / "step-1")
     shape = read_model_shape(config.to_dict(), str(base))
     tokenizer = make_bytes_tokenizer()
     tokenizer.save_pretrained(base)
-    folder = export_model(
-        checkpoint, home / "mine/model", config=config, tokenizer=type(tokenizer).from_pretrained(base),
-        adapter_config=adapted.peft_config["default"] if holds_adapters else None, dtype=torch.float32,
-        card=make_card(recipe, "mine", shape, shape.vocab_size), step=1,
-    )  # fmt: skip
+    filled = adapted.peft_config["default"] if holds_adapters else None
+    card = make_card(recipe, "mine", shape, shape.vocab_size)
+    own = {"tokenizer": type(tokenizer).from_pretrained(base), "adapter_config": filled, "card": card}
+    folder = export(checkpoint, home / "mine/model", config, **own)
     write_run(home / "mine")
     facts = json.loads((home / "mine/run.json").read_text())
     (home / "mine/run.json").write_text(json.dumps({**facts, "recipe": recipe, "run_name": "mine"}))
@@ -114,9 +111,7 @@ def test_nothing_of_the_machine_is_published(kind: str, tmp_path: Path, monkeypa
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "downloaded"))
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, adapted.eval()(ids).logits)
+    check_same_logits(loaded, adapted, 0.0)
 
 
 def test_a_published_recipe_is_one_and_stays_the_same(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrids import HYBRIDS, TINY, make_hybrid
+from support.hybrids import describe_hybrid, make_hybrid
 from support.tiers import sample
 from support.training import make_recipe
-from test_recurrence_kernels import get_torch_code, run_here, run_leaking, run_packed, run_wrong
+from test_recurrence_kernels import get_torch_code, run_here, run_packed
 from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
@@ -21,6 +21,7 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan, settle
 from ulysses_cli.train.attention.documents import make_documents, walk_bounds
+from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.choosing import Choice
 from ulysses_cli.train.model import parts
 from ulysses_cli.train.processes.groups import SequenceAxis
@@ -74,8 +75,7 @@ def make_package_function(name: str, torch_code: Callable[..., Any], run: Packag
 
 
 def make_plan(model_type: str, *overrides: str) -> RunPlan:
-    sizes = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
-    config = {**TINY, **HYBRIDS[model_type], **sizes, "model_type": model_type}
+    config = describe_hybrid(model_type)
     recipe = make_recipe(*overrides, config=config)
     shape = read_model_shape(config, "test")
     return settle(recipe, shape, choose_levers(recipe, shape, None).levers)
@@ -137,22 +137,6 @@ def test_an_installed_kernel_is_used(name: str, monkeypatch: pytest.MonkeyPatch)
     assert choose(name, run_packed, monkeypatch) == Choice(expected, "equals torch's code on packed documents")
 
 
-@pytest.mark.parametrize("name", sample([DELTA_RULE, KIMI_RULE, SCAN], quick=[SCAN], checked=[]))
-def test_an_installed_kernel_that_leaks_gets_one_document_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = choose(name, run_leaking, monkeypatch)
-    assert choice.name == "by document"
-    assert "packed differs from torch's code by" in choice.reason
-
-
-@pytest.mark.parametrize("name", sample(KERNELS, quick=[CONVOLUTION], checked=[SCAN]))
-def test_an_installed_kernel_that_is_wrong_is_left_with_the_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
-    choice = choose(name, run_wrong, monkeypatch)
-    assert choice.name == "torch"
-    assert "s for each row of" in choice.reason
-    assert "by document differs from torch's code by" in choice.reason
-
-
 def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a delta net's run, where neither package is installed."""
     monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
@@ -203,19 +187,13 @@ def test_a_fused_mamba_kernel_that_is_installed_is_not_called(model_type: str, m
     with pytest.raises(NotImplementedError):  # a plain model that trains calls it
         model(ids, use_cache=False)
     calls.clear()
-    attend_by_document(model, monkeypatch)
+    model.set_attn_implementation(register_attention(SequenceAxis(None, 1, 0), "sdpa"))  # type: ignore[operator]
     serve_recurrent_layers(model, SequenceAxis(None, 1, 0))
     options = {"position_ids": positions, "use_cache": False, "documents": make_documents(lengths)}
     torch.testing.assert_close(model(ids, **options).logits, expected, rtol=1e-5, atol=1e-6)
     assert not calls
     with pytest.raises(NotImplementedError):  # outside our layers it is what it was
         getattr(module, FUSED)(ids)
-
-
-def attend_by_document(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ulysses_cli.train.attention.interface import register_attention
-
-    model.set_attn_implementation(register_attention(SequenceAxis(None, 1, 0), "sdpa"))  # type: ignore[operator]
 
 
 # What flash-linear-attention's rule takes, as read from wheels: fla-core 0.4.0 and 0.4.1, then 0.4.2 to 0.5.2.

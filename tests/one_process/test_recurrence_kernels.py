@@ -282,13 +282,6 @@ def test_a_child_tries_the_kernel_that_this_process_asks_for() -> None:
     assert choose_recurrence_kernel(convolution, torch.float32).name == "by document"
 
 
-def test_a_missing_package_is_named() -> None:
-    function = RULES["delta net"][0]
-    original = function.__wrapped__ if hasattr(function, "is_served") else function
-    assert "flash-linear-attention" in find_missing(original)
-    assert find_missing(get_torch_code(function)) == "transformers has no kernel for it"
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_a_wrapper_that_drops_bounds_in_silence_is_seen_through(rule: str) -> None:
     """As in releases of transformers before 5.18."""
@@ -321,22 +314,15 @@ def test_a_convolution_that_shifts_tokens_is_passed_over(shift: int) -> None:
     assert obstacle.startswith("differs from torch's code by") == bool(shift)
 
 
-@pytest.mark.parametrize("rule", ["delta net", "mamba2"])
+@pytest.mark.parametrize("rule", ["delta net", "mamba2", CONVOLUTION])
 def test_a_traced_kernel_returns_what_the_real_one_does(rule: str) -> None:
     """Results and gradients are shaped as those of transformers' own code."""
-    function, mixer = RULES[rule]
-    stand_in = {"delta net": kernels.apply_delta_rule, "mamba2": kernels.apply_scan}[rule]
-    torch_code = get_torch_code(function)
+    function, mixer = RULES.get(rule, (modeling_bamba.causal_conv1d_fn, RULES["mamba2"][1]))
+    stand_in = {"delta net": kernels.apply_delta_rule, "mamba2": kernels.apply_scan}.get(rule, kernels.convolve)
+    torch_code, way = get_torch_code(function), "by document" if rule == CONVOLUTION else "packed"
     wrapper = wraps(torch_code)(lambda *args, **options: stand_in(*args, **options))
-    traced = PackedProbe(rule, wrapper, mixer, CPU).run("packed", torch.float32)
+    traced = PackedProbe(rule, wrapper, mixer, CPU).run(way, torch.float32)
     expected = PackedProbe(rule, torch_code, mixer, CPU).run("torch", torch.float32)
-    assert [(part.shape, part.dtype) for part in traced] == [(part.shape, part.dtype) for part in expected]
-
-
-def test_a_traced_convolution_returns_what_the_real_one_does() -> None:
-    torch_code, mixer = get_torch_code(modeling_bamba.causal_conv1d_fn), RULES["mamba2"][1]
-    traced = PackedProbe(CONVOLUTION, kernels.convolve, mixer, CPU).run("by document", torch.float32)
-    expected = PackedProbe(CONVOLUTION, torch_code, mixer, CPU).run("torch", torch.float32)
     assert [(part.shape, part.dtype) for part in traced] == [(part.shape, part.dtype) for part in expected]
 
 

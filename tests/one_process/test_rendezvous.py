@@ -139,17 +139,20 @@ def test_an_agent_is_silent_by_this_machines_clock_alone() -> None:
     assert heartbeats.find_longest({"a": "12:08", "b": "11:12"}) == 4.0
 
 
+SETTINGS = RendezvousSettings("x", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
+
+
+def hold(backend: SealedBackend, node: Any, seconds: list[float]) -> Attendance:
+    holder = Attendance(backend, SETTINGS, node, Heartbeats(lambda: seconds[0]))
+    holder._cache_duration = 0
+    holder.sync()
+    return holder
+
+
 def test_a_machine_whose_clock_differs_is_not_taken_for_dead() -> None:
     """torch compares times of day of two clocks; 15 s of difference made ranks of one run start as two runs."""
-    settings = RendezvousSettings("x", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
     seconds, backend = [0.0], SealedBackend(dist.HashStore(), OURS, "x")
     own, other = (SealedHandler._node_desc_generator.generate(name) for name in ("here", "there"))
-
-    def hold(node: Any) -> Attendance:
-        holder = Attendance(backend, settings, node, Heartbeats(lambda: seconds[0]))
-        holder._cache_duration = 0
-        holder.sync()
-        return holder
 
     def beat(holder: Attendance, node: Any, clock: float) -> None:
         """As torch writes it, by a clock that differs by so many seconds."""
@@ -160,7 +163,7 @@ def test_a_machine_whose_clock_differs_is_not_taken_for_dead() -> None:
         holder.sync()
 
     for clock in (-90.0, 86_400.0):
-        here, there = hold(own), hold(other)
+        here, there = hold(backend, own, seconds), hold(backend, other, seconds)
         for _ in range(8):
             beat(here, own, 0.0)
             beat(there, other, clock)
@@ -175,19 +178,15 @@ def test_a_machine_whose_clock_differs_is_not_taken_for_dead() -> None:
 
 
 def test_a_clock_that_is_set_back_silences_no_machine() -> None:
-    settings = RendezvousSettings("x", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
     seconds, own = [0.0], SealedHandler._node_desc_generator.generate("here")
-    backend = SealedBackend(dist.HashStore(), OURS, "x")
-    holder = Attendance(backend, settings, own, Heartbeats(lambda: seconds[0]))
-    holder._cache_duration = 0
-    holder.sync()
+    holder = hold(SealedBackend(dist.HashStore(), OURS, "x"), own, seconds)
     holder.state.last_heartbeats[own] = datetime.now(UTC) + timedelta(hours=1)
     holder.mark_dirty()
     holder.sync()
-    assert not _should_keep_alive(_RendezvousContext(own, holder.state, settings))
+    assert not _should_keep_alive(_RendezvousContext(own, holder.state, SETTINGS))
     seconds[0] += 6.0
     holder.sync()
-    assert _should_keep_alive(_RendezvousContext(own, holder.state, settings))
+    assert _should_keep_alive(_RendezvousContext(own, holder.state, SETTINGS))
 
 
 def test_a_forged_end_of_a_run_is_told_apart() -> None:

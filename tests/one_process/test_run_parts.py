@@ -50,7 +50,7 @@ from ulysses_cli.train.loop import LIMITS, StopConditions, check_progress
 from ulysses_cli.train.model.build import make_schedule
 from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
 from ulysses_cli.train.processes.device import bind_to_device, find_near_cores, find_siblings, read_list, take_share
-from ulysses_cli.train.record import Record, TrackerError, make_card, make_trackers, write_run_file
+from ulysses_cli.train.record import Record, make_card, make_trackers
 from ulysses_cli.train.tensor_file import write_tensors
 
 
@@ -165,16 +165,10 @@ class Screen:
 def test_phases_before_the_first_step_are_told_with_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the process's own start on; a phase that comes twice counts once, with both."""
     now = [1000.0]
-    monkeypatch.setattr(record_module.time, "time", lambda: now[0])
-    monkeypatch.setattr(record_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(record_module.psutil, "Process", lambda: types.SimpleNamespace(create_time=lambda: 988.0))
-    clock = record_module.PhaseClock()
-    for phase, seconds in (
-        ("loading the model", 0.0),
-        ("rehearsal", 20.0),
-        ("loading the model", 15.2),
-        ("training", 3.0),
-    ):
+    monkeypatch.setattr(record_module, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
+    monkeypatch.setattr(record_module.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 988.0))
+    clock, loading = record_module.PhaseClock(), "loading the model"
+    for phase, seconds in ((loading, 0.0), ("rehearsal", 20.0), (loading, 15.2), ("training", 3.0)):
         now[0] += seconds
         clock.enter(phase)
     assert clock.describe() == "ready after 50 s: starting 12 s, loading the model 23 s, rehearsal 15 s"
@@ -182,9 +176,8 @@ def test_phases_before_the_first_step_are_told_with_their_seconds(monkeypatch: p
 
 def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[Any] = []
-    run = types.SimpleNamespace(
-        log=lambda values, step: messages.append((step, values)), finish=lambda: messages.append("end")
-    )
+    log: Any = lambda values, step: messages.append((step, values))  # noqa: E731
+    run = SimpleNamespace(log=log, finish=lambda: messages.append("end"))
     fake = types.ModuleType("wandb")
     fake.init = lambda **settings: messages.append(settings) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -231,12 +224,6 @@ def test_a_run_whose_loss_diverged_does_not_end_like_others(tmp_path: Path) -> N
     assert screen.events[-1]["diverged"]
     assert again.events[-1]["diverged"]
     assert [event["event"] for event in again.events] == ["step", "done"]
-
-
-def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):
-        make_trackers(["wandb"], tmp_path, "mine")
 
 
 def test_ranks_without_a_display_print_no_line(tmp_path: Path) -> None:
@@ -299,12 +286,6 @@ def test_a_rank_starts_without_what_it_does_not_need() -> None:
 def test_a_warm_up_as_a_share_of_all_steps() -> None:
     ours = make_schedule(Train(learning_rate=1.0, warmup_ratio=0.25, lr_scheduler_type="constant_with_warmup"), 16)
     assert [ours(step) for step in range(6)] == [0.125, 0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_a_warm_up_of_one_step_changes_weights() -> None:
-    """What `warmup_ratio: 0.03` of a recipe by `init` makes of a short run."""
-    ours = make_schedule(Train(learning_rate=1e-3, warmup_ratio=0.03), 2)
-    assert [ours(0), ours(1)] == [pytest.approx(5e-4), pytest.approx(1e-3)]
 
 
 def test_the_card_holds_the_recipe_without_what_names_the_machine() -> None:
@@ -410,25 +391,18 @@ def test_safetensors_reads_a_tensor_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_removed_during_the_run_is_reported(tmp_path: Path) -> None:
-    messages: list[dict[str, Any]] = []
-
-    class Voice:
-        def emit(self, event: Any) -> None:
-            messages.append(dict(event))
-
-        def close(self) -> None: ...
-
+    screen = Screen()
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "lock-0").touch()
     record = Record(run_dir, lock=RunLock(run_dir / "lock-0"))
-    record.open(Voice())
+    record.open(screen)
     record.start_files(0, 100)
     record.write_step({"step": 1})
     shutil.rmtree(run_dir)
     for step in (2, 3):
         record.write_step({"step": step})
-    (warning,) = [event["message"] for event in messages if event["event"] == "warning"]
+    (warning,) = [event["message"] for event in screen.events if event["event"] == "warning"]
     assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed during the run: its content is lost")
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
     with pytest.raises(RecipeError, match="is in use by a run that is still going on"):
@@ -542,21 +516,3 @@ def test_a_disk_that_will_be_full_is_refused_before_the_run(
     if is_short:
         assert "has 30.0 GiB free, checkpoints of 11.2 GiB each and the model will take 33.9 GiB" in output
         assert "lower run.save_total_limit" in output
-
-
-SHAPE = read_model_shape(CONFIG, "test")
-SECRETS = ("hf_abcdefghijklmnop", "sk-proj-1234567890", "p4ssw0rd")
-
-
-def test_secrets_of_a_recipe_are_masked(tmp_path: Path) -> None:
-    recipe = make_recipe(
-        f"deepspeed.comms_logger.api_key={SECRETS[0]}",
-        f"deepspeed.elasticity.note=Bearer {SECRETS[1]}",
-        f"run.run_name=https://me:{SECRETS[2]}@host/x",
-    ).model_dump(mode="json")
-    assert all(secret in str(recipe) for secret in SECRETS)
-    write_run_file(tmp_path, {"recipe": recipe, "run_name": recipe["run"]["run_name"]})
-    written = (tmp_path / "run.json").read_text() + make_card(recipe, "name", SHAPE, SHAPE.vocab_size)
-    assert not [secret for secret in SECRETS if secret in written]
-    assert "learning_rate: 0.003" in written
-    assert '"tokenizer": "bytes"' in written

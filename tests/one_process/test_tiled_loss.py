@@ -180,13 +180,6 @@ def test_no_mask_takes_more_memory_than_all_tokens(tile: int) -> None:
         assert sizes[-1] < (0.2 if not tile else 0.9) * most
 
 
-def test_the_loss_of_a_bare_head_is_unchanged() -> None:
-    case = make_case(5, 0)
-    expected = case["head"](case["hidden"])
-    make_tiled_loss(case["head"], HeadRule(), 2)
-    assert torch.equal(case["head"](case["hidden"]), expected)
-
-
 def test_a_frozen_head_gets_no_gradient() -> None:
     case = make_case(9, 1)
     case["head"].requires_grad_(False)
@@ -321,26 +314,30 @@ def test_a_tile_at_once(rule: HeadRule) -> None:
     torch.testing.assert_close(ours, grad, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_a_compiled_tile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, also where a backward runs it in a thread of its own. Tiles of all sizes are of one kind."""
-    graphs: list[Any] = []
-    if backend == "eager":
-        monkeypatch.setattr(
-            torch, "compile", partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-        )
-    compile_once.cache_clear()
+def check_compiled_tile() -> None:
+    """As on a GPU, also where a backward runs it in a thread of its own."""
     compute = partial(compute_losses, implementation="compiled")
     for rule in (HeadRule(), HeadRule(divisor=2.5, softcap=1.5, z_loss_weight=0.1), HeadRule(token_loss=torch.sqrt)):
         for tokens in (1, 9, 23):
             is_compiled = tokens > 1 and rule.token_loss is None
             compare_with_plain(compute, rule, tokens, 33, torch.bfloat16, is_compiled)
         run_in_thread(compare_with_plain, compute, rule, 24, 33, torch.bfloat16, rule.token_loss is None)
+
+
+def test_a_compiled_tile(compiled_graphs: list[list[Any]]) -> None:
+    """Tiles of all sizes are of one kind."""
+    check_compiled_tile()
+    assert len(compiled_graphs) <= 2 * 3, "of each rule one with weights, one without and one without a gradient"
+
+
+@pytest.mark.full
+def test_a_tile_in_the_compilers_kernels() -> None:
     compile_once.cache_clear()
-    if backend == "eager":
-        assert len(graphs) <= 2 * 3, "of each rule one with weights, one without and one without a gradient"
+    check_compiled_tile()
+    compile_once.cache_clear()
 
 
+@pytest.mark.usefixtures("compiled_graphs")
 @pytest.mark.parametrize("way", ["blocks", "compiled"])
 @pytest.mark.parametrize("tile", [4, None])
 @pytest.mark.parametrize("rule", [HeadRule(), HeadRule(divisor=2.5, softcap=1.5, z_loss_weight=0.1)], ids=str)
@@ -348,9 +345,7 @@ def test_targets_are_measured_beside_their_losses(
     rule: HeadRule, tile: int | None, way: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By torch's own distribution, also with gaps between targets, and for none. Losses stay bitwise what they are."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(tile_losses, "BLOCK_ELEMENTS", 100)
-    compile_once.cache_clear()
     case = make_case(23, 1)
     hidden, labels, head = case["hidden"].requires_grad_(), case["labels"].clone(), case["head"]
     logits = apply_rule(head(hidden.detach())[0].detach(), rule)
@@ -370,7 +365,6 @@ def test_targets_are_measured_beside_their_losses(
         assert torch.equal(*grads)
         with torch.no_grad():
             assert torch.equal(loss.per_token(hidden, labels, places, is_measured=True), found)
-    compile_once.cache_clear()
 
 
 def test_of_equal_logits_the_first_is_the_likeliest() -> None:
@@ -379,10 +373,9 @@ def test_of_equal_logits_the_first_is_the_likeliest() -> None:
     assert measure_logits(logits, torch.tensor([1, 2]), 1.0, None)[2].tolist() == [1, 0]
 
 
-def test_preferences_learn_from_a_compiled_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("compiled_graphs")
+def test_preferences_learn_from_a_compiled_tile() -> None:
     """Losses that get their weights later are made again in the backward."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    compile_once.cache_clear()
     results = []
     for way in ("blocks", "compiled"):
         case = make_case(23, 1)
@@ -390,7 +383,6 @@ def test_preferences_learn_from_a_compiled_tile(monkeypatch: pytest.MonkeyPatch)
         losses = loss.per_token(case["hidden"].requires_grad_(), case["labels"])
         torch.tanh(losses.sum() / 9).backward()
         results.append((losses.detach(), case["hidden"].grad, case["head"].weight.grad))
-    compile_once.cache_clear()
     for ours, right in zip(*results, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-13)
 
@@ -411,11 +403,3 @@ def test_a_head_that_keeps_its_result_is_not_overwritten() -> None:
     expected = torch.autograd.grad(compute_reference(hidden, labels, plain, HeadRule()).sum(), hidden)[0]
     make_tiled_loss(plain, HeadRule(), 4)(hidden, labels).backward()
     torch.testing.assert_close(hidden.grad, expected, rtol=1e-11, atol=1e-13)
-
-
-def test_losses_alone() -> None:
-    logits = torch.randn(3, VOCABULARY, dtype=torch.float64)
-    labels = torch.tensor([1, IGNORE_INDEX, 4])
-    losses, _ = compute_losses(logits, labels, HeadRule())
-    expected = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    torch.testing.assert_close(losses, expected)

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,13 +81,6 @@ def test_a_service_that_refuses_a_run_is_told_before_it_starts(tmp_path: Path, m
 def test_training_goes_on_when_a_service_fails(tmp_path: Path) -> None:
     events: list[Any] = []
 
-    class Screen:
-        def emit(self, event: Any) -> None:
-            events.append(event)
-
-        def close(self) -> None:
-            pass
-
     class Failing:
         place, times, is_closed = "https://numbers.example/mine", 0, False
 
@@ -108,7 +102,7 @@ def test_training_goes_on_when_a_service_fails(tmp_path: Path) -> None:
             raise TimeoutError("no answer")
 
     failing, record = Failing(), Record(tmp_path)
-    record.open(Screen(), [failing, Unclosed()])
+    record.open(SimpleNamespace(emit=events.append, close=lambda: None), [failing, Unclosed()])
     record.start_files(0, 100)
     record.write_step(LINE)
     record.write_step({**LINE, "step": 2})

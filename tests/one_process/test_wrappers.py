@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_as_ranks
+from support.exports import export, save_trained
 from support.tiers import sample
 from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -19,7 +20,7 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.export.base_model import BaseModel, find_base_files, find_carried
 from ulysses_cli.train.export.merging import Merging
-from ulysses_cli.train.export.weights import check_model, export_model, make_probe
+from ulysses_cli.train.export.weights import check_model, make_probe
 from ulysses_cli.train.model.loading import BuildError, ModelOptions, find_key_mapping, load_pretrained
 from ulysses_cli.train.record import make_card
 
@@ -28,6 +29,7 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128, "tie_word_embeddings": False,
 }  # fmt: skip
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+DEEP = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
@@ -42,9 +44,7 @@ STACKED = "qwen3_5_moe stacked"  # as released; transformers writes one tensor f
 WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "text_config": {**TEXT, **DELTA, "model_type": "qwen3_5_text"},
-        "vision_config": {
-            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-        },
+        "vision_config": DEEP,
     },
     "gemma3": {
         "text_config": {**TEXT, "model_type": "gemma3_text", "tie_word_embeddings": True},
@@ -64,10 +64,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             **TEXT, "model_type": "cohere_compass_text", "tie_word_embeddings": True,
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
         },
-        "vision_config": {
-            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-            "deepstack_visual_indexes": [0],
-        },
+        "vision_config": {**DEEP, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
     },
     "mistral3": {
@@ -83,9 +80,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     **{
         name: {
             "text_config": {**TEXT, **DELTA, **EXPERTS, "model_type": "qwen3_5_moe_text"},
-            "vision_config": {
-                "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-            },
+            "vision_config": DEEP,
         }
         for name in ("qwen3_5_moe", STACKED)
     },
@@ -173,13 +168,11 @@ def test_an_export_is_the_whole_model_again(base: Path, tmp_path: Path) -> None:
     whole = BaseModel(str(base))
     assert whole.wrapper is not None
     model.config.max_position_embeddings = 4321  # what a longer recipe writes
-    folder = export_model(
-        checkpoint, tmp_path / "out", config=model.config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
-        dtype=torch.float32, card="a card", step=1, base=whole,
-        check=lambda to: messages.append(
-            check_model(checkpoint, to, model.config, torch.float32, lambda _: None, PROBE, whole)
-        ),
-    )  # fmt: skip
+
+    def check(to: Path) -> None:
+        messages.append(check_model(checkpoint, to, model.config, torch.float32, lambda _: None, PROBE, whole))
+
+    folder = export(checkpoint, tmp_path / "out", model.config, base=whole, check=check)
     assert "equal the trained model's; logits on a text are off by " in messages[0]
     ours, theirs = load_file(folder / "model.safetensors"), load_file(base / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -206,11 +199,8 @@ def test_adapters_are_merged_into_the_whole_model(base: Path, tmp_path: Path) ->
     files = find_base_files(str(base), None)
     merging = Merging(checkpoint, files, LoraConfig(**SETTINGS), torch.float32, torch.float32, None, whole)
     config = AutoConfig.from_pretrained(base).get_text_config(decoder=True)
-    folder = export_model(
-        checkpoint, tmp_path / "out", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
-        dtype=torch.float32, card="a card", step=1, merge=merging.write, base=whole,
-        check=lambda to: merging.check(to, config, PROBE),
-    )  # fmt: skip
+    folder = export(checkpoint, tmp_path / "out", config, merge=merging.write, base=whole)
+    merging.check(folder, config, PROBE)
     ours, theirs = load_file(folder / "model.safetensors"), load_file(base / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in IGNORED_NAMES & theirs.keys())
@@ -220,19 +210,13 @@ def test_adapters_are_merged_into_the_whole_model(base: Path, tmp_path: Path) ->
 def test_the_card_of_adapters_loads_them(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = load_text(base)
     adapted = get_peft_model(text, LoraConfig(**SETTINGS, task_type="CAUSAL_LM"))
-    trained = {name: parameter for name, parameter in text.named_parameters() if parameter.requires_grad}
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.normal_(std=0.05)
+    checkpoint = save_trained(text, tmp_path / "step-1", 0.05)
     recipe = make_recipe("lora.r=2").model_dump(mode="json")
     recipe["model"] |= {"name_or_path": str(base), "config": None, "dtype": "float32"}
     shape = read_model_shape(text.config.to_dict(), "base")
-    folder = export_model(
-        save_as_ranks(trained, tmp_path / "step-1"), tmp_path / "out", config=text.config,
-        tokenizer=make_bytes_tokenizer(), adapter_config=adapted.peft_config["default"], dtype=torch.float32, step=1,
-        card=make_card(recipe, "mine", shape, shape.vocab_size, key_mapping=find_key_mapping(str(base))),
-        base=BaseModel(str(base)),
-    )  # fmt: skip
+    card = make_card(recipe, "mine", shape, shape.vocab_size, key_mapping=find_key_mapping(str(base)))
+    own = {"adapter_config": adapted.peft_config["default"], "card": card, "base": BaseModel(str(base))}
+    folder = export(checkpoint, tmp_path / "out", text.config, **own)
     monkeypatch.chdir(folder)
     results: dict[str, Any] = {}
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]

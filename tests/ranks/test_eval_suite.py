@@ -213,10 +213,7 @@ def test_a_killed_run_has_the_scores_of_an_uninterrupted_one(tmp_path: Path, mom
     runs.finish("whole")
     assert runs.start("killed", plan={**moment, "who": "all", "signal": signal.SIGKILL}).wait(120) == 1
     runs.finish("killed", "--resume", "auto")
-    whole, killed = (
-        [json.loads(line) for line in (tmp_path / run / "quality.jsonl").read_text().splitlines()]
-        for run in ("whole", "killed")
-    )
+    whole, killed = (runs.read_lines(name, "quality") for name in ("whole", "killed"))
     assert [line["step"] for line in whole] == [2, 4, 6]
     assert [(line["step"], line["score"]) for line in killed] == [(line["step"], line["score"]) for line in whole]
 
@@ -250,7 +247,7 @@ def test_a_model_that_has_learned_a_chat_makes_its_calls_in_the_run_and_afterwar
     )
     runs = Runs(tmp_path, recipe)
     runs.finish("run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "quality.jsonl").read_text().splitlines()]
+    lines = runs.read_lines("run", "quality")
     assert [(line["step"], line["score"]) for line in lines] == [(60, 1)]
     assert (lines[0]["scores"][0]["task"], lines[0]["scores"][0]["names"]) == ("calls", 1)
     words = ["--suite", "calls", "--dtype", "float32", "--device", "cpu", "--sp-size", "2", "--format", "json"]

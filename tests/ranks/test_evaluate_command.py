@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from support.checkpoints import RECIPE, make_checkpoint
 from support.commands import run, succeed
 from support.faults import wait_for_end
 from support.json_page import find_undocumented
@@ -19,7 +21,7 @@ from support.prompters import make_prompter
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from support.tiers import sample_every
-from test_generation import PlainForward, make_axes, make_axis, make_prompts
+from test_generation import PlainForward, make, make_axes, make_axis, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children import evaluating
@@ -31,6 +33,7 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.train.generation.decoding import Generator
 
+KEPT = {"manifest.json", "state.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 LONG = {**BYTES_CONFIG, "max_position_embeddings": 4096}
 WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--format", "json")
 
@@ -41,6 +44,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**LONG)).save_pretrained(folder)
     return str(folder)
+
+
+def check_refused(words: Sequence[str], message: str, cwd: Path | None = None, **environment: str) -> dict[str, str]:
+    """Runs the command, which must end with 2 and one problem that says so and has a hint."""
+    result = run("evaluate", *words, cwd=cwd, **environment)
+    assert result.returncode == 2, result.stderr
+    problem: dict[str, str] = json.loads(result.stdout)["problems"][0]
+    assert message in problem["message"]
+    assert problem["hint"]
+    return problem
 
 
 @pytest.mark.parametrize(
@@ -62,15 +75,76 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
             (("--suite", "qa_1", "--squad", "nowhere.json"), "nowhere.json does not exist"),
             (("--suite", "niah", "--hotpotqa", "nowhere.json"), "no task of niah reads it"),
             (("--suite", "ruler", "--code", "nowhere"), "no task of ruler reads it"),
+            (("--suite", ""), "no suite is named"),
+            (("--suite", "longbench-v2", "--path", "numbers.json"), "numbers.json:1:1: a JSON value that is not an ob"),
+            (("--suite", "vt", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
+            (("--suite", "code", "--code", "nowhere"), "nowhere is not a folder"),
+            (("--suite", "vt", "--thinking", "64"), "the model's chat template knows of no thoughts"),
+            (
+                ("--suite", "vt", "--tokenizer", "plain", "--chat-template"),
+                "the model's tokenizer has no chat template",
+            ),
         ],
     ),
 )
-def test_a_mistake_ends_with_2_and_says_what_to_do(model: str, words: tuple[str, ...], message: str) -> None:
-    result = run("evaluate", model, *WORDS, *words)
-    assert result.returncode == 2
-    problem = json.loads(result.stdout)["problems"][0]
-    assert message in problem["message"]
-    assert problem["hint"]
+def test_a_mistake_is_refused(model: str, words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    plain = make_bytes_tokenizer()
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path / "plain")
+    check_refused((model, *WORDS, *words), message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "holds neither config.json nor a checkpoint"),
+        (("adapter_config.json",), "holds adapters alone, and no checkpoint of theirs"),
+        (("manifest.json",), "is not a complete checkpoint"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    assert check_refused((str(tmp_path), *WORDS, "--suite", "vt"), message)["key"] == "MODEL"
+
+
+PLACES: list[tuple[dict[str, str], str, str]] = [
+    (
+        {"TORCHELASTIC_RUN_ID": "none"}, "torchrun started this command once for each process",
+        "leave it out: `ulysses evaluate`",
+    ),
+    ({"NNODES": "2"}, "2 machines need --node-rank", "NODE_RANK and MASTER_ADDR"),
+    (
+        {"SLURM_STEP_NODELIST": "a1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"},
+        "SLURM started this command 8 times on each machine", "srun --ntasks-per-node=1 ulysses evaluate",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "message", "hint"), PLACES)
+def test_a_place_that_is_unclear_is_refused(
+    environment: dict[str, str], message: str, hint: str, tmp_path: Path
+) -> None:
+    assert hint in check_refused((str(tmp_path), *WORDS, "--suite", "vt"), message, **environment)["hint"]
+
+
+def test_a_quantized_model_is_refused_by_name(model: str, tmp_path: Path) -> None:
+    config = {**json.loads((Path(model) / "config.json").read_text()), "quantization_config": {"quant_method": "gptq"}}
+    shutil.copytree(model, tmp_path / "quantized")
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps(config))
+    problem = check_refused((str(tmp_path / "quantized"), *WORDS, "--suite", "vt"), "are quantized by gptq")
+    assert problem["hint"] == "name the same model in bfloat16"
+
+
+def test_results_of_two_runs_have_folders_of_their_own() -> None:
+    name_results = evaluating.name_results
+    assert name_results("runs/mine/checkpoints/step-400", ["ruler"]) == "mine-step-400-ruler"
+    assert name_results("runs/mine/model/", ["niah", "loss"]) == "mine-model-niah-loss"
+    assert name_results("Qwen/Qwen3-0.6B", ["lm-eval:gsm8k"]) == "Qwen3-0.6B-lm-eval-gsm8k"
+    long = [name_results("m", [f"lm-eval:{'x' * 120}{end}"]) for end in "ab"]
+    assert len({*long}) == 2
+    assert all(len(name) <= 100 for name in long)
 
 
 def test_a_dry_run_predicts_the_cache(model: str) -> None:
@@ -82,13 +156,9 @@ def test_a_dry_run_predicts_the_cache(model: str) -> None:
     assert prediction["prefill_seconds"] is None, "the GPU is not known"
 
 
-def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path) -> None:
     """Seconds are the operations over the GPU's rates, and the bytes of weights and cache over its memory's."""
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
-    monkeypatch.setattr(evaluating, "load_state", lambda _: {"recipe": {"model": {"config": LONG}}})
-    monkeypatch.setattr("ulysses_cli.commands.export.run_export", lambda *_: pytest.fail("it was exported"))
+    checkpoint = make_checkpoint(tmp_path / "run", 4, recipe={**RECIPE, "model": {"config": LONG}})
     result = succeed("evaluate", str(checkpoint), *WORDS, "--dry-run", "--max-length", "4Ki", "--gpu", "h100")
     (prediction,) = json.loads(result.stdout)["predictions"]
     slowest, fastest = (prediction["prefill_flops"] / (989e12 * share) for share in (0.63, 0.72))
@@ -108,6 +178,7 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     assert huge["room"] == "no"
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--gpu", "abacus")
     assert (result.returncode, json.loads(result.stdout)["problems"][0]["key"]) == (2, "--gpu")
+    assert {file.name for file in (tmp_path / "run").rglob("*")} == {"checkpoints", "step-4", *KEPT}
 
 
 def make_question(name: str, context: str) -> dict[str, str]:
@@ -192,14 +263,11 @@ def test_a_dry_run_counts_the_questions_of_files(model: str, questions: str) -> 
 
 @pytest.mark.parametrize(("kind", "length"), [("yarn", 16384), ("dynamic", 4096)])
 def test_a_checkpoints_positions_are_those_that_it_was_stretched_to(
-    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, length: int
+    questions: str, tmp_path: Path, kind: str, length: int
 ) -> None:
     """A dynamic stretch leaves the model's own number in its config."""
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
-    recipe = {"model": {"config": LONG, "rope_scaling": {"type": kind}}, "data": {"max_length": 16384}}
-    monkeypatch.setattr(evaluating, "load_state", lambda _: {"recipe": recipe})
+    recipe = {**RECIPE, "model": {"config": LONG, "rope_scaling": {"type": kind}}, "data": {"max_length": 16384}}
+    checkpoint = make_checkpoint(tmp_path / "run", 4, recipe=recipe)
     result = succeed("evaluate", str(checkpoint), *WORDS, "--dry-run", "--suite", "longbench-v2", "--path", questions)
     found = json.loads(result.stdout)
     assert [each["length"] for each in found["predictions"]] == [length]
@@ -249,8 +317,6 @@ FURTHER_CACHES = ("llama", "qwen3_next", "bamba", "lfm2", "zamba2")
     "model_type", ["gemma2", *(pytest.param(each, marks=pytest.mark.full) for each in FURTHER_CACHES)]
 )
 def test_the_predicted_cache_is_the_counted_one(model_type: str) -> None:
-    from test_generation import make
-
     shape = read_model_shape(make(model_type, "eager").config.to_dict(), "test")
     predicted = count_cache_bytes(shape, len(make_prompts("one")[0]), 2, 4, 6)
     assert max(run_on_ranks(2, count_cached, model_type)) == pytest.approx(predicted, rel=0.05)
@@ -259,16 +325,12 @@ def test_the_predicted_cache_is_the_counted_one(model_type: str) -> None:
 @pytest.mark.check
 def test_the_predicted_cache_of_a_ring_is_the_counted_one() -> None:
     """Three ranks, each with all heads and a third of the prompt."""
-    from test_generation import make
-
     shape = read_model_shape(make("llama", "eager").config.to_dict(), "test")
     predicted = count_cache_bytes(shape, len(make_prompts("one")[0]), 3, 4, 6)
     assert max(run_on_ranks(3, count_cached, "llama", 3)) == pytest.approx(predicted, rel=0.05)
 
 
 def test_layers_that_need_tokens_in_order_have_no_ring() -> None:
-    from test_generation import make
-
     question = evaluating.ModelQuestion(3, 3, 64, "float32", "bytes", "cpu", trust_remote_code=False)
     with pytest.raises(RecipeError) as caught:
         evaluating.prepare_model(

@@ -7,6 +7,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.run.checkpoints import find_damage
-from ulysses_cli.train.checkpoint import format
 from ulysses_cli.train.checkpoint import format as checkpoint
 from ulysses_cli.train.checkpoint.saves import SavePolicy
 from ulysses_cli.train.loop import train
@@ -62,7 +62,7 @@ def test_a_save_beside_steps_holds_the_step_at_which_it_began(tmp_path: Path) ->
 def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
     """Begins a save of step 2 on a slow disk, takes one more step and ends. Returns whether the save was still running
     then, and which checkpoints are complete."""
-    harness, real = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=ASYNC), format.write_share
+    harness, real = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=ASYNC), checkpoint.write_share
     may_write = threading.Event()
 
     def write(*args: Any) -> Any:
@@ -70,15 +70,12 @@ def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
         return real(*args)
 
     harness.train_until(2)
-    format.write_share = write
-    try:
+    with mock.patch.object(checkpoint, "write_share", write):
         harness.saves.save(harness.train_state)
         harness.train_until(3)
         is_on_its_way = harness.saves.pending is not None and not harness.saves.pending.is_done
         may_write.set()
         harness.saves.save_last(harness.train_state)
-    finally:
-        format.write_share = real
     result = Path(folder, "checkpoints").iterdir()
     return is_on_its_way, sorted(path.name for path in result if not find_damage(path))
 
@@ -103,14 +100,11 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(beside, rank, share)
 
-    checkpoint.write_share = format.write_share = write
-    try:
+    with mock.patch.object(checkpoint, "write_share", write):
         for step in (1, 2):
             harness.train_until(step)
             harness.saves.save(harness.train_state)
         harness.saves.wait_for_pending()
-    finally:
-        checkpoint.write_share = format.write_share = real
     return harness.warnings, harness.losses
 
 

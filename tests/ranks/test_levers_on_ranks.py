@@ -3,6 +3,7 @@
 import dataclasses
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,18 +50,9 @@ def count_exchanges(levers: Levers) -> float:
     """Counts a layer's all-to-alls in one forward and backward."""
     from ulysses_cli.train.attention import ulysses
 
-    calls, original = [0], ulysses._all_to_all
-
-    def counted(*args: Any) -> Any:
-        calls[0] += 1
-        return original(*args)
-
-    ulysses._all_to_all = counted  # type: ignore[assignment]
-    try:
+    with mock.patch.object(ulysses, "_all_to_all", wraps=ulysses._all_to_all) as exchange:
         run_split(Case("llama", levers))
-    finally:
-        ulysses._all_to_all = original
-    return calls[0] / 2
+    return exchange.call_count / 2
 
 
 @pytest.mark.parametrize(
@@ -80,45 +72,60 @@ def test_a_recomputation_that_keeps_attention_exchanges_nothing(levers: Levers, 
 
 # float32 and two steps of SGD; deep sums run in another order
 TOLERANCE = 2e-5
-SAMPLE = [
-    ("llama", 1, ()), ("llama", 2, ADAPTED), ("qwen3", 2, ()), ("gemma3_text", 1, ()), ("qwen3_moe", 2, ()),
-    ("gemma4_text", 2, ()),
+
+
+GRID = [
+    (kind, levers, sp_size, lora)
+    for kind in ("llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "gemma4_text")
+    for levers in (
+        ALL, Levers(loss_tile=7), Levers(mlp_tiles=5), KEPT, SAVED,
+        Levers(checkpointing="full", mlp_tiles=3, offloaded=2),
+    )
+    for sp_size in (1, 2)
+    for lora in ((), ("q_proj", "gate_proj", "down_proj"))
 ]  # fmt: skip
+QUICK = ("llama", ALL, 2, ADAPTED)
 
 
-@pytest.mark.parametrize(("kind", "sp_size", "lora"), sample(SAMPLE, quick=SAMPLE[1:2], checked=SAMPLE[5:]), ids=str)
-def test_zero3(kind: str, sp_size: int, lora: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "levers", "sp_size", "lora"),
+    sample([QUICK, *GRID], quick=[QUICK], checked=[("gemma4_text", ALL, 2, ())]),
+    ids=str,
+)
+def test_zero3(kind: str, levers: Levers, sp_size: int, lora: tuple[str, ...]) -> None:
     """At sp 1 the second rank's row has 5 tokens: fewer tokens than tiles, and other counts than the first rank's."""
-    case = Case(kind, ALL, dtype=torch.float32, lora=lora, changes=GROUPED.get(kind, {}))
+    if lora and kind in ("qwen3_moe", "gpt_oss"):
+        lora = ("q_proj", "o_proj")  # experts are no linear layers
+    case = Case(kind, levers, dtype=torch.float32, lora=lora, changes=GROUPED.get(kind, {}))
     assert max(run_on_ranks(2, compare_zero3, case, sp_size)) < TOLERANCE
 
 
-def compare_grouped(levers: Levers, sp_size: int) -> float:
-    """Experts in grouped products on sharded weights, and each expert by itself in one process."""
-    grouped = {"experts_implementation": "grouped_mm"}
-    case = Case("qwen3_moe", dtype=torch.float32)
+def compare_alone(case: Case, levers: Levers, **changes: Any) -> float:
+    """On sharded weights of two ranks with these levers, and in one process without."""
     expected = run_alone(case)
-    result = run_zero3(dataclasses.replace(case, levers=levers, changes=grouped), sp_size, steps=1)
+    result = run_zero3(dataclasses.replace(case, levers=levers, changes=changes), 2, steps=1)
     loss = result["losses"][0].clone()
-    dist.all_reduce(loss)
+    if not case.is_preference:
+        dist.all_reduce(loss)
     found = {name: 50 * result[f"grad of {name}"] for name in expected if name != "loss"}  # run_zero3 divides by 50
     return max(measure_difference({"loss": loss, **found}, expected).values())
+
+
+def compare_grouped(levers: Levers) -> float:
+    """Experts in grouped products, and each expert by itself."""
+    return compare_alone(Case("qwen3_moe", dtype=torch.float32), levers, experts_implementation="grouped_mm")
+
+
+def compare_preferences(levers: Levers, lora: tuple[str, ...]) -> float:
+    """A loss that follows from the losses of all ranks' targets, of which rank 0 has none."""
+    half = sum(LENGTHS) // 2
+    return compare_alone(Case("llama", dtype=torch.float32, lora=lora, first_target=half, is_preference=True), levers)
 
 
 @pytest.mark.parametrize("levers", sample([Levers(), ALL], quick=[], checked=[ALL]), ids=["without tiles", "tiles"])
 def test_grouped_experts_on_sharded_weights_equal_single_ones_on_one_process(levers: Levers) -> None:
     """grouped_mm is what transformers takes by default."""
-    assert max(run_on_ranks(2, compare_grouped, levers, 2)) < TOLERANCE
-
-
-def compare_preferences(levers: Levers, lora: tuple[str, ...]) -> float:
-    """A loss that follows from the losses of all ranks' targets, of which rank 0 has none, and the same in one
-    process."""
-    case = Case("llama", dtype=torch.float32, lora=lora, first_target=sum(LENGTHS) // 2, is_preference=True)
-    expected = run_alone(case)
-    result = run_zero3(dataclasses.replace(case, levers=levers), 2, steps=1)
-    found = {name: 50 * result[f"grad of {name}"] for name in expected if name != "loss"}  # run_zero3 divides by 50
-    return max(measure_difference({"loss": result["losses"][0], **found}, expected).values())
+    assert max(run_on_ranks(2, compare_grouped, levers)) < TOLERANCE
 
 
 PREFERENCES = [(Levers(loss_tile=7), ()), (ALL, ADAPTED), (Levers(), ())]
@@ -127,29 +134,6 @@ PREFERENCES = [(Levers(loss_tile=7), ()), (ALL, ADAPTED), (Levers(), ())]
 @pytest.mark.parametrize(("levers", "lora"), sample(PREFERENCES, quick=PREFERENCES[:1], checked=PREFERENCES))
 def test_losses_of_targets_on_sharded_weights_and_a_rank_without_any(levers: Levers, lora: tuple[str, ...]) -> None:
     assert max(run_on_ranks(2, compare_preferences, levers, lora)) < TOLERANCE
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("lora", [(), ("q_proj", "gate_proj", "down_proj")], ids=["full", "lora"])
-@pytest.mark.parametrize("sp_size", [1, 2])
-@pytest.mark.parametrize(
-    "levers",
-    [
-        ALL,
-        Levers(loss_tile=7),
-        Levers(mlp_tiles=5),
-        KEPT,
-        SAVED,
-        Levers(checkpointing="full", mlp_tiles=3, offloaded=2),
-    ],
-    ids=["all", "loss", "mlp", "kept", "saved", "full"],
-)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "gemma4_text"])
-def test_zero3_grid(kind: str, levers: Levers, sp_size: int, lora: tuple[str, ...]) -> None:
-    if lora and kind in ("qwen3_moe", "gpt_oss"):
-        lora = ("q_proj", "o_proj")  # experts are no linear layers
-    case = Case(kind, levers, dtype=torch.float32, lora=lora, changes=GROUPED.get(kind, {}))
-    assert max(run_on_ranks(2, compare_zero3, case, sp_size)) < TOLERANCE
 
 
 def count_gathers_of(case: Case, parts: tuple[str, ...]) -> dict[str, int]:
@@ -183,7 +167,6 @@ def compare_threads(*words: str) -> float:
         layout = () if "parallel.sp_size=2" in words else ("parallel.dp_shard_size=2",)
         recipe = make_recipe(*words, *layout, "train.learning_rate=0.01", "data.max_length=48")
         harness = RunHarness(recipe, MemoryRows([[(20, 0), (28, 3)], [(40, 0)]] * 2), 2)
-        harness.train_state.num_steps = 2
         with backward_in_another_thread() if is_own else nullcontext([2]) as count:
             train(harness.train_state)
         assert count[0] >= 2
@@ -229,23 +212,20 @@ def test_what_is_minimized_and_measured_is_a_value() -> None:
         assert max(measure_difference(others, weights).values()) < TOLERANCE
 
 
-HOST = (
-    "parallel.dp_shard_size=2",
-    "memory.offload_optimizer=cpu",
-    "memory.overlap_optimizer=true",
-    "memory.offload_param=cpu",
-)
-SAVED = ("memory.activation_offloading=true", "memory.gradient_checkpointing=true")
+HOST = ("memory.offload_optimizer=cpu", "memory.overlap_optimizer=true", "memory.offload_param=cpu")
+OFFLOADED = ("memory.activation_offloading=true", "memory.gradient_checkpointing=true")
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        (*SAVED, "parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true"),
-        pytest.param((*SAVED, *HOST), marks=[pytest.mark.full, pytest.mark.operator("cpu_adam")]),
+        (*OFFLOADED, "parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true"),
+        pytest.param(
+            (*OFFLOADED, "parallel.dp_shard_size=2", *HOST), marks=[pytest.mark.full, pytest.mark.operator("cpu_adam")]
+        ),
         pytest.param(("parallel.zero_stage=2", "memory.gradient_checkpointing=full"), marks=pytest.mark.check),
-        pytest.param(("parallel.zero_stage=1", "lora={r: 4}", *SAVED), marks=pytest.mark.full),
-        pytest.param(("parallel.sp_size=2", "parallel.ring_size=2", *SAVED), marks=pytest.mark.full),
+        pytest.param(("parallel.zero_stage=1", "lora={r: 4}", *OFFLOADED), marks=pytest.mark.full),
+        pytest.param(("parallel.sp_size=2", "parallel.ring_size=2", *OFFLOADED), marks=pytest.mark.full),
     ],
     ids=" ".join,
 )
@@ -258,11 +238,8 @@ def run_unmarked() -> Any:
     from support import levers
 
     original = levers.tile_mlps
-    levers.tile_mlps = lambda model, count_tiles, _: original(model, count_tiles)  # type: ignore[assignment]
-    try:
+    with mock.patch.object(levers, "tile_mlps", lambda model, count_tiles, _: original(model, count_tiles)):
         return run_zero3(Case("llama", Levers(mlp_tiles=3), dtype=torch.float32), 1)
-    finally:
-        levers.tile_mlps = original
 
 
 def test_a_block_that_would_gather_for_each_tile_is_refused() -> None:

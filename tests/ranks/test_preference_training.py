@@ -3,7 +3,6 @@ are bitwise those of step 1; a run that resumes."""
 
 import json
 import math
-import os
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from support.forked import Command
+from support.faults import Runs
 from support.paths import ROOT
 from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
@@ -40,7 +39,6 @@ from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import choose_layout
 from ulysses_cli.plan.rows.ring import Ring
-from ulysses_cli.run.resume import ResumePoint
 from ulysses_cli.train.attention.interface import register_attention, serve_rotary
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.loop import train as run_loop
@@ -129,19 +127,33 @@ def draw_references() -> list[list[float]]:
     return [(-generator.uniform(5, 60, len(row))).tolist() for row in ROWS]
 
 
+def read_targets(model: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Of each target of a document, by a forward of its own: the log-probability; and the entropy of its distribution,
+    the mean logit, whether it is the likeliest token."""
+    targets = torch.from_numpy(labels)
+    logits = model(torch.from_numpy(ids)[None], use_cache=False).logits[0][targets >= 0]
+    targets = targets[targets >= 0]
+    log_probs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    logits = logits.detach()
+    entropy = Categorical(logits=logits).entropy()
+    return log_probs, torch.stack([entropy, logits.mean(-1), logits.argmax(-1) == targets], -1)
+
+
+def differentiate(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward()
+    return {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
 def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Means over all pairs, each answer by a forward of its own."""
+    """Means over all pairs."""
     model = make_model("sdpa")
     losses, measures, tokens = [], [], list[list[Tensor]]([[], []])
     for documents, references in zip(rows.documents, draw_references(), strict=True):
         scores, sums = [], []
         for (ids, labels), reference in zip(documents, references, strict=True):
-            logits = model(torch.from_numpy(ids)[None], use_cache=False).logits[0]
-            targets = torch.from_numpy(labels)
-            is_target = targets >= 0
-            log_probs = logits.log_softmax(-1)[is_target, targets[is_target]]
+            log_probs, measured = read_targets(model, ids, labels)
             sums.append(log_probs.sum())
-            tokens[len(scores) % 2].append(measure_plainly(logits[is_target], targets[is_target]))
+            tokens[len(scores) % 2].append(measured)
             score = sums[-1] if name == "simpo" else sums[-1] - reference
             scores.append(score / (1 if name == "sigmoid" else len(log_probs)))
         for at in range(0, len(documents), 2):
@@ -155,16 +167,9 @@ def compute_plainly(name: str, rows: MemoryRows) -> tuple[dict[str, float], dict
             logged = scores if name == "simpo" else sums
             measures.append([logged[at].item(), logged[at + 1].item()])
     loss = torch.stack(losses).mean()
-    loss.backward()
     chosen, rejected = torch.tensor(measures, dtype=torch.float64).mean(0).tolist()
     means = {"loss": loss.item(), "logps/chosen": chosen, "logps/rejected": rejected, **describe_plainly(*tokens)}
-    return means, {key: parameter.grad for key, parameter in model.named_parameters()}
-
-
-def measure_plainly(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of each target: the entropy of its distribution, its mean logit, whether it is the likeliest token."""
-    logits = logits.detach()
-    return torch.stack([Categorical(logits=logits).entropy(), logits.mean(-1), logits.argmax(-1) == targets], -1)
+    return means, differentiate(model, loss)
 
 
 def describe_plainly(chosen: list[Tensor], rejected: list[Tensor]) -> dict[str, float]:
@@ -178,20 +183,15 @@ def describe_plainly(chosen: list[Tensor], rejected: list[Tensor]) -> dict[str, 
 
 
 def compute_targets_plainly(rows: MemoryRows | WeightedRows) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The mean cross-entropy of all targets, each document by a forward of its own; with weights the mean of which
-    torch's own cross_entropy speaks."""
+    """The mean cross-entropy of all targets; with weights the mean of which torch's own cross_entropy speaks."""
     model, losses, weights = make_model("sdpa"), [], []
     for row, documents in enumerate(rows.documents):
         for at, (tokens, labels) in enumerate(documents):
-            logits, targets = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0], torch.from_numpy(labels)
-            losses.append(cross_entropy(logits[targets >= 0], targets[targets >= 0], reduction="none"))
-            given = (
-                torch.from_numpy(rows.weights[row][at]) if isinstance(rows, WeightedRows) else torch.ones(len(tokens))
-            )
-            weights.append(given[targets >= 0].double())
+            losses.append(-read_targets(model, tokens, labels)[0])
+            given = rows.weights[row][at] if isinstance(rows, WeightedRows) else np.ones(len(tokens))
+            weights.append(torch.from_numpy(given[labels >= 0]).double())
     loss = torch.cat(losses) @ torch.cat(weights) / torch.cat(weights).sum()
-    loss.backward()
-    return {"loss": loss.item()}, {key: parameter.grad for key, parameter in model.named_parameters()}
+    return {"loss": loss.item()}, differentiate(model, loss)
 
 
 def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -202,14 +202,10 @@ def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple
         wanted: list[bool] = []
         for row in members:
             for at, (ids, labels) in enumerate(rows.documents[row]):
-                targets = torch.from_numpy(labels)
-                logits = model(torch.from_numpy(ids)[None], use_cache=False).logits[0]
-                log_probs = logits.log_softmax(-1)
-                own = log_probs[targets >= 0, targets[targets >= 0]].sum() - draw_references()[row][at]
-                ratios[at % 2].append(own)
+                log_probs, measured = read_targets(model, ids, labels)
+                ratios[at % 2].append(log_probs.sum() - draw_references()[row][at])
                 if at % 2 == 0:
                     wanted.append((at + 2 * row) % 4 == 0)
-                    measured = measure_plainly(logits[targets >= 0], targets[targets >= 0])
                     tokens[0 if wanted[-1] else 1].append(measured)
         kl = torch.stack(ratios[1]).mean().detach().clamp(min=0) if members else torch.zeros(())
         for ratio, is_wanted in zip(ratios[0], wanted, strict=True):
@@ -218,10 +214,21 @@ def compute_kto_plainly(rows: MemoryRows, micro_steps: list[list[int]]) -> tuple
             wanted_rewards += [BETA * ratio.item()] if is_wanted else []
             held.append(kl.item())
     loss = torch.stack(losses).mean()
-    loss.backward()
     means = {"loss": loss.item(), "kl": float(np.mean(held)), "rewards/chosen": float(np.mean(wanted_rewards))}
-    means |= describe_plainly(*tokens)
-    return means, {key: parameter.grad for key, parameter in model.named_parameters()}
+    return {**means, **describe_plainly(*tokens)}, differentiate(model, loss)
+
+
+def compute_reference(
+    name: str, shared: list[list[int]] | None, micro_steps: list[list[int]]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """By plain torch on one process."""
+    with patch.object(Qwen3RMSNorm, "forward", normalize):
+        if name == "weights":
+            return compute_targets_plainly(WeightedRows(ROWS, shared))
+        rows = MemoryRows(ROWS, shared=shared)
+        if name == "next token":
+            return compute_targets_plainly(rows)
+        return compute_kto_plainly(rows, micro_steps) if name == "kto" else compute_plainly(name, rows)
 
 
 def compute_on_rank(
@@ -315,29 +322,27 @@ CASES = {
 }
 
 
+def check_case(case: str, name: str, shared: list[list[int]]) -> None:
+    layout, micro_steps, words, tile = CASES[case]
+    sp_size, dp_size = map(int, layout.split("x"))
+    words = (*words, f"parallel.sp_size={sp_size}", f"parallel.dp_shard_size={dp_size}")
+    recipe = make_recipe(*words, f"train.gradient_accumulation_steps={micro_steps}")
+    given = shared if case != "two documents" else None
+    found = run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, name, tile, given)
+    means, grads = compute_reference(name, given, found[0][2])
+    for rank, (ours, our_grads, _) in enumerate(found):
+        for key, value in means.items():
+            assert ours[key] == pytest.approx(value, rel=1e-12), (rank, key)
+        assert measure_difference(our_grads, grads) < 1e-12, rank
+
+
 @pytest.mark.parametrize("name", ["ipo", "sigmoid", "kto", pytest.param("simpo", marks=pytest.mark.check)])
 @pytest.mark.parametrize(
     "case", [pytest.param(key, marks=mark_by(key == "2x1", key == "ring 2 of 4")) for key in CASES]
 )
 def test_pairs_on_ranks_have_the_losses_and_gradients_of_plain_torch(case: str, name: str) -> None:
     """ipo divides by targets and logps are sums: prompts that were counted would show."""
-    layout, micro_steps, words, tile = CASES[case]
-    sp_size, dp_size = map(int, layout.split("x"))
-    recipe = make_recipe(
-        *words,
-        f"parallel.sp_size={sp_size}",
-        f"parallel.dp_shard_size={dp_size}",
-        f"train.gradient_accumulation_steps={micro_steps}",
-    )
-    shared = SHARED if case != "two documents" else None
-    found = run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, name, tile, shared)
-    rows = MemoryRows(ROWS, shared=shared)
-    with patch.object(Qwen3RMSNorm, "forward", normalize):
-        means, grads = compute_kto_plainly(rows, found[0][2]) if name == "kto" else compute_plainly(name, rows)
-    for rank, (ours, our_grads, _) in enumerate(found):
-        for key, value in means.items():
-            assert ours[key] == pytest.approx(value, rel=1e-12), (rank, key)
-        assert measure_difference(our_grads, grads) < 1e-12, rank
+    check_case(case, name, SHARED)
 
 
 STORED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/preferences-trl.json").read_text())
@@ -367,33 +372,17 @@ def test_a_step_is_that_of_trls_own_trainer(case: dict[str, Any], ring_size: int
             assert (project(gradients[name]) - torch.tensor(expected)).abs().max() < 1e-6 * expected[0] + 1e-9, name
 
 
-@pytest.mark.parametrize("sp_size", [2, pytest.param(4, marks=pytest.mark.check)])
-def test_several_answers_to_one_prompt_have_the_gradients_of_rows_of_their_own(sp_size: int) -> None:
+@pytest.mark.parametrize("case", ["2x1", pytest.param("4x1", marks=pytest.mark.check)])
+def test_several_answers_to_one_prompt_have_the_gradients_of_rows_of_their_own(case: str) -> None:
     """Of one prompt two answers, of another three that branch off at two places; two documents share nothing."""
-    recipe = make_recipe(f"parallel.sp_size={sp_size}", "train.gradient_accumulation_steps=3")
-    found = run_on_ranks(sp_size, compute_on_rank, recipe, "next token", 4, SEVERAL)
-    with patch.object(Qwen3RMSNorm, "forward", normalize):
-        means, grads = compute_targets_plainly(MemoryRows(ROWS, shared=SEVERAL))
-    for ours, our_grads, _ in found:
-        assert ours["loss"] == pytest.approx(means["loss"], rel=1e-12)
-        assert measure_difference(our_grads, grads) < 1e-12
+    check_case(case, "next token", SEVERAL)
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(key, marks=mark_by(key in ("2x1", "1x2 and no row"), key == "ring 2 of 4")) for key in CASES]
 )
 def test_targets_with_weights_have_the_gradients_of_their_weighted_mean(case: str) -> None:
-    layout, micro_steps, words, tile = CASES[case]
-    sp_size, dp_size = map(int, layout.split("x"))
-    layout_words = (f"parallel.sp_size={sp_size}", f"parallel.dp_shard_size={dp_size}")
-    recipe = make_recipe(*words, *layout_words, f"train.gradient_accumulation_steps={micro_steps}")
-    shared = SEVERAL if case != "two documents" else None
-    found = run_on_ranks(sp_size * dp_size, compute_on_rank, recipe, "weights", tile, shared)
-    with patch.object(Qwen3RMSNorm, "forward", normalize):
-        means, grads = compute_targets_plainly(WeightedRows(ROWS, shared))
-    for ours, our_grads, _ in found:
-        assert ours["loss"] == pytest.approx(means["loss"], rel=1e-12)
-        assert measure_difference(our_grads, grads) < 1e-12
+    check_case(case, "weights", SEVERAL)
 
 
 def train_on_rows(recipe: Recipe, kind: type[MemoryRows]) -> tuple[list[float], dict[str, Tensor]]:
@@ -411,12 +400,7 @@ def test_one_weight_for_all_targets_changes_nothing() -> None:
         assert all(torch.equal(weights[name], scaled_weights[name]) for name in weights)
 
 
-SPLITS = {
-    "assistant_only_loss": True,
-    "on_rewritten_turns": "split",
-    "max_length": 256,
-    "added_tokens": ["<|im_start|>", "<|im_end|>"],
-}
+SPLITS = {"assistant_only_loss": True, "on_rewritten_turns": "split", "added_tokens": ["<|im_start|>", "<|im_end|>"]}
 
 
 def prepare_split_chats(folder: Path, *, can_share: bool) -> Path:
@@ -424,20 +408,16 @@ def prepare_split_chats(folder: Path, *, can_share: bool) -> Path:
     chats = []
     for chat in range(4):
         turns = [(f"Q{chat}.{at}?", f"A{at}." * (1 + at % 2), f"t{at}") for at in range(1 + chat)]
-        chats.append(
-            [
-                message
-                for asked, said, thought in turns
-                for message in (
-                    {"role": "user", "content": asked},
-                    {"role": "assistant", "content": said, "reasoning_content": thought},
-                )
-            ]
-        )
+        messages = list[dict[str, str]]()
+        for asked, said, thought in turns:
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": said, "reasoning_content": thought})
+        chats.append(messages)
     rows = [{"messages": chat, "weight": 1 + at} for at, chat in enumerate(chats)]
     (folder / "d.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "t.jinja").write_text(LAST_ROUND)
     data = {"datasets": [str(folder / "d.jsonl")], "chat_template": str(folder / "t.jinja"), **SPLITS}
+    data["max_length"] = 256
     settings = {"model": {"config": CONFIG, "tokenizer": "bytes"}, "data": {**data, "store_dir": str(folder / "store")}}
     recipe = parse_recipe(yaml.safe_dump(settings), "r.yaml").recipe
     return prepare_data(recipe, 8, lambda _: None, can_share=can_share).path
@@ -473,8 +453,7 @@ def test_a_split_chat_on_one_copy_has_the_gradients_of_its_texts_alone(
                 weights.append(torch.from_numpy(part.weights) * torch.from_numpy(part.labels >= 0))
                 start += length
         loss = torch.cat(losses) @ torch.cat(weights).double() / torch.cat(weights).double().sum()
-        loss.backward()
-    grads = {key: parameter.grad for key, parameter in model.named_parameters()}
+        grads = differentiate(model, loss)
     for ours, our_grads, _ in found:
         assert ours["loss"] == pytest.approx(loss.item(), rel=1e-12)
         assert measure_difference(our_grads, grads) < 1e-12
@@ -485,8 +464,7 @@ def test_a_split_chat_on_one_copy_has_the_gradients_of_its_texts_alone(
 def test_faults_of_shared_prompts_are_found(fault: str) -> None:
     recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=3")
     found = run_on_ranks(2, compute_on_rank, recipe, "sigmoid", None, SHARED, fault)
-    with patch.object(Qwen3RMSNorm, "forward", normalize):
-        _, grads = compute_plainly("sigmoid", MemoryRows(ROWS, shared=SHARED))
+    _, grads = compute_reference("sigmoid", SHARED, [])
     for _, our_grads, _ in found:
         assert (measure_difference(our_grads, grads) > 1e-6) == bool(fault)
 
@@ -497,9 +475,7 @@ def test_a_counted_prompt_is_found(name: str) -> None:
     """In gradients and in what is logged. Under sigmoid it may cancel: both answers have it."""
     recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=3")
     found = run_on_ranks(2, compute_on_rank, recipe, name, None, None, "the prompt is counted")
-    rows = MemoryRows(ROWS)
-    with patch.object(Qwen3RMSNorm, "forward", normalize):
-        means, grads = compute_kto_plainly(rows, found[0][2]) if name == "kto" else compute_plainly(name, rows)
+    means, grads = compute_reference(name, None, found[0][2])
     for ours, our_grads, _ in found:
         assert measure_difference(our_grads, grads) > 1e-3
         logged = "rewards/chosen" if name == "kto" else "logps/chosen"
@@ -519,14 +495,11 @@ def start_run(recipe: Recipe, folder: str, *, is_fresh: bool) -> RunHarness:
 
 def train_and_resume(recipe: Recipe, folder: str) -> tuple[Any, Any, list[dict[str, float]]]:
     whole = start_run(recipe, folder, is_fresh=True)
-    whole.train_state.num_steps = 2
-    run_loop(whole.train_state)
+    whole.train_until(2)
     whole.saves.save(whole.train_state)
-    whole.train_state.num_steps = 4
-    run_loop(whole.train_state)
+    whole.train_until(4)
     again = start_run(recipe, folder, is_fresh=False)
-    point = ResumePoint(Path(folder) / "checkpoints" / "step-2", {}, is_own=True)
-    again.saves.resume(again.train_state, point)
+    again.resume(folder, 2)
     run_loop(again.train_state)
     return (
         (whole.losses[2:], whole.read_weights()),
@@ -624,14 +597,6 @@ def test_another_reference_stops_the_run(tmp_path: Path, case: str, message: str
         run_on_ranks(2, start_with_other_values, make_recipe(*LEARNING), str(tmp_path), case)
 
 
-def train(folder: Path, *words: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = Command(["train", "r.yaml", *words], folder, environ)
-    _, err = command.communicate(timeout=240)
-    assert command.returncode == 0, err
-    return err
-
-
 @pytest.mark.check
 def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_path: Path) -> None:
     """Answers say yes where they are chosen. References are the same when their folder is lost: a resumed run has
@@ -647,12 +612,11 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
             **{"keep_best": "rewards/accuracies", "export_best": True},
         },
     )
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**recipe, "preference": {"loss": "sigmoid"}}))
-    err = train(tmp_path)
+    runs = Runs(tmp_path, {**recipe, "preference": {"loss": "sigmoid"}})
+    err = runs.finish("run")
     assert "reference, row 1 of" in err
     assert "answers read one copy of their prompt" in err
-    read = {name: tmp_path / "run" / f"{name}.jsonl" for name in ("metrics", "eval")}
-    metrics, evaluations = ([json.loads(line) for line in file.read_text().splitlines()] for file in read.values())
+    metrics, evaluations = (runs.read_lines("run", name) for name in ("metrics", "eval"))
     assert metrics[0]["loss"] == evaluations[0]["loss"] == pytest.approx(math.log(2))
     assert metrics[0]["rewards/chosen"] == metrics[0]["rewards/rejected"] == evaluations[0]["rewards/margins"] == 0
     assert evaluations[-1]["rewards/accuracies"] > 0.9
@@ -662,15 +626,14 @@ def test_the_command_learns_a_preference_and_resumes_without_its_references(tmp_
     assert json.loads(exported.read_text())["step"] == 3, "the earlier of equal accuracies; the loss is lowest at 6"
     for lost in ("checkpoints/step-6", "model", "reference"):
         shutil.rmtree(tmp_path / "run" / lost)
-    train(tmp_path, "--resume", "auto")
-    again, evaluated = ([json.loads(line) for line in file.read_text().splitlines()] for file in read.values())
-    assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
-    assert evaluated == evaluations
+    runs.finish("run", "--resume", "auto")
+    assert [line["loss"] for line in runs.read_lines("run")] == [line["loss"] for line in metrics]
+    assert runs.read_lines("run", "eval") == evaluations
     assert json.loads(exported.read_text())["step"] == 3
     shutil.rmtree(tmp_path / "run" / "model")  # a kill after the last save: no step is left, but the evaluation
-    read["eval"].write_text("".join(f"{json.dumps(line)}\n" for line in evaluations[:-1]))
-    train(tmp_path, "--resume", "auto")
-    assert [json.loads(line) for line in read["eval"].read_text().splitlines()] == evaluations
+    (tmp_path / "run" / "eval.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in evaluations[:-1]))
+    runs.finish("run", "--resume", "auto")
+    assert runs.read_lines("run", "eval") == evaluations
 
 
 @pytest.mark.full
@@ -684,10 +647,9 @@ def test_the_command_learns_from_answers_with_labels(tmp_path: Path) -> None:
         data={"datasets": [{"path": "judged.jsonl"}], "eval_split": 0.2, "max_length": 192},
         train={"max_steps": 6, "learning_rate": 0.01, "adam_epsilon": 1e-8},
     )
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**recipe, "preference": {"loss": "kto"}}))
-    train(tmp_path)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    runs = Runs(tmp_path, {**recipe, "preference": {"loss": "kto"}})
+    runs.finish("run")
+    metrics, evaluations = (runs.read_lines("run", name) for name in ("metrics", "eval"))
     assert (metrics[0]["loss"], metrics[0]["kl"], metrics[0]["rewards/margins"]) == (0.5, 0, 0)
-    evaluations = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
     assert evaluations[-1]["rewards/chosen"] > evaluations[-1]["rewards/rejected"]
     assert evaluations[-1]["loss"] < 0.5

@@ -7,6 +7,7 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -40,12 +41,9 @@ def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[
         return real(source, target, group)
 
     harness.train_state.pre_step_hooks = (lambda _: gathers.clear(),)
-    partition_parameters._dist_allgather_fn = count
-    try:
+    with mock.patch.object(partition_parameters, "_dist_allgather_fn", count):
         train(harness.train_state)
-    finally:
-        partition_parameters._dist_allgather_fn = real
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     return harness.losses, harness.read_weights(), gathers
 
 

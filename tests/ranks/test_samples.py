@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
+from support.commands import succeed
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness, train_alone
@@ -96,19 +94,16 @@ def test_a_reason_to_stop_of_one_rank_ends_samples_of_all_between_tokens(
 
 @pytest.mark.full
 def test_the_command_says_what_the_run_said_at_its_end(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
     prompts = ["Once upon a time", "b"]
     settings = make_settings(
         parallel={"sp_size": 2},
         train={"max_steps": 6, "learning_rate": 0.05},
         run={"rehearsal": False, "sample_prompts": prompts, "sample_steps": 4, "sample_max_new_tokens": 12},
     )
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
+    runs = Runs(tmp_path, settings)
     output = runs.finish("run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    lines = runs.read_lines("run", "samples")
     assert [line["step"] for line in lines] == [4, 6]
     assert "sample step=6 'Once upon a time' continues" in output
-    command = [sys.executable, "-m", "ulysses_cli", "sample", "run", *prompts, "--max-new-tokens=12", "--format=json"]
-    done = subprocess.run(command, cwd=tmp_path, env=runs.environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = succeed("sample", "run", *prompts, "--max-new-tokens=12", "--format=json", cwd=tmp_path)
     assert json.loads(done.stdout) == lines[1]["samples"]

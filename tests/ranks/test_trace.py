@@ -77,44 +77,43 @@ def measure_case(case: str) -> int:
     return max(run_on_ranks(num_ranks, measure_step, make_case({}, *overrides)))
 
 
-WHOLE = "lora.modules_to_save=[embed_tokens,lm_head,norm]"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param((WHOLE, *TILES[1:]), marks=pytest.mark.full),
-        pytest.param((WHOLE,), marks=pytest.mark.full),
-        pytest.param((WHOLE, *TILES[1:], "parallel.zero_stage=2"), marks=pytest.mark.full),
-    ],
-    ids=["ZeRO-3", "whole logits", "ZeRO-2"],
-)
-def test_the_ledger_counts_parts_that_are_trained_whole(words: tuple[str, ...]) -> None:
-    recipe = make_case({}, "parallel.sp_size=2", "lora.r=8", *words)
-    assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
-
-
-LENGTHS = ("parallel.sp_size=2", "lora.r=8", "lora.use_dora=true", TILES[1])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("parallel.zero_stage=2",), marks=pytest.mark.full),
-        pytest.param(("parallel.zero_stage=1", *NARROW), marks=pytest.mark.full),
-        pytest.param(("parallel.zero_stage=1", "memory.gradient_checkpointing=false"), marks=pytest.mark.full),
-        pytest.param(("parallel.zero_stage=2", "lora.dropout=0.1", *TWICE, *NARROW), marks=pytest.mark.full),
-        pytest.param(("parallel.zero_stage=1", TILES[0]), marks=pytest.mark.full),
-    ],
-    ids=["ZeRO-2", "ZeRO-1", "no recomputation", "dropout", "tiles"],
-)
-def test_the_ledger_counts_lengths_of_rows(words: tuple[str, ...]) -> None:
-    """DoRA. In the backward of an MLP's second matrix, whose lengths get their gradients there."""
-    recipe = make_case({}, *LENGTHS, *words)
-    assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
-
-
 BROAD = "two ranks, bfloat16, tiles"  # differs from a GPU's step most: it takes blocks, which a GPU does not
+
+
+WHOLE = ("parallel.sp_size=2", "lora.r=8", "lora.modules_to_save=[embed_tokens,lm_head,norm]")
+DORA = (
+    "parallel.sp_size=2",
+    "lora.r=8",
+    "lora.use_dora=true",
+    TILES[1],
+)  # magnitudes get their gradients in a backward
+LONG = {
+    "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 512,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+ROW = ("data.max_length=32768", *TILES)  # one document, of which most is attention: keys in rounds, float32 sums
+LEDGER_CASES: dict[str, tuple[str, ...]] = {
+    "parts trained whole": (*WHOLE, *TILES[1:]),
+    "parts trained whole, whole logits": WHOLE,
+    "parts trained whole, ZeRO-2": (*WHOLE, *TILES[1:], "parallel.zero_stage=2"),
+    "DoRA, ZeRO-2": (*DORA, "parallel.zero_stage=2"),
+    "DoRA, ZeRO-1": (*DORA, "parallel.zero_stage=1", *NARROW),
+    "DoRA, no recomputation": (*DORA, "parallel.zero_stage=1", "memory.gradient_checkpointing=false"),
+    "DoRA, dropout": (*DORA, "parallel.zero_stage=2", "lora.dropout=0.1", *TWICE, *NARROW),
+    "DoRA, tiles": (*DORA, "parallel.zero_stage=1", TILES[0]),
+    "ring 4": (*ROW, *NARROW, "parallel.sp_size=4", "parallel.ring_size=4"),
+    "ring 2 x 2": (
+        *ROW, *NARROW, "parallel.sp_size=4", "parallel.ring_size=2", "memory.gradient_checkpointing=false",
+    ),
+    "ring 2, whole precision": (*ROW, "parallel.sp_size=2", "parallel.ring_size=2"),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", LEDGER_CASES)
+def test_the_ledger_equals_a_trace(case: str) -> None:
+    recipe = make_case(LONG if case.startswith("ring") else {}, *LEDGER_CASES[case])
+    assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
 
 
 @pytest.mark.parametrize("case", sample(CASES, quick=[], checked=[BROAD]))
@@ -247,22 +246,6 @@ def test_traces_of_several_ranks_are_joined_phase_by_phase() -> None:
         for load in (3, 5)
     ]
     assert join_ranks(traces) == {**traces[0], "device": {"load": 5, "backward": 6}}
-
-
-RINGS = {
-    "ring 4": ("parallel.sp_size=4", "parallel.ring_size=4"),
-    "ring 2 x 2": ("parallel.sp_size=4", "parallel.ring_size=2", "memory.gradient_checkpointing=false"),
-    "ring 2, whole precision": ("parallel.sp_size=2", "parallel.ring_size=2", "model.dtype=float32"),
-}
-
-
-@pytest.mark.parametrize("ring", [pytest.param(name, marks=pytest.mark.full) for name in RINGS])
-def test_the_ledger_of_a_ring_equals_a_trace(ring: str) -> None:
-    """One document of which most is attention: keys in rounds, their gradients and float32 sums."""
-    sizes = {"intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 512}
-    config = {**sizes, "max_position_embeddings": 32768}
-    recipe = make_case(config, "model.dtype=bfloat16", *RINGS[ring], "data.max_length=32768", *TILES)
-    assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
 
 
 NUM_RECIPES, SEED = 10, 20261203

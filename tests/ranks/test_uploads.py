@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from ulysses_cli.run.checkpoints import CheckpointError, find_damage, list_check
 from ulysses_cli.run.host import get_builds_folder
 from ulysses_cli.run.remote_checkpoints import fetch_checkpoint, list_remote_steps, read_remote_model_steps
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Uploads
-from ulysses_cli.train.loop import train
 
 NUM_STEPS = 8
 WORDS = (f"train.max_steps={NUM_STEPS}", "run.save_steps=2")
@@ -53,22 +53,6 @@ def resume_elsewhere(runs: Runs, run: str, address: str, bucket: Bucket) -> str:
     return err
 
 
-@pytest.mark.full
-def test_a_run_goes_on_from_the_bucket_alone(runs: Runs, tmp_path: Path) -> None:
-    address = f"file://{tmp_path}/bucket"
-    process = runs.start("moved", *WORDS, f"run.checkpoint_uri={address}", plan={
-        "moment": "upload", "ranks": [0, 1], "ahead": 2, "nth": 6, "wait": 0.0,
-    })  # fmt: skip
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 1, err
-    bucket = Bucket(address)
-    assert list_remote_steps(bucket)
-    err = resume_elsewhere(runs, "moved", address, bucket)
-    assert f"uploaded {address}/model" in err
-    code, err = runs.train("moved", *WORDS, f"run.checkpoint_uri={address}", "--resume", "auto")
-    assert (code, "already finished" in err) == (0, True), err
-
-
 def kill_and_resume(runs: Runs, seed: int, address: str) -> None:
     generator, run = random.Random(seed), f"killed-{seed}"
     plan: Mapping[str, Any] = {
@@ -86,6 +70,11 @@ def kill_and_resume(runs: Runs, seed: int, address: str) -> None:
     for step in complete:
         assert fetch_checkpoint(bucket, step, runs.folder / f"copy-{seed}") == ""
     resume_elsewhere(runs, run, f"{address}/{run}", bucket)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_a_folder_that_stands_for_a_bucket(runs: Runs, tmp_path: Path) -> None:
+    kill_and_resume(runs, 99, f"file://{tmp_path}/bucket")
 
 
 @pytest.fixture(scope="module")
@@ -122,22 +111,19 @@ def save_to(
     harness.saves.record.report = lines.append  # type: ignore[method-assign]
     harness.saves.record.warn = lines.append  # type: ignore[method-assign]
     harness.saves.uploads = Uploads(bucket, harness.context, machines, policy.total_limit, lines.append)
-    Bucket.put_file = put_slowly  # type: ignore[method-assign]
-    failure = ""
-    state = harness.train_state
+    failure, state = "", harness.train_state
     harness.saves.is_hurried = is_hurried
-    try:
-        harness.saves.uploads.begin(-1)
-        for step in (1, 2, 3):
-            state.num_steps, state.stop.is_asked = step, lambda: False
-            train(state)
-            state.stop.is_asked = is_hurried
-            (harness.saves.save_last if step == 3 else harness.saves.save)(state)
-        harness.saves.finish_uploads(state)
-    except CheckpointError as error:
-        failure = str(error)
-    finally:
-        Bucket.put_file = put  # type: ignore[method-assign]
+    with mock.patch.object(Bucket, "put_file", put_slowly):
+        try:
+            harness.saves.uploads.begin(-1)
+            for step in (1, 2, 3):
+                state.stop.is_asked = lambda: False
+                harness.train_until(step)
+                state.stop.is_asked = is_hurried
+                (harness.saves.save_last if step == 3 else harness.saves.save)(state)
+            harness.saves.finish_uploads(state)
+        except CheckpointError as error:
+            failure = str(error)
     return {"lines": lines, "failure": failure, "steps": list_remote_steps(bucket), "step": state.step}
 
 

@@ -1,8 +1,6 @@
 """Tests that `ulysses verify` detects each planted fault by a number, and passes without a fault."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.commands import succeed
 from support.json_page import find_undocumented
 from support.paths import TINY_RECIPE
 from support.rank_pool import RankError, run_on_ranks
@@ -21,7 +20,6 @@ from support.training import make_recipe
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.prove.results import Row
 
 # Fewer key/value heads than ranks, a window, several documents in a row.
@@ -32,20 +30,38 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_proof(*overrides: str) -> Recipe:
+ON_TWO = Layout(sp_size=2)
+
+
+def prove_with(
+    plant: Callable[[], list[Any]],
+    folder: Path,
+    *overrides: str,
+    config: dict[str, Any] = CONFIG,
+    layout: Layout = ON_TWO,
+    proof_config: dict[str, Any] | None = None,
+) -> list[Row]:
+    """Proves a recipe on ranks that have a fault. `proof_config`: of the small model, in place of a shrunk one."""
     from ulysses_cli.prove.shrink import make_proof_recipe
-
-    recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", *overrides, config=CONFIG)
-    return make_proof_recipe(recipe, CONFIG, read_model_shape(CONFIG, "test"), Layout(sp_size=2), "cpu")[0]
-
-
-def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
     from ulysses_cli.prove.verify import judge, make_reference, make_task
 
-    proof = make_proof(*overrides)
+    words = (f"parallel.sp_size={layout.sp_size}", "train.gradient_accumulation_steps=2", *overrides)
+    shape = read_model_shape(config, "test")
+    proof = make_proof_recipe(make_recipe(*words, config=config), config, shape, layout, "cpu")[0]
+    if proof_config is not None:
+        proof = proof.model_copy(update={"model": proof.model.model_copy(update={"config": proof_config})})
     shape = read_model_shape(proof.model.config or {}, "test")
     task = make_task(proof, shape, folder)
-    return judge("sp 2", run_on_ranks(2, trace_with, FAULTS[fault], task)[0], make_reference(task), shape)
+    traced = run_on_ranks(layout.world_size, trace_with, plant, task)[0]
+    return judge(f"sp {layout.sp_size}", traced, make_reference(task), shape)
+
+
+def check_passes(rows: list[Row]) -> None:
+    assert {row.verdict for row in rows} == {"PASS"}, [row for row in rows if row.verdict != "PASS"]
+
+
+def list_failed(rows: list[Row]) -> set[str]:
+    return {row.name for row in rows if row.verdict == "FAIL"}
 
 
 def trace_with(plant: Callable[[], list[Any]], task: Any) -> Any:
@@ -191,10 +207,8 @@ def plant_own_sums() -> list[Any]:
 
 
 FAULTS: dict[str, Callable[[], list[Any]]] = {
-    "none": list, "mean": plant_mean, "kv gradient": plant_lost_kv_gradient, "boundary": plant_boundary,
-    "leak": plant_leak, "positions": plant_local_positions, "window": plant_local_window,
-    "evaluation": plant_unsharded_evaluation, "longer prompt": plant_longer_prompt,
-    "counted prompt": plant_counted_prompt, "own sums": plant_own_sums,
+    "mean": plant_mean, "kv gradient": plant_lost_kv_gradient, "boundary": plant_boundary, "leak": plant_leak,
+    "positions": plant_local_positions, "window": plant_local_window, "evaluation": plant_unsharded_evaluation,
 }  # fmt: skip
 FOUND_BY = {
     "mean": "gradients", "kv gradient": "gradients", "boundary": "loss", "leak": "leak: the first document",
@@ -205,8 +219,8 @@ FOUND_BY = {
 @pytest.mark.check
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.full), True])
 def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
-    rows = prove_with("none", tmp_path, *(["lora.r=4"] if lora else []))
-    assert {row.verdict for row in rows} == {"PASS"}, rows
+    rows = prove_with(list, tmp_path, *(["lora.r=4"] if lora else []))
+    check_passes(rows)
     assert {"loss", "gradients", "weights", "leak: late tokens", "leak: the token before a window of 40"} <= {
         row.name for row in rows
     }
@@ -217,8 +231,7 @@ def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
     [pytest.param(each, marks=mark_by(each == "kv gradient", each in ("boundary", "leak"))) for each in FOUND_BY],
 )
 def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
-    failed = {row.name for row in prove_with(fault, tmp_path) if row.verdict == "FAIL"}
-    assert FOUND_BY[fault] in failed, failed
+    assert FOUND_BY[fault] in list_failed(prove_with(FAULTS[fault], tmp_path))
 
 
 JUDGED = {
@@ -236,35 +249,31 @@ JUDGED = {
     "case", [pytest.param(case, marks=mark_by(False, case in ("a mixture", "kto"))) for case in JUDGED]
 )
 def test_preferences_are_proven(case: str, tmp_path: Path) -> None:
-    rows = prove_with("none", tmp_path, *JUDGED[case])
-    assert {row.verdict for row in rows} == {"PASS"}, rows
+    check_passes(prove_with(list, tmp_path, *JUDGED[case]))
 
 
 @pytest.mark.parametrize(
-    ("fault", "found_by"),
+    ("plant", "found_by"),
     [
-        ("longer prompt", "leak: late tokens"),
-        pytest.param("counted prompt", "loss", marks=pytest.mark.check),
+        (plant_longer_prompt, "leak: late tokens"),
+        pytest.param(plant_counted_prompt, "loss", marks=pytest.mark.check),
+        pytest.param(plant_own_sums, "", marks=pytest.mark.check),
     ],
 )
-def test_a_planted_fault_of_preferences_fails(fault: str, found_by: str, tmp_path: Path) -> None:
-    failed = {row.name for row in prove_with(fault, tmp_path, "preference.loss=ipo") if row.verdict == "FAIL"}
-    assert {found_by, "gradients"} <= failed, failed
-
-
-@pytest.mark.check
-def test_ranks_that_compare_their_own_parts_of_answers_differ_from_the_reference_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="at step 1, where the model is its own reference"):
-        prove_with("own sums", tmp_path, "preference.loss=ipo")
+def test_a_planted_fault_of_preferences_fails(plant: Callable[[], list[Any]], found_by: str, tmp_path: Path) -> None:
+    """Ranks that compare their own parts of answers differ from the reference at once."""
+    if not found_by:
+        with pytest.raises(RankError, match="at step 1, where the model is its own reference"):
+            prove_with(plant, tmp_path, "preference.loss=ipo")
+        return
+    assert {found_by, "gradients"} <= list_failed(prove_with(plant, tmp_path, "preference.loss=ipo"))
 
 
 @pytest.mark.full
 def test_the_command_proves(tmp_path: Path) -> None:
     page = tmp_path / "verify.html"
     words = ["verify", str(TINY_RECIPE), "--format", "json", "--html", str(page)]
-    done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=300)
-    answer = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
+    answer = json.loads(succeed(*words).stdout)
     assert answer["passed"]
     assert not find_undocumented("ulysses verify", answer)
     assert {row["group"] for row in answer["rows"]} == {"sp 1", "sp 2"}

@@ -8,28 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrids import HYBRIDS, TINY
-from support.rank_pool import run_on_ranks
+from support.hybrids import describe_hybrid
 from support.tiers import mark_by
-from test_verify import make_proof, patch, trace_with
+from test_verify import check_passes, list_failed, patch, prove_with
 
-from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.prove.results import Row
-
-SIZES = {"vocab_size": 260, "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.2}
 # Delta rules compute in float32: with wider weights, even one rank's gradients differ from plain torch by up to 2e-2.
-RANGES = {name: {"initializer_range": 0.05} for name in ("qwen3_5_text", "zamba2")}
+RANGES = dict.fromkeys(("qwen3_5_text", "zamba2"), 0.05)
 
 
-def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:
-    from ulysses_cli.prove.verify import judge, make_reference, make_task
-
-    config = {**TINY, **SIZES, **HYBRIDS[model_type], **RANGES.get(model_type, {}), "model_type": model_type}
-    proof = make_proof()
-    proof = proof.model_copy(update={"model": proof.model.model_copy(update={"config": config})})
-    shape = read_model_shape(config, "test")
-    task = make_task(proof, shape, folder)
-    return judge("sp 2", run_on_ranks(2, trace_with, FAULTS[fault], task)[0], make_reference(task), shape)
+def describe(model_type: str) -> dict[str, Any]:
+    return describe_hybrid(model_type, vocab_size=260, initializer_range=RANGES.get(model_type, 0.2))
 
 
 def plant_dropped_halo() -> list[Any]:
@@ -97,7 +85,7 @@ def plant_lost_decay_gradient() -> list[Any]:
 
 
 FAULTS: dict[str, Callable[[], list[Any]]] = {
-    "none": list, "halo": plant_dropped_halo, "state": plant_kept_state, "group": plant_wrong_group,
+    "halo": plant_dropped_halo, "state": plant_kept_state, "group": plant_wrong_group,
     "decay": plant_lost_decay_gradient,
 }  # fmt: skip
 CHECKED = {("qwen3_5_text", "state")}  # by `make check`
@@ -109,8 +97,8 @@ FOUND_BY = {"halo": "loss", "state": "leak: the first document", "group": "loss"
     [pytest.param(name, marks=pytest.mark.full) for name in ("lfm2", "bamba", "qwen3_5_text", "kimi_linear", "zamba2")],
 )
 def test_without_a_fault_everything_passes(model_type: str, tmp_path: Path) -> None:
-    rows = prove_hybrid(model_type, "none", tmp_path)
-    assert {row.verdict for row in rows} == {"PASS"}, [row for row in rows if row.verdict != "PASS"]
+    rows = prove_with(list, tmp_path, proof_config=describe(model_type))
+    check_passes(rows)
     assert "leak: the first document" in {row.name for row in rows}
 
 
@@ -123,5 +111,4 @@ def test_without_a_fault_everything_passes(model_type: str, tmp_path: Path) -> N
     ],
 )
 def test_a_planted_fault_fails(model_type: str, fault: str, tmp_path: Path) -> None:
-    failed = {row.name: row for row in prove_hybrid(model_type, fault, tmp_path) if row.verdict == "FAIL"}
-    assert FOUND_BY[fault] in failed, failed
+    assert FOUND_BY[fault] in list_failed(prove_with(FAULTS[fault], tmp_path, proof_config=describe(model_type)))

@@ -1,45 +1,23 @@
 """Tests that `ulysses verify` passes a ring, alone and with Ulysses inside, and detects each fault planted in it."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.paths import ROOT, TINY_RECIPE
-from support.rank_pool import run_on_ranks
+from support.commands import succeed
+from support.paths import ROOT
 from support.tiers import mark_by
-from support.training import make_recipe
 from test_exact_training import make_sinks_config
-from test_verify import CONFIG, patch, trace_with
 from test_verify import FAULTS as FAULTS_OF_ALL
+from test_verify import check_passes, list_failed, patch, prove_with
 from torch import Tensor
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.prove.results import Row
 
-ALONE, INSIDE = (1, 2), (2, 2)  # ranks that share heads, ranks of the ring
-
-
-def prove_ring(
-    layout: tuple[int, int], fault: str, folder: Path, *words: str, config: dict[str, Any] = CONFIG
-) -> list[Row]:
-    from ulysses_cli.prove.shrink import make_proof_recipe
-    from ulysses_cli.prove.verify import judge, make_reference, make_task
-
-    ulysses_size, ring_size = layout
-    size = ulysses_size * ring_size
-    recipe = make_recipe(f"parallel.sp_size={size}", "train.gradient_accumulation_steps=2", *words, config=config)
-    whole = read_model_shape(config, "test")
-    proof = make_proof_recipe(recipe, config, whole, Layout(sp_size=size, ring_size=ring_size), "cpu")[0]
-    shape = read_model_shape(proof.model.config or {}, "test")
-    task = make_task(proof, shape, folder)
-    return judge(f"sp {size}", run_on_ranks(size, trace_with, FAULTS[fault], task)[0], make_reference(task), shape)
+ALONE, INSIDE = Layout(sp_size=2, ring_size=2), Layout(sp_size=4, ring_size=2)
 
 
 def plant_own_log_sum_exp() -> list[Any]:
@@ -89,7 +67,7 @@ def plant_plain_order() -> list[Any]:
 
 
 FAULTS: dict[str, Callable[[], list[Any]]] = {
-    **{name: FAULTS_OF_ALL[name] for name in ("none", "mean", "boundary", "leak", "window")},
+    **{name: FAULTS_OF_ALL[name] for name in ("mean", "boundary", "leak", "window")},
     "own log-sum-exp": plant_own_log_sum_exp,
     "lost key gradient": plant_lost_key_gradient,
     "plain order": plant_plain_order,
@@ -103,9 +81,9 @@ FOUND_BY = {
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=mark_by(False, each == ALONE)) for each in (ALONE, INSIDE)]
 )
-def test_a_ring_passes(layout: tuple[int, int], tmp_path: Path) -> None:
-    rows = prove_ring(layout, "none", tmp_path)
-    assert {row.verdict for row in rows} == {"PASS"}, rows
+def test_a_ring_passes(layout: Layout, tmp_path: Path) -> None:
+    rows = prove_with(list, tmp_path, layout=layout)
+    check_passes(rows)
     assert {"loss", "gradients", "weights", "leak: late tokens", "leak: the token before a window of 40"} <= {
         row.name for row in rows
     }
@@ -114,8 +92,7 @@ def test_a_ring_passes(layout: tuple[int, int], tmp_path: Path) -> None:
 @pytest.mark.full
 def test_experts_with_biases_and_sinks_pass(tmp_path: Path) -> None:
     """A bias of experts has two dimensions and does not decay."""
-    rows = prove_ring(ALONE, "none", tmp_path, "train.weight_decay=1.0", config=make_sinks_config())
-    assert {row.verdict for row in rows} == {"PASS"}, rows
+    check_passes(prove_with(list, tmp_path, "train.weight_decay=1.0", config=make_sinks_config(), layout=ALONE))
 
 
 @pytest.mark.parametrize(
@@ -126,31 +103,21 @@ def test_experts_with_biases_and_sinks_pass(tmp_path: Path) -> None:
         for fault in FOUND_BY
     ],
 )
-def test_a_fault_planted_in_a_ring_fails(layout: tuple[int, int], fault: str, tmp_path: Path) -> None:
-    failed = {row.name for row in prove_ring(layout, fault, tmp_path) if row.verdict == "FAIL"}
-    assert FOUND_BY[fault] in failed, failed
+def test_a_fault_planted_in_a_ring_fails(layout: Layout, fault: str, tmp_path: Path) -> None:
+    assert FOUND_BY[fault] in list_failed(prove_with(FAULTS[fault], tmp_path, layout=layout))
 
 
 def prove(*words: str) -> set[str]:
     """Runs `ulysses verify`. Returns the groups of its rows, all of which passed."""
-    command = [sys.executable, "-m", "ulysses_cli", "verify", *words, "--format", "json"]
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = json.loads(succeed("verify", *words, "--format", "json", HF_HUB_OFFLINE="1").stdout)
     assert answer["passed"]
     assert {row["verdict"] for row in answer["rows"]} == {"PASS"}, answer["rows"]
     return {row["group"] for row in answer["rows"]}
 
 
-@pytest.mark.full
-def test_the_command_proves_a_ring() -> None:
-    words = ("parallel.sp_size=4", "parallel.ring_size=2")
-    assert prove(str(TINY_RECIPE), *words) == {"sp 1", "sp 4 (ring 2)"}
-
-
 # The recipe of a ring, and those of families with recurrences, convolutions and layers of two head sizes.
 PROVEN = {
+    "tiny-cpu parallel.sp_size=4 parallel.ring_size=2": {"sp 1", "sp 4 (ring 2)"},
     "qwen2.5-7b-128k-8gpu": {"sp 1", "sp 8 (ring 2)"},
     "qwen3.5-9b-256k-8gpu": {"sp 1", "sp 8"},
     "gemma-4-31b-128k-2x8gpu": {"sp 1 x dp 2", "sp 8"},
@@ -162,4 +129,5 @@ PROVEN = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", PROVEN)
 def test_the_command_proves_a_recipe(name: str) -> None:
-    assert prove(str(ROOT / "recipes" / f"{name}.yaml")) == PROVEN[name]
+    file, *words = name.split()
+    assert prove(str(ROOT / "recipes" / f"{file}.yaml"), *words) == PROVEN[name]

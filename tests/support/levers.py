@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ def make_model(case: Case, attention: str) -> Any:
     return model.train()
 
 
-def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossModel:
+def make_loss_model(case: Case, axis: Any, gather_whole: Any = None, *, saves_products: bool = True) -> LossModel:
     levers = case.levers
     model = make_model(case, register_attention(axis, "sdpa", levers.chunks))
     head, config = model.get_output_embeddings(), model.config
@@ -114,7 +115,7 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
             offloader = Offloader(torch.device("cpu"), levers.offloaded)
         make_storage: Any = offloader and offloader.make_storage
         checkpoint_layers(model, levers.checkpointing, make_storage, levers.saved)  # type: ignore[arg-type]
-        if levers.mlp_tiles is None:
+        if levers.mlp_tiles is None and saves_products:
             save_before_last_products(model, SHARDED)
     return LossModel(model, loss)
 
@@ -257,11 +258,8 @@ def count_attention() -> Iterator[list[int]]:
         calls[0] += 1
         return original(*args)
 
-    ring.attend = attend  # type: ignore[assignment]
-    try:
+    with mock.patch.object(ring, "attend", attend):
         yield calls
-    finally:
-        ring.attend = original
 
 
 def measure_difference(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
