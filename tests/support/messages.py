@@ -69,7 +69,7 @@ class Snapshot:
 
     def make_folder(self, folder: Path) -> Path:
         for name, content in re.findall(r"^@ (\S+) ?(.*)", self.header, flags=re.MULTILINE):
-            file = folder / name
+            file = folder / unescape(name).decode()
             (file if name.endswith("/") else file.parent).mkdir(parents=True, exist_ok=True)
             if not name.endswith("/"):
                 source = content.removeprefix("< ")

@@ -386,10 +386,6 @@ def test_another_models_tokenizer_is_noticed(served: Served, folder: Path) -> No
     ("words", "message"),
     [
         (["--endpoint", "http://127.0.0.1:1/v1"], "http://127.0.0.1:1/v1 cannot be used: "),
-        (["--endpoint", "localhost:8000"], "is not a web address"),
-        (["--endpoint", "http://me:hunter22@127.0.0.1/v1"], "holds a user or a password"),
-        (["--against", "other/model"], "is not used with --endpoint"),
-        (["--suite", "loss,calls"], "loss, calls: left out"),
         (["--tokenizer", "no/such"], "no/such has no tokenizer.json on this machine"),
     ],
 )
@@ -401,7 +397,6 @@ def test_mistakes_are_said_before_a_question_is_asked(
     problem = json.loads(result.stdout)["problems"][0]
     assert message in problem["message"]
     assert problem["hint"]
-    assert "hunter22" not in result.output
     assert served.bodies == []
 
 

@@ -171,13 +171,7 @@ def test_depths_are_those_of_tokens() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    with pytest.raises(RecipeError, match="no suite or task is called rulr"):
-        plan_suites(["rulr"], Sources())
-    with pytest.raises(RecipeError, match="qa_1 is made from your files"):
-        plan_suites(["qa_1"], Sources())
     assert [note.split()[0] for note in plan_suites(["ruler"], Sources()).notes] == ["qa_1", "qa_2"]
-    with pytest.raises(RecipeError, match="longbench is read from files, and no path was given"):
-        plan_suites(["longbench"], Sources())
     with pytest.raises(RecipeError, match="300 is too short: vt needs at least"):
         check_lengths(plan_suites(["vt"], Sources()), make_prompter(make_bytes_tokenizer()), Amount((300,)))
     with pytest.raises(RecipeError, match="has no chat template"):

@@ -116,18 +116,10 @@ def test_written_keys_win_over_merged_mappings() -> None:
     assert load(text=text).recipe.train.warmup_steps == 2
 
 
-def test_files_that_are_no_recipes(tmp_path: Path) -> None:
-    binary, missing, huge = tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "c.yaml"
-    binary.write_bytes(b"model:\n  \xff\xfe")
-    huge.write_bytes(b"#" * (1 << 21))
-    for file, reason in (
-        (binary, "not UTF-8 text"),
-        (missing, "No such file"),
-        (huge, "not a recipe"),
-        (tmp_path, "directory"),
-    ):
-        with pytest.raises(RecipeError, match=reason):
-            load_recipe(file)
+def test_a_file_of_a_megabyte_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"#" * (1 << 21))
+    with pytest.raises(RecipeError, match="not a recipe"):
+        load_recipe(tmp_path / "r.yaml")
 
 
 def test_the_hash_changes_with_settings_that_decide_values() -> None:
@@ -182,21 +174,8 @@ def test_no_value_raises_anything_but_recipe_error(values: dict[str, object]) ->
 
 
 def test_text_on_the_command_line_stays_as_typed() -> None:
-    for text in (
-        "*.jsonl",
-        "&c",
-        "@x",
-        "%d",
-        "!x",
-        "#5",
-        "`a`",
-        "|",
-        "> x",
-        "[ab]*.jsonl",
-        "{a,b}.jsonl",
-        "a: b",
-        "a #b",
-    ):
+    odd = ["*.jsonl", "&c", "@x", "%d", "!x", "#5", "`a`", "|", "> x", "[ab]*.jsonl", "{a,b}.jsonl", "a: b", "a #b"]
+    for text in odd:
         assert load(f"data.datasets.0.path={text}").recipe.data.datasets[0].path == text
     assert load("data.chat_template={{ a }}").recipe.data.chat_template == "{{ a }}"
     assert load("run.output_dir=[a, b]").recipe.run.output_dir == "[a, b]"

@@ -67,12 +67,6 @@ def test_each_command_of_the_page_is_known_here() -> None:
     assert len(COMMANDS) == len(ours) + sum(RUN_ELSEWHERE.values())
 
 
-def test_the_layout_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = run_page(tmp_path, "ulysses validate-config", monkeypatch)
-    assert "machines    4 with 4 GPUs each; ranks in brackets share a row" in shown
-    assert "every row crosses machines: sp_size 8 is more than 4 GPUs" in shown
-
-
 @pytest.mark.parametrize(
     ("start", "use", "words"),
     [

@@ -1,5 +1,4 @@
-"""Holds searches and runs on sizes to the traces of benchmarks/results/yardstick.json, and tests how recipes are
-drawn."""
+"""Holds searches and runs on sizes to the traces of benchmarks/results/yardstick.json,."""
 
 import json
 import sys
@@ -9,8 +8,6 @@ import pytest
 from support.paths import ROOT
 from support.random_recipes import (
     YARDSTICK,
-    draw_recipe,
-    draw_recipes,
     make_drawn_job,
     measure_errors,
     read_recipe,
@@ -18,7 +15,6 @@ from support.random_recipes import (
 )
 from support.tiers import sample
 
-from ulysses_cli.plan.ledger.ledger import measure_ledger
 from ulysses_cli.plan.ledger.parts import weigh
 from ulysses_cli.plan.models.families import FAMILIES
 
@@ -59,44 +55,3 @@ def test_the_yardstick_has_every_family_and_was_traced_by_the_tested_versions() 
     assert {row["recipe"]["model"]["config"]["model_type"] for row in ROWS} == set(FAMILIES)
     tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert RECORD["versions"] == {name: tested[name] for name in list_versions()}
-
-
-def test_a_seed_and_a_number_give_the_same_recipe() -> None:
-    assert [each.settings for each in draw_recipes(3, 4)] == [draw_recipe(3, number).settings for number in range(4)]
-    assert draw_recipe(3, 0).settings != draw_recipe(4, 0).settings
-    assert draw_recipe(202648, 7).command == "python benchmarks/yardstick.py --draw 1 --seed 202648 --first 7"
-
-
-@pytest.mark.full
-def test_draws_cover_every_family_and_every_setting() -> None:
-    drawn = list(draw_recipes(1, 2 * len(FAMILIES)))
-    for start in (0, len(FAMILIES)):
-        assert {each.family for each in drawn[start : start + len(FAMILIES)]} == set(FAMILIES)
-    recipes = [each.recipe for each in drawn]
-    adapters = [recipe.lora for recipe in recipes if recipe.lora]
-    assert {lora.quantize_base for lora in adapters} == {None, "nf4", "int8"}
-    for values in (
-        *zip(*(recipe.memory.model_dump().values() for recipe in recipes), strict=True),
-        [recipe.parallel.zero_stage for recipe in recipes],
-        [recipe.parallel.ring_size for recipe in recipes],
-        [recipe.parallel.dp_replicate_size for recipe in recipes],
-        [recipe.model.dtype for recipe in recipes],
-        [recipe.train.optim for recipe in recipes],
-        [recipe.train.z_loss_weight > 0 for recipe in recipes],
-        [recipe.train.gradient_accumulation_steps > 1 for recipe in recipes],
-        [bool(recipe.data.added_tokens) for recipe in recipes],
-        [bool(recipe.data.eval_split) for recipe in recipes],
-        [recipe.lora is None for recipe in recipes],
-        [lora.use_dora for lora in adapters],
-        [bool(lora.modules_to_save) for lora in adapters],
-    ):
-        assert len(set(values)) > 1
-
-
-def test_the_names_that_programs_read_stay() -> None:
-    """Lines of the ledger are keys of `--format json`, and so are the fields of levers."""
-    number = next(n for n, row in enumerate(ROWS) if row["recipe"].get("lora", {}).get("use_dora"))
-    job = make_drawn_job(read_recipe(ROWS[number]["recipe"]))
-    lines = {name for moment in measure_ledger(job).phases.values() for name in moment.lines}
-    assert {"parameters", "gradients", "logits", "allocator"} <= lines
-    assert {"early_groups", "offloaded_layers", "head_chunks"} <= set(vars(job.levers))
