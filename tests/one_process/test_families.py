@@ -1,5 +1,6 @@
 """Compares the light half's facts about model families with transformers: defaults, windows, parameters, modules."""
 
+import dataclasses
 import inspect
 import json
 from pathlib import Path
@@ -11,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_FUSED_TARGETS
 from safetensors.torch import load_file, save_file
 from support.families import TELLING, has_experts, make_config
-from support.family_defaults import FILE, format_defaults
 from support.hybrids import HYBRIDS, make_hybrid_config
 from support.recipes import load
 from support.tiers import mark_by, sample_every
 from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.ledger.adapted_layers import LoraLinear
@@ -32,6 +33,7 @@ from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rules.check import check_recipe
+from ulysses_cli.plan.sizes.sources import read_defaults
 from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
 from ulysses_cli.train.model.adapters import choose_layers
 from ulysses_cli.train.model.loading import find_unused_weights, stretch_positions
@@ -45,9 +47,13 @@ def make_model(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def test_the_defaults_are_transformers_own() -> None:
-    """After an update of transformers: `PYTHONPATH=tests:. python -m support.family_defaults`."""
-    assert FILE.read_text() == format_defaults()
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_defaults_are_transformers_own(model_type: str) -> None:
+    fields = dataclasses.fields(CONFIG_MAPPING[model_type])
+    own = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    found, _ = read_defaults(model_type)
+    assert {name: value for name, value in own.items() if name in found and value != found[name]} == {}
+    assert own.keys() == found.keys()
 
 
 def test_peft_adapts_the_experts_of_these() -> None:
@@ -292,7 +298,7 @@ def test_experts_are_counted_by_the_name_that_transformers_reads(model_type: str
     stacks = {weight.shape[0] for name, weight in named if ".experts." in name and weight.dim() == 3}
     shape = read_model_shape(json.loads(json.dumps(written)), "tiny")
     assert stacks == {shape.num_experts}
-    (own,) = (name for name in NUM_CHOSEN if name in FAMILIES[model_type].defaults)
+    (own,) = (name for name in NUM_CHOSEN if name in read_defaults(model_type)[0])
     assert shape.num_experts_per_token == getattr(config, own)
 
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.layers import NUM_EXPERTS
+from ulysses_cli.plan.sizes.sources import read_defaults
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -43,7 +44,7 @@ ATTENTION_ONLY = [name for name, family in FAMILIES.items() if not family.other_
 
 
 def has_experts(model_type: str) -> bool:
-    return any(name in FAMILIES[model_type].defaults for name in NUM_EXPERTS)
+    return any(name in read_defaults(model_type)[0] for name in NUM_EXPERTS)
 
 
 def make_config(model_type: str, **changes: Any) -> Any:

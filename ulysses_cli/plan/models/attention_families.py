@@ -73,12 +73,18 @@ DENSE: dict[str, Family] = {
     "qwen2": Family(kind_of_layer=slide_from_max_window_layers),
     "qwen3": Family(query_key_norm="head", kind_of_layer=slide_from_max_window_layers),
     "mistral": Family(kind_of_layer=slide),
-    "gemma2": Family(norms_per_layer=4, kind_of_layer=slide_but_every(2, ""), attention_scale="query_pre_attn_scalar"),
+    "gemma2": Family(
+        norms_per_layer=4,
+        kind_of_layer=slide_but_every(2, ""),
+        attention_scale="query_pre_attn_scalar",
+        traits=(Trait.SPARING_CONFIGS,),
+    ),
     "gemma3_text": Family(
         query_key_norm="head",
         norms_per_layer=4,
         kind_of_layer=slide_but_every(6),
         attention_scale="query_pre_attn_scalar",
+        traits=(Trait.SPARING_CONFIGS,),
     ),
     "phi3": Family(attention_modules=("qkv_proj", "o_proj"), mlp_modules=FUSED_MLP, kind_of_layer=slide),
     "olmo2": Family(query_key_norm="full"),
@@ -104,7 +110,7 @@ DENSE: dict[str, Family] = {
         has_per_layer_embeddings=True,
         enables_experts="enable_moe_block",
         shared_size=lambda facts: facts.get_count("intermediate_size"),
-        traits=(Trait.BESIDE_MLP,),
+        traits=(Trait.BESIDE_MLP, Trait.SPARING_CONFIGS),
     ),
     "gemma4_unified_text": Family(
         query_key_norm="head",
@@ -113,6 +119,7 @@ DENSE: dict[str, Family] = {
         has_global_heads=True,
         attention_scale="one",
         dense_size=find_wide_size,
+        traits=(Trait.SPARING_CONFIGS,),
     ),
     "glm": Family(mlp_modules=FUSED_MLP),
     "glm4": Family(mlp_modules=FUSED_MLP, norms_per_layer=4),
@@ -133,7 +140,11 @@ DENSE: dict[str, Family] = {
     "olmo3": Family(query_key_norm="full", kind_of_layer=slide_but_every(4, "")),
     "seed_oss": Family(),
     "starcoder2": Family(mlp_modules=("c_fc", "c_proj"), is_mlp_gated=False, kind_of_layer=slide),
-    "vaultgemma": Family(kind_of_layer=slide_but_every(2, ""), attention_scale="query_pre_attn_scalar"),
+    "vaultgemma": Family(
+        kind_of_layer=slide_but_every(2, ""),
+        attention_scale="query_pre_attn_scalar",
+        traits=(Trait.SPARING_CONFIGS,),
+    ),
     "youtu": LATENT,
 }
 

@@ -1,27 +1,17 @@
-"""The table of model families whose layers are known, with transformers' defaults for what their config.json leaves
-out, and the models that are refused when a row is split over ranks, since they would be inexact. A family that is
-not listed can be trained on one rank per row; splitting its rows is refused."""
+"""The table of model families whose layers are known, and the models that are refused when a row is split over ranks,
+since they would be inexact. A family that is not listed can be trained on one rank per row; splitting its rows is
+refused."""
 
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection
 
 from ulysses_cli.plan.models.attention_families import DENSE, EXPERTS
 from ulysses_cli.plan.models.family import FULL_ATTENTION, RENAMED, SLIDING_ATTENTION, ConfigFacts, Family, Trait
 from ulysses_cli.plan.models.hybrid_families import HYBRIDS
 
-# A test compares the file with the installed transformers and says how to write it anew, as a new family needs.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = json.loads(
-    (Path(__file__).parent / "defaults" / "transformers.json").read_bytes()
-)
-FAMILIES: dict[str, Family] = {
-    name: replace(family, defaults=DEFAULTS.get(name, {})) for name, family in (DENSE | EXPERTS | HYBRIDS).items()
-}
+FAMILIES: dict[str, Family] = DENSE | EXPERTS | HYBRIDS
 # Text parts of multimodal models, where their names do not follow from the whole model's.
 TEXT_TYPES = {"mistral3": ("mistral", "ministral3")}
 
@@ -97,7 +87,7 @@ REFUSED_FAMILIES = {
 def find_inexact(facts: ConfigFacts, family: Family | None) -> str:
     """Returns why rows cannot be split, or ''. A field that is a family's own is judged by the family's own fact."""
     for field, reason in INEXACT_KEYS.items():
-        is_own = family is not None and field in family.defaults and reason not in UNSERVED
+        is_own = family is not None and field in facts.defaults and reason not in UNSERVED
         if facts.find(field) not in (None, False, 0, "", CAUSAL_FOR_TEXT) and not is_own:
             return reason
     known = {FULL_ATTENTION, SLIDING_ATTENTION, *(family.other_kinds if family else ())}

@@ -5,7 +5,7 @@ RecipeError that names the model and the field. Knows no family by its name."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
@@ -15,12 +15,13 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 
 @dataclass
 class ConfigFacts:
-    """`key`: the recipe's key that named the model."""
+    """`key`: the recipe's key that named the model. `second_names`: of fields that transformers also reads by these."""
 
     values: Mapping[str, Any]
     name: str
     key: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    second_names: Collection[str] = ()
 
     def find(self, *names: str) -> Any:
         """The first of the fields that config.json has, else the first that has a default."""
@@ -125,6 +126,7 @@ class Trait(Enum):
     # Given all-linear or the MLP's names, peft adapts their experts and routers too, as it once found them: one matrix
     # each (utils/transformers_weight_conversion.py).
     EXPERTS_ADAPTED = auto()
+    SPARING_CONFIGS = auto()  # published ones leave out how many heads there are, and the size of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,6 @@ class Family:
     `refused_by_peft`: a linear layer on which, and on all-linear with it, peft refuses an adapter
     (tuners/tuners_utils.py: _check_lora_target_modules_mamba). `refused`: why rows are not split over ranks, or ''."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_modules: tuple[str, ...] = SPLIT_PROJECTIONS
     mlp_modules: tuple[str, ...] = SPLIT_MLP
     linear_extras: tuple[str | tuple[str, str], ...] = ()

@@ -214,7 +214,7 @@ def count_shared_norms(hidden: int) -> int:
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-OTHER_NAMES = "other_names"  # in a family's defaults: second names of its fields
+GLOBAL_HEAD_DIM = 512  # where config.json has none (configuration_gemma4.py)
 
 
 class LayerReader:
@@ -232,7 +232,7 @@ class LayerReader:
         num_inputs = 1 + int(family.shares_blocks)
         own_dim = facts.find_count("attention_head_dim", "head_dim") or num_inputs * hidden_size // self.num_heads
         self.head_dim = nope + self.latent.rope_dim if self.latent else own_dim
-        takes_experts = not family.defaults or any(name in family.defaults for name in NUM_EXPERTS)
+        takes_experts = not facts.defaults or any(name in facts.defaults for name in NUM_EXPERTS)
         is_on = takes_experts and facts.decide(family.enables_experts)
         self.num_experts = (self._find_own_count(NUM_EXPERTS) or 0) if is_on else 0
         self.num_chosen = self._find_own_count(NUM_CHOSEN) or 0
@@ -248,9 +248,8 @@ class LayerReader:
     def _find_own_count(self, names: tuple[str, ...]) -> int | None:
         """Of the field that the family's config has, or of its second name, which transformers reads last. Transformers
         ignores the names that other families have for it."""
-        defaults = self.family.defaults
-        own = tuple(name for name in names if name in defaults)
-        others = tuple(name for name in names if name in defaults.get(OTHER_NAMES, ()))
+        own = tuple(name for name in names if name in self.facts.defaults)
+        others = tuple(name for name in names if name in self.facts.second_names)
         return self.facts.find_count(*(others + own if own else names))
 
     def read_layers(self) -> tuple[Layer, ...]:
@@ -300,7 +299,7 @@ class LayerReader:
             borrows = index >= self.num_layers - (facts.find_count("num_kv_shared_layers") or 0)
             if not slides:
                 keys_are_values = bool(facts.find("attention_k_eq_v"))
-                head_dim = value_dim = facts.get_count("global_head_dim")
+                head_dim = value_dim = facts.find_count("global_head_dim") or GLOBAL_HEAD_DIM
                 kv_heads = (keys_are_values and facts.find_count("num_global_key_value_heads")) or kv_heads
         of_layer = self.own_facts.get(index)
         if of_layer:
@@ -377,7 +376,7 @@ class LayerReader:
             return ExpertsMlp(
                 num_experts=self.num_experts,
                 num_per_token=self.num_chosen,
-                inner_size=read_expert_size(facts, family),
+                inner_size=read_expert_size(facts),
                 shared_size=family.shared_size(facts) if family.shared_size else 0,
                 is_gated=family.is_mlp_gated,
                 latent_size=facts.find_count("moe_latent_size") or 0,
@@ -392,9 +391,9 @@ def count_written_layers(facts: ConfigFacts) -> int:
     return num_written or facts.get_count("num_hidden_layers")
 
 
-def read_expert_size(facts: ConfigFacts, family: Family) -> int:
+def read_expert_size(facts: ConfigFacts) -> int:
     """Families without their own size for experts ignore the field."""
-    has_own = not family.defaults or "moe_intermediate_size" in family.defaults
+    has_own = not facts.defaults or "moe_intermediate_size" in facts.defaults
     size = facts.find_count("moe_intermediate_size") if has_own else None
     return size or facts.get_count("intermediate_size")
 

@@ -29,9 +29,13 @@ from ulysses_cli.plan.models.layers import (
     PerLayerEmbeddings,
     count_written_layers,
 )
+from ulysses_cli.plan.sizes.sources import read_defaults
 from ulysses_cli.plan.units import format_count
 
 MAX_LAYERS = 10_000
+# Fields of config.json for which transformers' defaults are taken of no family, or of those with sparing ones alone.
+ALWAYS_GIVEN = {"hidden_size", "intermediate_size", "num_hidden_layers"}
+MOSTLY_GIVEN = {"num_attention_heads", "vocab_size"}
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 UNKNOWN = Family(kind_of_layer=lambda facts, index: SLIDING_ATTENTION)
 HEAD_NAMES: dict[type[Mixer], str] = {
@@ -221,7 +225,10 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
     facts = ConfigFacts(find_text_part(config), name, key)
     model_type = facts.get_text("model_type")
     family = FAMILIES.get(model_type)
-    facts.defaults = dict((family or UNKNOWN).defaults)
+    if family is not None:
+        given = ALWAYS_GIVEN | (set() if Trait.SPARING_CONFIGS in family.traits else MOSTLY_GIVEN)
+        defaults, facts.second_names = read_defaults(model_type)
+        facts.defaults = {field: value for field, value in defaults.items() if field not in given}
     num_layers = facts.find_count("num_hidden_layers") or count_written_layers(facts)
     hidden_size = facts.get_count("hidden_size")
     if num_layers > MAX_LAYERS:

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import MISSING, field, fields
 from functools import cache, wraps
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -352,14 +352,34 @@ def find_folder(model_type: str) -> str:
     return folder or model_type.replace("-", "_")
 
 
-def make_config(sources: ModelSources, values: Mapping[str, Any]) -> Any:
-    """transformers' own configuration of config.json's content."""
-    model_type = str(values["model_type"])
+def _load_config_class(sources: ModelSources, model_type: str) -> Any:
     name = _read_table("auto_mappings.py", "CONFIG_MAPPING_NAMES").get(model_type)
     if name is None:
         raise UnknownOperator(f"a model of type {model_type}, which transformers does not have")
     folder = find_folder(model_type)
-    config_class = getattr(sources.load(f"models.{folder}.configuration_{folder}"), name)
+    return getattr(sources.load(f"models.{folder}.configuration_{folder}"), name)
+
+
+@cache
+def read_defaults(model_type: str) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """The fields of a model's configuration with their defaults, and names by which transformers also reads them. None
+    of a model that the installed transformers does not have."""
+    try:
+        config_class = _load_config_class(_open_configs(), model_type)
+    except UnknownOperator:
+        return {}, frozenset()
+    names = {each.name for each in fields(config_class)}
+    defaults = {each.name: each.default for each in fields(config_class) if each.default is not MISSING}
+    pairs = ({*pair} for pair in config_class.attribute_map.items())
+    return defaults, frozenset(name for pair in pairs if pair & names for name in pair - names)
+
+
+_open_configs = cache(ModelSources)
+
+
+def make_config(sources: ModelSources, values: Mapping[str, Any]) -> Any:
+    """transformers' own configuration of config.json's content."""
+    config_class = _load_config_class(sources, str(values["model_type"]))
     config = config_class(**{name: value for name, value in values.items() if name != "model_type"})
     _fill_factors(config)
     config._attn_implementation = ATTENTION
