@@ -34,17 +34,15 @@ FLEX = "flex_attention"
 TOLERANCE = 0.03  # of the largest value; bfloat16 has 8 bits
 
 
+def attend(kernel: str, problem: Problem, *rows: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    documents, rule = make_documents(problem.lengths, "cuda"), Rule(problem.scale, problem.window, problem.softcap)
+    return ulysses_attention(*rows, documents, rule, axis=make_sequence_axis(None), kernel=kernel, sinks=sinks)
+
+
 def run(kernel: str, problem: Problem, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     leaves = {name: tensors[name].cuda().requires_grad_() for name in "qkv"}
     sinks = tensors["sinks"].cuda().requires_grad_() if problem.has_sinks else None
-    out = ulysses_attention(
-        *leaves.values(),
-        make_documents(problem.lengths, "cuda"),
-        Rule(problem.scale, problem.window, problem.softcap),
-        axis=make_sequence_axis(None),
-        kernel=kernel,
-        sinks=sinks,
-    )
+    out = attend(kernel, problem, *leaves.values(), sinks=sinks)
     out.backward(tensors["dout"].cuda())
     results = {"out": out.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
     if sinks is not None:
@@ -80,8 +78,7 @@ def test_values_may_be_the_keys(kernel: str) -> None:
     tensors = make_tensors(problem)
     expected = compute_reference(problem, {**tensors, "v": tensors["k"]})
     q, k = (tensors[name].cuda().requires_grad_() for name in "qk")
-    documents, rule = make_documents(problem.lengths, "cuda"), Rule(problem.scale)
-    out = ulysses_attention(q, k, k, documents, rule, axis=make_sequence_axis(None), kernel=kernel)
+    out = attend(kernel, problem, q, k, k)
     results = [out, *torch.autograd.grad(out, (q, k), tensors["dout"].cuda())]
     for result, value in zip(results, (expected["out"], expected["dq"], expected["dk"] + expected["dv"]), strict=True):
         assert (result.cpu().double() - value).abs().max() / value.abs().max() < TOLERANCE
@@ -120,8 +117,7 @@ def test_no_call_waits_for_the_device(kernel: str) -> None:
     dout = tensors["dout"].cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        documents, rule = make_documents(problem.lengths, "cuda"), Rule(problem.scale)
-        ulysses_attention(q, k, v, documents, rule, axis=make_sequence_axis(None), kernel=kernel).backward(dout)
+        attend(kernel, problem, q, k, v).backward(dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

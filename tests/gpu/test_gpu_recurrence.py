@@ -22,35 +22,28 @@ RULES: dict[str, Any] = {
 }
 
 
-def get_original(module: Any, name: str) -> Any:
-    """transformers' own, where another test has served a model of this family."""
+def make_probe(module: Any, name: str, mixer: Any, *, is_installed: bool = True) -> PackedProbe:
+    """Of transformers' own function, where another test has served a model of this family."""
     function = getattr(module, name)
-    return function.__wrapped__ if hasattr(function, "is_served") else function
+    original = function.__wrapped__ if hasattr(function, "is_served") else function
+    if is_installed and (missing := find_missing(original)):
+        pytest.skip(missing)
+    return PackedProbe(name, original, mixer, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_an_installed_kernel_takes_whole_rows(rule: str) -> None:
-    module, name, mixer = RULES[rule]
-    original = get_original(module, name)
-    missing = find_missing(original)
-    if missing:
-        pytest.skip(missing)
-    choice = choose_recurrence_kernel(PackedProbe(name, original, mixer, torch.device("cuda")), torch.bfloat16)
+    choice = choose_recurrence_kernel(make_probe(*RULES[rule]), torch.bfloat16)
     assert choice.name == "packed", choice.reason
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_torch_code_in_bfloat16_is_near_float32(rule: str) -> None:
-    module, name, mixer = RULES[rule]
-    run = PackedProbe(name, get_original(module, name), mixer, torch.device("cuda")).run
+    run = make_probe(*RULES[rule], is_installed=False).run
     pairs = zip(run("torch", torch.bfloat16), run("torch", torch.float32), strict=True)
     assert max(measure_error(ours, right) for ours, right in pairs) < 0.1
 
 
 def test_an_installed_convolution_is_used() -> None:
-    original = get_original(modeling_bamba, "causal_conv1d_fn")
-    missing = find_missing(original)
-    if missing:
-        pytest.skip(missing)
-    probe = PackedProbe("causal_conv1d_fn", original, RULES["mamba2"][2], torch.device("cuda"))
+    probe = make_probe(modeling_bamba, "causal_conv1d_fn", RULES["mamba2"][2])
     assert try_kernel(probe, "by document", torch.bfloat16).obstacle == ""

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ulysses_cli.train.optimizer import adamw_8bit as codes
-from ulysses_cli.train.optimizer import adamw_8bit as eight_bits
 from ulysses_cli.train.optimizer.adamw_8bit import BLOCK, AdamW8bit, count_blocks, decode, encode, make_table
 from ulysses_cli.train.processes.host import find_missing_package
 
@@ -94,7 +93,7 @@ def test_a_tensor_of_more_than_2_31_elements_is_updated_in_parts(monkeypatch: py
     numel = 7 * BLOCK + 9
     grads = [torch.randn(numel) for _ in range(3)]
     whole, state = step_some(numel, grads)
-    monkeypatch.setattr(eight_bits, "CALL_NUMEL", 2 * BLOCK)
+    monkeypatch.setattr(codes, "CALL_NUMEL", 2 * BLOCK)
     parts, other = step_some(numel, grads)
     assert torch.equal(whole, parts)
     assert all(torch.equal(state[name], other[name]) for name in state if name != "step")

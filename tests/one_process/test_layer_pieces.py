@@ -158,17 +158,14 @@ def test_values_are_those_of_deepspeeds_linear_layer(
 
 def test_a_recomputation_leaves_out_the_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that sum over the MLP's inner width: the last linear layer's in the forward and in the recomputation,
-    and in the backward those of the two first layers for their input's gradient."""
-    monkeypatch.setattr(nn.functional, "linear", SHARDED.replacement)
+    and in the backward those of the two first layers for their input's gradient. torch's own layer needs no help."""
     _, widths, num_layers = run(CHECKPOINTED)
+    assert widths[INNER] == (1 + 2) * num_layers
+    monkeypatch.setattr(nn.functional, "linear", SHARDED.replacement)
+    _, widths, _ = run(CHECKPOINTED)
     assert widths[INNER] == (1 + 2) * num_layers
     _, widths, _ = run(CHECKPOINTED, saves=False)
     assert widths[INNER] == (2 + 2) * num_layers
-
-
-def test_torchs_own_linear_layer_needs_no_help() -> None:
-    _, widths, num_layers = run(CHECKPOINTED)
-    assert widths[INNER] == (1 + 2) * num_layers
 
 
 def test_a_layer_whose_forward_is_replaced_stays_as_it_is() -> None:

@@ -74,17 +74,12 @@ def find_marked(mark: str) -> list[int]:
     return results
 
 
-@pytest.mark.check
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "number", "code"),
-    [
-        pytest.param("verify", signal.SIGINT, 130, marks=pytest.mark.full),
-        pytest.param("bench", signal.SIGINT, 130, marks=pytest.mark.full),
-        pytest.param("doctor", signal.SIGINT, 130, marks=pytest.mark.full),
-        pytest.param("verify", signal.SIGTERM, 143, marks=pytest.mark.full),
-        pytest.param("bench", signal.SIGKILL, -9, marks=pytest.mark.full),
-    ],
-)
+    [*((command, signal.SIGINT, 130) for command in COMMANDS), ("verify", signal.SIGTERM, 143),
+     ("bench", signal.SIGKILL, -9)],
+)  # fmt: skip
 def test_an_interrupted_proof_leaves_no_process_and_no_file(
     command: str, number: int, code: int, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from support.blocks import list_blocks
 from support.generated_docs import DOCS
 from support.house import ROOT
-from support.served import write_program, write_python
+from support.served import write_program, write_python, write_script
 from support.tiers import FULL, TIER
 
 quickstart = (DOCS / "quickstart.md").read_text()
@@ -28,29 +28,27 @@ def shorten(text: str) -> str:
     )
 
 
+def run(command: list[str], folder: Path, environ: dict[str, str]) -> str:
+    """Returns what the command prints. It must end well."""
+    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, f"{command[-1]}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
 @pytest.mark.check
 def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
     """Runs them in the order of the page, in an empty folder: from documents to a model that transformers loads."""
     (tmp_path / "my.yaml").write_text(shorten(list_blocks(quickstart, "yaml")[0]))
     (tmp_path / "use.py").write_text(list_blocks(quickstart, "python")[0])
     ulysses = write_program(tmp_path / "bin")
-    (ulysses.parent / "python").symlink_to(write_python())
+    write_script(ulysses.parent / "python", f'exec {write_python()} "$@"')
     path = os.pathsep.join([str(ulysses.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environ = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     blocks = list_blocks(quickstart, "sh")
     assert len(blocks) == 8
     for block in blocks:
-        result = subprocess.run(
-            ["bash", "-eu", "-c", shorten(block)],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
+        run(["bash", "-eu", "-c", shorten(block)], tmp_path, environ)
     for made in ("runs/my/model/model.safetensors", "runs/my/report.html", "model-10/model.safetensors"):
         assert (tmp_path / made).is_file(), made
 
@@ -65,15 +63,6 @@ def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
     (tmp_path / "notebook.py").write_text("\n\n".join(cells))
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [str(write_python()), "notebook.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    output = run([str(write_python()), "notebook.py"], tmp_path, environ)
     for shown in ("files", "train.warmup_steps", "held out", "def ", "US dollars"):
-        assert shown in result.stdout, shown
+        assert shown in output, shown

@@ -1,10 +1,9 @@
 """transformers' torch code, which runs where no package is installed, equals the recurrence's definition token by
 token, in float64, on a row of 50,000 tokens whose states outlive thousands of them."""
 
-from typing import Any
-
 import pytest
 import torch
+from support.recurrences import run_delta_rule, run_scan
 from test_recurrence_kernels import RULES, get_torch_code
 from torch import Tensor
 
@@ -17,32 +16,6 @@ NUM_TOKENS = sum(LENGTHS)
 HEADS, GROUPS, KEYS, VALUES = 4, 2, 8, 8
 TOLERANCE = 1e-4  # transformers' code computes in float32
 ALONE = SequenceAxis(None, 1, 0)
-
-
-def recur_delta(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Takes [T, h, D] with unit queries and keys, g [T, h, D or 1] and beta [T, h] of one document."""
-    state, results = value.new_zeros(HEADS, KEYS, VALUES), []
-    parts = (query / KEYS**0.5, key, value, g.exp(), beta)
-    for q, k, v, decay, strength in zip(*(part.unbind() for part in parts), strict=True):
-        state = state * decay[..., None]
-        change = (v - (k[..., None] * state).sum(1)) * strength[:, None]
-        state = state + k[..., None] * change[:, None]
-        results.append((q[..., None] * state).sum(1))
-    return torch.stack(results)
-
-
-def recur_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, skip: Tensor) -> Tensor:
-    """Takes x [T, h, D], dt [T, h], b and c [T, h, N] of one document, decay and skip [h]."""
-    state, results = x.new_zeros(HEADS, KEYS, VALUES), []
-    kept, gained = (dt * decay).exp(), b * dt[..., None]
-    for hidden, keep, gain, read in zip(*(part.unbind() for part in (x, kept, gained, c)), strict=True):
-        state = state * keep[:, None, None] + gain[..., None] * hidden[:, None]
-        results.append((read[..., None] * state).sum(1))
-    return torch.stack(results) + x * skip[:, None]
-
-
-def by_document(run: Any, *tensors: Tensor) -> Tensor:
-    return torch.cat([run(*(part[begin:end] for part in tensors)) for begin, end in walk_bounds(LENGTHS)])
 
 
 def normalize(heads: Tensor) -> Tensor:
@@ -76,15 +49,19 @@ def draw_scan() -> dict[str, Tensor]:
 
 
 def define(rule: str, inputs: dict[str, Tensor]) -> Tensor:
-    if rule == "mamba2":
-        dt = torch.nn.functional.softplus(inputs["dt"] + inputs["dt_bias"])
-        b, c = (inputs[name].repeat_interleave(HEADS // GROUPS, 1) for name in ("b", "c"))
-        return by_document(lambda *parts: recur_scan(*parts, inputs["A"], inputs["D"]), inputs["x"], dt, b, c)
-    query, key = (
-        normalize(inputs[name]).repeat_interleave(HEADS // inputs[name].size(1), 1) for name in ("query", "key")
-    )
-    g = inputs["g"] if inputs["g"].dim() == 3 else inputs["g"][..., None]
-    return by_document(recur_delta, query, key, inputs["value"], g, inputs["beta"])
+    """By the definition, each document by itself."""
+    of_rows = {name: part[None] for name, part in inputs.items() if part.size(0) == NUM_TOKENS}
+    if rule != "mamba2":
+        of_rows["query"], of_rows["key"] = normalize(of_rows["query"]) / KEYS**0.5, normalize(of_rows["key"])
+    results = []
+    for begin, end in walk_bounds(LENGTHS):
+        part = {name: whole[:, begin:end] for name, whole in of_rows.items()}
+        if rule == "mamba2":
+            of_heads = {"D": inputs["D"], "dt_bias": inputs["dt_bias"]}
+            results.append(run_scan(part["x"], part["dt"], inputs["A"], part["b"], part["c"], **of_heads))
+        else:
+            results.append(run_delta_rule(part["query"], part["key"], part["value"], g=part["g"], beta=part["beta"])[0])
+    return torch.cat(results, 1)[0]
 
 
 def run_torch_code(rule: str, inputs: dict[str, Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_as_ranks
-from support.exports import export, save_trained
+from support.exports import export, run_card, save_trained
 from support.tiers import sample
 from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -207,7 +207,7 @@ def test_adapters_are_merged_into_the_whole_model(base: Path, tmp_path: Path) ->
     assert torch.allclose(compute_logits(load_whole(folder)), compute_logits(adapted), atol=1e-5)
 
 
-def test_the_card_of_adapters_loads_them(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_of_adapters_loads_them(base: Path, tmp_path: Path) -> None:
     text = load_text(base)
     adapted = get_peft_model(text, LoraConfig(**SETTINGS, task_type="CAUSAL_LM"))
     checkpoint = save_trained(text, tmp_path / "step-1", 0.05)
@@ -217,11 +217,7 @@ def test_the_card_of_adapters_loads_them(base: Path, tmp_path: Path, monkeypatch
     card = make_card(recipe, "mine", shape, shape.vocab_size, key_mapping=find_key_mapping(str(base)))
     own = {"adapter_config": adapted.peft_config["default"], "card": card, "base": BaseModel(str(base))}
     folder = export(checkpoint, tmp_path / "out", text.config, **own)
-    monkeypatch.chdir(folder)
-    results: dict[str, Any] = {}
-    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    exec(code.replace("the base model's folder", str(base)), results)
-    assert torch.allclose(compute_logits(results["model"]), compute_logits(adapted), atol=1e-6)
+    assert torch.allclose(compute_logits(run_card(folder, base)), compute_logits(adapted), atol=1e-6)
 
 
 @pytest.mark.check

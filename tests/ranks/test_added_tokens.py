@@ -3,17 +3,17 @@ with plain transformers."""
 
 import copy
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.exports import run_card
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.tokenizers_trained import train, wrap
-from support.training import CONFIG, MemoryRows, make_recipe, measure_difference, train_plainly
+from support.training import CONFIG, MemoryRows, make_recipe, measure_difference, plan_rows, train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
@@ -97,9 +97,9 @@ def test_a_grown_model(stage: int, is_tied: bool, lora: bool, tmp_path: Path) ->
 
         torch.manual_seed(recipe.run.seed)
         get_peft_model(plain, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
-    expected = train_plainly(
-        plain, make_rows(shape.vocab_size), list_steps(recipe), recipe, [recipe.train.learning_rate] * NUM_STEPS
-    )
+    rows = make_rows(shape.vocab_size)
+    steps, rates = plan_rows(recipe, shape, rows, NUM_STEPS), [recipe.train.learning_rate] * NUM_STEPS
+    expected = train_plainly(plain, rows, steps, recipe, rates)
     for weights, losses in results:
         ours = {name.removeprefix("model."): value for name, value in weights.items()}
         ours = {name if name.startswith(("model.", "lm_head")) else f"model.{name}": v for name, v in ours.items()}
@@ -110,16 +110,6 @@ def test_a_grown_model(stage: int, is_tied: bool, lora: bool, tmp_path: Path) ->
     check_export(tmp_path, recipe, plain, shape, is_merged=False)
     if lora:
         check_export(tmp_path, recipe, plain, shape, is_merged=True)
-
-
-def list_steps(recipe: Recipe) -> list[list[int]]:
-    from ulysses_cli.data.steps import make_batching, plan_step
-    from ulysses_cli.plan.resolved import resolve
-
-    shape = find_model_shape(recipe).shape
-    rows, batching = make_rows(shape.vocab_size), make_batching(recipe, shape, resolve(recipe, shape))
-    per_step = batching.rows_per_step
-    return [list(plan_step(rows, batching, at * per_step, NUM_STEPS * per_step).rows) for at in range(NUM_STEPS)]
 
 
 def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, *, is_merged: bool) -> None:
@@ -143,7 +133,7 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
     assert "base_model" not in card
     assert str(tmp_path) not in card
     if recipe.lora is not None and not is_merged:
-        loaded = run_card(card, to, tmp_path / "base")
+        loaded = run_card(to, tmp_path / "base")
     else:
         loaded = AutoModelForCausalLM.from_pretrained(to)
         assert loaded.config.vocab_size == shape.vocab_size
@@ -153,16 +143,3 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
     with torch.no_grad():
         ours, expected = (one.eval()(probe, use_cache=False).logits.double() for one in (loaded, copy.deepcopy(plain)))
     assert ((ours - expected).norm() / expected.norm()).item() < 1e-5
-
-
-def run_card(card: str, folder: Path, base: Path) -> Any:
-    """Runs the lines that the card tells people to run."""
-    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
-    text = (
-        code[1]
-        .replace('folder = "."', f"folder = {str(folder)!r}")
-        .replace('"the base model\'s folder"', repr(str(base)))
-    )
-    names: dict[str, Any] = {}
-    exec(text, names)
-    return names["model"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from support.commands import run, succeed
 from support.rank_pool import run_on_ranks
-from support.small_run import BYTES_CONFIG
 from support.tiers import mark_by
+from support.training import save_bytes_model
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ulysses_cli.commands.children.evaluating import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
@@ -46,10 +46,7 @@ MODELS: dict[str, dict[str, int]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("losses")
     for seed, (name, heads) in enumerate(MODELS.items()):
-        torch.manual_seed(seed)
-        changes = {"initializer_range": 0.3, "max_position_embeddings": 2048, **heads}
-        config = AutoConfig.for_model(**{**BYTES_CONFIG, **changes})
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        save_bytes_model(folder / name, seed, initializer_range=0.3, max_position_embeddings=2048, **heads)
     random = Random(0)
     texts = ["".join(random.choices("abcdef ", k=size)) for size in (100, 400, 700, 350, 800, 900)]
     rows = [{"text": text} for text in texts[:-1]]

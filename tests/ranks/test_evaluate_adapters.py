@@ -11,8 +11,9 @@ import yaml
 from peft import PeftModel
 from support.commands import run, succeed
 from support.prompters import make_prompter
-from support.small_run import BYTES_CONFIG, make_settings
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from support.small_run import make_settings
+from support.training import save_bytes_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
@@ -29,8 +30,22 @@ RUN = make_settings(
 )
 
 
+def train_on_base(folder: Path, changes: dict[str, int], **sections: Any) -> None:
+    """Trains adapters of a new base, in these files, with these sections of the recipe changed."""
+    save_bytes_model(folder / "base", max_position_embeddings=4096, initializer_range=0.3, **changes)
+    model = {"name_or_path": str(folder / "base"), "tokenizer": "bytes", "dtype": "float32"}
+    (folder / "r.yaml").write_text(yaml.safe_dump({**RUN, "model": model, **sections}))
+    succeed("train", "r.yaml", cwd=folder)
+
+
+def score_all(model: Any) -> dict[str, float]:
+    """The log-probability of the right answer to each question."""
+    prompter = make_prompter(make_bytes_tokenizer())
+    prompts = make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print)
+    return {prompt.name: score_plainly(model, prompter, prompt) for prompt in prompts}
+
+
 def score_plainly(model: Any, prompter: Prompter, prompt: TaskPrompt) -> float:
-    """The log-probability of the right answer."""
     answer = prompter.encode_answer(prompt, prompt.sample.references[0])
     tokens = torch.tensor([[*prompt.tokens, *answer]])
     with torch.no_grad():
@@ -40,12 +55,7 @@ def score_plainly(model: Any, prompter: Prompter, prompt: TaskPrompt) -> float:
 
 @pytest.mark.full
 def test_merged_adapters_answer_as_plain_peft_on_another_layout(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096, "initializer_range": 0.3})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    model = {"name_or_path": str(tmp_path / "base"), "tokenizer": "bytes", "dtype": "float32"}
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**RUN, "model": model}))
-    succeed("train", "r.yaml", cwd=tmp_path)
+    train_on_base(tmp_path, {})
     checkpoints = tmp_path / "run" / "checkpoints"
     amount = ("--max-length", str(LENGTH), "--samples", str(NUM_SAMPLES), "--sp-size", "1")
     against = ("--against", str(checkpoints / "step-2"), "--output", str(tmp_path / "found"))
@@ -54,13 +64,11 @@ def test_merged_adapters_answer_as_plain_peft_on_another_layout(tmp_path: Path) 
     assert [(row["task"], row["n"]) for row in findings["differences"]] == [(TASK, NUM_SAMPLES)]
     assert [row["n"] for row in findings["against"]["scores"]] == [NUM_SAMPLES]
 
-    prompter = make_prompter(make_bytes_tokenizer())
-    prompts = list(make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print))
     ours = {each["id"]: each["log_probability"] for each in findings["results"]}
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
-    without = {prompt.name: score_plainly(base, prompter, prompt) for prompt in prompts}
+    without = score_all(base)
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
-    assert ours == pytest.approx({each.name: score_plainly(adapted, prompter, each) for each in prompts}, rel=1e-4)
+    assert ours == pytest.approx(score_all(adapted), rel=1e-4)
     assert ours != pytest.approx(without, rel=1e-2), "the adapters have learned something"
     old = {
         line["id"]: line["log_probability"]
@@ -87,22 +95,9 @@ def count_held(model: Any) -> tuple[int, int]:
 @pytest.mark.full
 def test_adapters_beside_a_base_in_four_bits_answer_as_bitsandbytes(tmp_path: Path) -> None:
     """The base stays in four bits: what was trained is asked, on two ranks. A merged export is another model."""
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 4096,
-        "initializer_range": 0.3,
-    }  # fmt: skip
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**BYTES_CONFIG, **sizes})).save_pretrained(
-        tmp_path / "base"
-    )
-    settings: dict[str, Any] = {
-        **RUN,
-        "model": {"name_or_path": str(tmp_path / "base"), "tokenizer": "bytes", "dtype": "float32"},
-        "lora": {"r": 4, "alpha": 32, "quantize_base": "nf4"},
-        "parallel": {"sp_size": 2, "zero_stage": 2},
-    }
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
-    succeed("train", "r.yaml", cwd=tmp_path)
+    lora, parallel = {"r": 4, "alpha": 32, "quantize_base": "nf4"}, {"sp_size": 2, "zero_stage": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    train_on_base(tmp_path, sizes, lora=lora, parallel=parallel)
     subject = (str(tmp_path / "run" / "checkpoints" / "step-4"), *WORDS, "--max-length", str(LENGTH))
     predicted = run("evaluate", *subject, "--dry-run", "--sp-size", "2", cwd=tmp_path)
     (prediction,) = json.loads(predicted.stdout)["predictions"]
@@ -124,9 +119,7 @@ def test_adapters_beside_a_base_in_four_bits_answer_as_bitsandbytes(tmp_path: Pa
     spare = prediction["weight_bytes"] - held
     assert 0 <= spare <= PAGE_BYTES * NUM_TABLES * num_quantized, "a GPU rounds each table up to a page"
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
-    prompter = make_prompter(make_bytes_tokenizer())
-    prompts = list(make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print))
-    assert ours == pytest.approx({each.name: score_plainly(adapted, prompter, each) for each in prompts}, rel=1e-4)
+    assert ours == pytest.approx(score_all(adapted), rel=1e-4)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     merged = PeftModel.from_pretrained(whole, str(tmp_path / "run" / "model")).eval()
-    assert ours != pytest.approx({each.name: score_plainly(merged, prompter, each) for each in prompts}, rel=1e-3)
+    assert ours != pytest.approx(score_all(merged), rel=1e-3)

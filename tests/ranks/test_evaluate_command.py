@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from support.checkpoints import RECIPE, make_checkpoint
 from support.commands import run, succeed
 from support.faults import wait_for_end
@@ -21,8 +20,8 @@ from support.prompters import make_prompter
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from support.tiers import sample_every
+from support.training import save_bytes_model
 from test_generation import PlainForward, make, make_axes, make_axis, make_prompts
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children import evaluating
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
@@ -41,8 +40,7 @@ WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--for
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**LONG)).save_pretrained(folder)
+    save_bytes_model(folder, **LONG)
     return str(folder)
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.commands import COLOURLESS
 from support.paths import ROOT
-from support.small_run import BYTES_CONFIG
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.training import save_bytes_model
 
 MEETING = ("--nnodes", "2", "--master-addr", "10.231.7.1", "--master-port", "29431")
 WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--sp-size", "2", "--output", "found")
@@ -27,10 +25,8 @@ TIME_LIMIT = 240
 @pytest.fixture
 def disks(tmp_path: Path) -> list[Path]:
     """Both machines have the model; the documents are on number 0 alone."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096})
     folders = [tmp_path / f"disk-{number}" for number in range(2)]
-    AutoModelForCausalLM.from_config(config).save_pretrained(folders[0] / "model")
+    save_bytes_model(folders[0] / "model", max_position_embeddings=4096)
     shutil.copytree(folders[0] / "model", folders[1] / "model")
     (folders[0] / "papers.txt").write_text("A paper says what it found, and how. " * 80)
     return folders
@@ -41,15 +37,8 @@ def start(disk: Path, *words: str, network: str = "") -> subprocess.Popen[str]:
     inside = ["ip", "netns", "exec", network] if network else []
     command = [*inside, sys.executable, "-m", "ulysses_cli", "evaluate", "model", *WORDS, *words]
     environ = {**os.environ, **COLOURLESS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ULYSSES_RUN_KEY": "k" * 40}
-    return subprocess.Popen(
-        command,
-        cwd=disk,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=disk, env=environ, text=True, start_new_session=True, **pipes)
 
 
 def start_both(disks: list[Path], lan: list[str], *words: str) -> list[subprocess.Popen[str]]:

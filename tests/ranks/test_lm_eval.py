@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.rank_pool import run_on_ranks
-from support.small_run import BYTES_CONFIG
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.training import save_bytes_model
+from transformers import AutoModelForCausalLM
 
 from ulysses_cli.commands.children.evaluating import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
@@ -54,9 +54,7 @@ REQUESTS: dict[str, list[tuple[Any, ...]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and lm-eval's task files with their data beside them. No hub is asked."""
     folder = tmp_path_factory.mktemp("lm-eval")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**BYTES_CONFIG, "initializer_range": 0.3, "max_position_embeddings": 2048})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    save_bytes_model(folder / "model", initializer_range=0.3, max_position_embeddings=2048)
     rows = [
         {"question": f"Number {at} comes after", "choices": [f" {at - 1}", f" {at * 7}", " none"], "label": 0}
         for at in range(1, 6)

@@ -20,22 +20,19 @@ from support.split_attention import (
     ALWAYS,
     NEVER,
     TOLERANCE,
+    attend,
     compare,
     deal,
     draw_problems,
     gather_rows,
     list_tokens,
-    make_axes,
 )  # fmt: skip
 from support.tiers import FULL, TIER
 from test_ring_traffic import Checkpointing, list_names, log_events
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import operators
-from ulysses_cli.train.attention.kernels.native import Rule
-from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.memory.checkpointing import DeviceStorage, SavedResults
 
 Results = dict[str, Tensor]
@@ -45,24 +42,19 @@ def make_layer(
     problem: Problem, ring_size: int, max_shares: float, checkpointing: Checkpointing, *, overlaps: bool
 ) -> tuple[Callable[..., Tensor], dict[str, Tensor], Tensor, Tensor]:
     """A layer, this rank's inputs, its gradient of the output, and the tokens of every rank."""
-    axis, ring = make_axes(ring_size)
     order, tensors = deal(problem, ring_size), make_tensors(problem)
-    tokens = list_tokens(order, problem.batch, axis.size)
+    tokens = list_tokens(order, problem.batch, dist.get_world_size() // ring_size)
     own = tokens[dist.get_rank()]
-    documents = make_documents(problem.lengths, order=order, max_shares=max_shares, shared=problem.shared)
     leaves = {name: tensors[name].flatten(0, 1)[own].clone().requires_grad_() for name in "qkv"}
     if problem.has_sinks:
         leaves["sinks"] = tensors["sinks"].clone().requires_grad_()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        rule = Rule(problem.scale, problem.window, problem.softcap)
-        how: dict[str, Any] = {"num_head_chunks": problem.chunks, "overlaps": overlaps, "kernel": "sdpa"}
-        return ulysses_attention(q, k, v, documents, rule, axis=axis, ring=ring, sinks=sinks, **how)
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return attend((q, k, v), problem, ring_size, max_shares, order, sinks, overlaps=overlaps)
 
-    function = SavedResults(DeviceStorage()).call if checkpointing is True else None
-    layer = attend if function is None else partial(function, attend)
+    layer: Callable[..., Tensor] = partial(SavedResults(DeviceStorage()).call, run) if checkpointing is True else run
     if checkpointing:
-        return partial(checkpoint, layer, use_reentrant=False), leaves, tensors["dout"].flatten(0, 1)[own], tokens
+        layer = partial(checkpoint, layer, use_reentrant=False)
     return layer, leaves, tensors["dout"].flatten(0, 1)[own], tokens
 
 

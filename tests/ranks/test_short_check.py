@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 from support.commands import run, succeed
-from support.small_run import BYTES_CONFIG, make_settings
+from support.small_run import make_settings
+from support.training import save_bytes_model
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,9 +25,7 @@ RUN = {"eval_steps": 2, "save_steps": 2, "rehearsal": False, "short_check": "sho
 
 
 def write_files(folder: Path) -> list[str]:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**BYTES_CONFIG, "initializer_range": 0.3, "max_position_embeddings": 2048})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    save_bytes_model(folder / "base", initializer_range=0.3, max_position_embeddings=2048)
     random = Random(0)
     texts = ["".join(random.choices("abcdef ", k=size)) for size in (40, 301, 1400)]
     (folder / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

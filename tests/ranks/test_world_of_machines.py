@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.small_run import BYTES_CONFIG
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.training import save_bytes_model
 
 from ulysses_cli.commands.children.evaluating import FoundModel, ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
@@ -116,14 +115,11 @@ def test_a_failure_ends_the_ranks_of_both_machines() -> None:
 @pytest.mark.full
 def test_two_machines_answer_as_one_does(tmp_path: Path) -> None:
     """Machine 1 names no suite and has a copy of the model in another folder."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096})
     question = ModelQuestion(2, 2, 1600, "float32", "bytes", "cpu", trust_remote_code=False)
     texts = []
     for number in range(2):
-        torch.manual_seed(0)
         folder = tmp_path / str(number)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        save_bytes_model(folder, max_position_embeddings=4096)
         texts.append(prepare_model(FoundModel(str(folder)), None, question, online=False)[0])
     whole = ModelEvaluation(
         texts[0], ("niah_single_1", "vt"), Amount((1600,), 2), Sources(), 2, str(tmp_path / "whole")

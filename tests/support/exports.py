@@ -73,3 +73,12 @@ def check_same_logits(loaded: Any, expected: Any, tolerance: float = 1e-4) -> No
     ids = torch.arange(12)[None]
     ours, right = (model.eval()(ids, use_cache=False).logits for model in (loaded, expected))
     torch.testing.assert_close(ours, right, rtol=tolerance, atol=tolerance)
+
+
+def run_card(folder: Path, base: Path) -> Any:
+    """Runs the lines that the card of exported adapters tells people to run, and returns the model."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = code.replace('folder = "."', f"folder = {str(folder)!r}").replace("the base model's folder", str(base))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["model"]

@@ -66,7 +66,7 @@ def write_python() -> Path:
         _folder = tempfile.TemporaryDirectory(prefix="served-")  # Linux allows a socket's path 107 characters
         folder = Path(_folder.name)
         (folder / "client.py").write_text(CLIENT)
-        _write_script(folder / "python", f'exec "{sys.executable}" -IS {folder}/client.py {folder}/socket "$@"')
+        write_script(folder / "python", f'exec "{sys.executable}" -IS {folder}/client.py {folder}/socket "$@"')
         start_process(_serve, (str(folder / "socket"),))
         end = time.monotonic() + START_SECONDS
         while not (folder / "socket").exists():
@@ -78,10 +78,10 @@ def write_python() -> Path:
 def write_program(folder: Path) -> Path:
     """Writes `ulysses`."""
     folder.mkdir()
-    return _write_script(folder / "ulysses", f'exec {write_python()} -m ulysses_cli "$@"')
+    return write_script(folder / "ulysses", f'exec {write_python()} -m ulysses_cli "$@"')
 
 
-def _write_script(file: Path, line: str) -> Path:
+def write_script(file: Path, line: str) -> Path:
     file.write_text(f"#!/bin/sh\n{line}\n")
     file.chmod(0o755)
     return file

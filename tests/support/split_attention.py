@@ -63,13 +63,15 @@ def attend(
     max_shares: float,
     order: Order | None = None,
     sinks: Tensor | None = None,
+    *,
+    overlaps: bool = False,
 ) -> Tensor:
     """The product's attention on this rank's share, [B, S, heads, D]."""
     axis, ring = make_axes(ring_size)
     order = order or deal(problem, ring_size)
     documents = make_documents(problem.lengths, order=order, max_shares=max_shares, shared=problem.shared)
     rule = Rule(problem.scale, problem.window, problem.softcap)
-    split = {"axis": axis, "ring": ring, "num_head_chunks": problem.chunks}
+    split = {"axis": axis, "ring": ring, "num_head_chunks": problem.chunks, "overlaps": overlaps}
     return ulysses_attention(*rows, documents, rule, **split, kernel="sdpa", sinks=sinks)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from support.small_run import CONFIG, make_settings
+from support.small_run import BYTES_CONFIG, CONFIG, make_settings
 from ulysses_cli.data.steps import make_batching, plan_step
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe.loader import parse_recipe
@@ -149,6 +150,15 @@ def make_plain_model(recipe: Recipe, **options: Any) -> Any:
     config = AutoConfig.for_model(**json.loads(json.dumps(recipe.model.config)))
     options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
     return AutoModelForCausalLM.from_config(config, **options)
+
+
+def save_bytes_model(folder: Path, seed: int = 0, **changes: Any) -> None:
+    """Saves a small random model that reads bytes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**{**BYTES_CONFIG, **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def plan_rows(recipe: Recipe, shape: ModelShape, rows: MemoryRows, num_steps: int) -> list[list[int]]:
