@@ -149,12 +149,12 @@ def test_bench_measures_what_goes_to_a_disk(tmp_path: Path) -> None:
 def test_all_levers_are_the_strongest_set() -> None:
     shape, h100 = read_model_shape(CONFIG, "test"), load_hardware().get_gpu("h100-80gb")
     recipe = make_recipe("parallel.sp_size=2")
-    levers = subject.settle_levers(recipe, shape, h100, "all")
+    _, levers = subject.settle_levers(recipe, shape, h100, "all")
     assert (levers.tiled_mlp, levers.tiled_loss, levers.offloaded_layers > 0) == (True, True, True)
     assert (levers.offload_optimizer, levers.offload_param) == ("cpu", "cpu")
-    here = subject.settle_levers(recipe, shape, None, "all")
+    _, here = subject.settle_levers(recipe, shape, None, "all")
     assert (here.tiled_mlp, here.offload_optimizer, here.offload_param) == (True, "none", "none")
-    assert not subject.settle_levers(recipe, shape, h100, "none").gradient_checkpointing
+    assert not subject.settle_levers(recipe, shape, h100, "none")[1].gradient_checkpointing
 
 
 def test_sequence_parallelism_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.training import CONFIG, MemoryRows, make_recipe
 
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import choose_layout, settle
@@ -76,6 +77,27 @@ def find_compiled() -> object:
 
     run_steps(())
     return comm.cdb.shm_comm_op
+
+
+def run_settled(words: Sequence[str]) -> tuple[int, list[float], dict[str, torch.Tensor]]:
+    """The engine's stage, and what a run computes with levers chosen for a GPU for which its model is small."""
+    recipe = make_recipe(*words, "data.max_length=48", "parallel.dp_shard_size=2")
+    harness = RunHarness(recipe, ROWS, 2, gpu=load_hardware().get_gpu("h100-80gb"))
+    train(harness.train_state)
+    return harness.built.engine.wrapped.zero_optimization_stage(), harness.losses, harness.read_weights()
+
+
+@pytest.mark.parametrize("micro_steps", [1, pytest.param(2, marks=pytest.mark.check)])
+def test_a_run_has_the_stage_that_was_chosen(micro_steps: int) -> None:
+    """Values are those of the same stage in the recipe, to the bit."""
+    words = (f"train.gradient_accumulation_steps={micro_steps}", "memory.leaf_layers=false", "model.dtype=bfloat16")
+    stage = min(2, micro_steps)
+    chosen = run_on_ranks(2, run_settled, (*words, "parallel.zero_stage=auto"))
+    written = run_on_ranks(2, run_settled, (*words, f"parallel.zero_stage={stage}"))
+    for (own_stage, losses, weights), (_, other_losses, others) in zip(chosen, written, strict=True):
+        assert own_stage == stage
+        assert losses == other_losses
+        assert all(torch.equal(weights[name], others[name]) for name in others)
 
 
 def list_living_answers() -> list[str]:

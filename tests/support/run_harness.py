@@ -47,7 +47,8 @@ class RunHarness:
     ) -> None:
         shape = shape or read_model_shape(load_model_config(recipe).to_dict(), "test")
         groups = make_groups(choose_layout(recipe, shape), timedelta(seconds=60))
-        self.plan = plan = settle(recipe, shape, choose_levers(recipe, shape, gpu).levers)
+        choice = choose_levers(recipe, shape, gpu)
+        self.plan = plan = settle(choice.settle_stage(recipe), shape, choice.levers)
         # a run's own folder, which inputs.py makes
         swap = Path(recipe.memory.nvme_path) if recipe.memory.nvme_path else None
         objective = choose_objective(recipe, groups)

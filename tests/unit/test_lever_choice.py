@@ -34,6 +34,7 @@ from ulysses_cli.plan.planner.lever_choice import (
 from ulysses_cli.plan.planner.spending import SPENDING
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.sections import Lora
+from ulysses_cli.plan.rules.check import check_recipe
 from ulysses_cli.plan.speed import compute_speed
 
 H100 = load_hardware().get_gpu("h100-80gb")
@@ -103,6 +104,57 @@ def test_layers_are_gathered_at_once_where_the_gpu_would_wait(
     assert choice.fit.verdict == "fits"
     assert choice.levers.leaf_layers is (why == "the GPU would wait for the processor")
     assert choice.reasons.get("leaf_layers", "").startswith(why or "")
+
+
+WAITS = "all weights fit, and the GPU would wait for the processor"
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "stage", "why"),
+    [
+        ((), H100, 1, WAITS),
+        (("lora.r=8",), H100, 1, WAITS),
+        (("train.gradient_accumulation_steps=4", "memory.leaf_layers=false"), H100, 2, WAITS),
+        (("train.gradient_accumulation_steps=4",), H100, 3, "with a lower one a step would take about as long"),
+        (("train.gradient_accumulation_steps=4", "model.dtype=float32"), H100, 1, WAITS),
+        (("data.max_length=64Ki",), H100, 3, "the GPU does not wait for the processor"),
+        ((), replace(H100, memory_bytes=2 << 30), 3, "not all weights and gradients would fit"),
+        ((), replace(H100, memory_bytes=5 << 30), 3, "not all weights and gradients would fit"),
+        (("parallel.dp_shard_size=1",), H100, 3, "one process gathers nothing"),
+        (("memory.offload_param=cpu",), H100, 3, "other settings need stage 3"),
+        (("train.optim=muon",), H100, 3, "other settings need stage 3"),
+        (("parallel.dp_shard_size=4", "parallel.dp_replicate_size=2"), H100, 3, "other settings need stage 3"),
+        (("memory.leaf_layers=true",), H100, 3, "memory.leaf_layers and memory.overlap_optimizer need stage 3"),
+        (("lora.r=8", "lora.quantize_base=nf4"), H100, 2, "each GPU holds the whole base"),
+        (("lora.r=8", "lora.use_dora=true"), H100, 2, "each GPU holds the whole base"),
+        (("parallel.zero_stage=3",), H100, 3, "as the recipe says"),
+        ((), None, 3, "no GPU is named"),
+    ],
+)
+def test_a_stage_that_is_auto_is_the_fastest_that_fits(
+    words: tuple[str, ...], gpu: Gpu | None, stage: int, why: str
+) -> None:
+    """Of a small model with short rows. What was chosen is what a recipe gets in which it is written."""
+    common = ("parallel.sp_size=1", "parallel.dp_shard_size=8", "data.max_length=4Ki")
+    loaded = load(*common, "parallel.zero_stage=auto", *words)
+    small = get_shape("Qwen/Qwen3-0.6B")
+    assert [problem for problem in check_recipe(loaded, small) if problem.key != "data.max_length"] == []
+    recipe = loaded.recipe
+    choice = choose_levers(recipe, small, gpu)
+    assert (choice.zero_stage, choice.stage_reason) == (stage, why)
+    settled = choice.settle_stage(recipe)
+    assert settled == load(*common, *words, f"parallel.zero_stage={stage}").recipe
+    if gpu is None:
+        return
+    estimate = compute_estimate(recipe, small, gpu)
+    assert estimate.job == make_job(settled, small, choice.levers)
+    assert (estimate.choice, estimate.fit) == (choice, choice.fit)
+    if why == WAITS:
+        assert choice.fit is not None
+        assert choice.fit.verdict == "fits"
+        sharded = compute_estimate(load(*common, *words).recipe, small, gpu)
+        assert estimate.speed.step_seconds < sharded.speed.step_seconds
+        assert estimate.max_length == sharded.max_length
 
 
 def test_a_layer_is_not_gathered_at_once_where_its_gradients_have_no_room() -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.models.shape import ModelShape
     from ulysses_cli.plan.planner.estimate import Estimate
+    from ulysses_cli.plan.planner.lever_choice import LeverChoice
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.plan.recipe.loader import Loaded
     from ulysses_cli.plan.recipe.recipe import Recipe
@@ -155,7 +156,7 @@ def _show_estimates(
     if output is Format.json:
         described = [ledger.describe_estimate(result, notes) for result in results]
         for result, description in zip(results, described, strict=True) if trace else ():
-            peaks = _trace(valid, result.job.levers, online=online)
+            peaks = _trace(valid, result.job.levers, result.choice, online=online)
             description["trace"] = ledger.describe_trace(peaks, result.ledger)
         printing.print_json({"results": described})
         return
@@ -163,16 +164,16 @@ def _show_estimates(
         text = ledger.format_estimate(result, valid.file, notes)
         printing.print_data(f"\n{text}" if number else text)
         if trace:
-            peaks = _trace(valid, result.job.levers, online=online)
+            peaks = _trace(valid, result.job.levers, result.choice, online=online)
             printing.print_data("\n" + ledger.format_trace(peaks, result.ledger))
 
 
-def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
+def _trace(valid: Validated, levers: Levers, choice: LeverChoice | None = None, *, online: bool) -> dict[str, Any]:
     from ulysses_cli import hub
 
     if valid.loaded is None:
         raise AssertionError("no recipe")
-    recipe = valid.loaded.recipe
+    recipe = valid.loaded.recipe if choice is None else choice.settle_stage(valid.loaded.recipe)
     return or_exit(lambda: trace_recipe(recipe, hub.find_model_config(recipe, online=online)[0], levers))
 
 

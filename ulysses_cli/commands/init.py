@@ -252,7 +252,8 @@ def _choose(
     if offer is None:
         is_lora, quantize_base = METHODS[name or "full"]
         answers = replace(answers, is_lora=is_lora, quantize_base=quantize_base)
-        return answers, choose_on_cpu(shape, answers.max_length, min(CPU_RANKS, os.cpu_count() or 1))
+        ranks, zero_stage = min(CPU_RANKS, os.cpu_count() or 1), make_request(shape, answers).zero_stage
+        return answers, choose_on_cpu(shape, answers.max_length, ranks, zero_stage)
     request, result = search_methods(list_methods(make_request(shape, answers), name), [offer])
     if not result.by_cost:
         raise RecipeError([Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in result.walls])

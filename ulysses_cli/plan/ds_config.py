@@ -89,14 +89,14 @@ def make_ds_config(
     """The config that the recipe decides. The offload devices are those of memory.* once auto is settled."""
     train, memory = recipe.train, recipe.memory
     zero: dict[str, Any] = {
-        "stage": recipe.parallel.zero_stage,
+        "stage": recipe.zero_stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": REDUCE_BUCKET if recipe.lora is None else ADAPTERS_BUCKET,
     }
-    if recipe.parallel.zero_stage == 3:
+    if recipe.zero_stage == 3:
         zero["sub_group_size"] = SUB_GROUP
-    if layout.dp_replicate_size > 1 and recipe.parallel.zero_stage == 3:
+    if layout.dp_replicate_size > 1 and recipe.zero_stage == 3:
         zero["zero_hpz_partition_size"] = layout.replica_size
     for part, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
         if device != "none":
@@ -126,7 +126,7 @@ def _sums_exactly(recipe: Recipe, layout: Layout) -> bool:
     """Reducing gradients in bfloat16 loses nothing with one rank, or with two ranks whose single sum is then kept in
     bfloat16, unless a user's section divides before the sum or keeps more precision. It halves bytes and buckets."""
     user_section = recipe.deepspeed
-    is_narrow = recipe.model.dtype == "bfloat16" and recipe.parallel.zero_stage == 3
+    is_narrow = recipe.model.dtype == "bfloat16" and recipe.zero_stage == 3
     if not is_narrow or "gradient_predivide_factor" in user_section:
         return False
     keeps_more = _accumulates(recipe) or "data_types" in user_section
@@ -136,7 +136,7 @@ def _sums_exactly(recipe: Recipe, layout: Layout) -> bool:
 def _accumulates(recipe: Recipe) -> bool:
     """bfloat16 gradients of several micro-steps are summed in float32. (At stage 1 DeepSpeed has another optimizer for
     that, which keeps no shards of the moments.)"""
-    train, stage = recipe.train, recipe.parallel.zero_stage
+    train, stage = recipe.train, recipe.zero_stage
     return recipe.model.dtype == "bfloat16" and train.gradient_accumulation_steps > 1 and stage > 1
 
 

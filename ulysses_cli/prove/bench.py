@@ -159,7 +159,7 @@ def settle_cell(
 ) -> Cell:
     dp_size = world // sp_size
     bench_recipe = make_bench_recipe(recipe, config, length, sp_size, dp_size, device.device)
-    levers = settle_levers(bench_recipe, shape, device.gpu, mode)
+    bench_recipe, levers = settle_levers(bench_recipe, shape, device.gpu, mode)
     job = make_job(bench_recipe, shape, levers, gpus_per_node=device.gpu.gpus_per_node if device.gpu else 8)
     return Cell(f"sp {sp_size} x dp {dp_size}", bench_recipe, levers, job)
 
@@ -243,15 +243,17 @@ def make_bench_recipe(
     )
 
 
-def settle_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, mode: LeverMode) -> Levers:
+def settle_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, mode: LeverMode) -> tuple[Recipe, Levers]:
+    """The recipe with its stage of ZeRO, and levers."""
     if mode == "auto":
-        return choose_levers(recipe, shape, gpu).levers
+        choice = choose_levers(recipe, shape, gpu)
+        return choice.settle_stage(recipe), choice.levers
     if mode == "none":
-        return Levers(gradient_checkpointing=False)
+        return recipe, Levers(gradient_checkpointing=False)
     strongest = list_strongest(make_job(recipe, shape, Levers()))[0]
     if gpu is None:  # weights and the optimizer are on the CPU already
         strongest = replace(strongest, offload_optimizer="none", offload_param="none")
-    return strongest
+    return recipe, strongest
 
 
 def is_memory(failure: RankFailureError) -> bool:

@@ -223,8 +223,8 @@ def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> tu
     facts = torch.cuda.get_device_properties(0)
     host_bytes = count_usable_bytes() // count_ranks_here(target)
     gpu, _ = target.hardware.recognise(facts.name, facts.total_memory, host_bytes)
-    levers = choose_levers(recipe, shape, gpu).levers
-    job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
+    choice = choose_levers(recipe, shape, gpu)
+    job = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
     without_overlap = weigh_ledger(replace(job, levers=replace(job.levers, early_groups=0)))
     return weigh_ledger(job).host_peak_bytes, without_overlap.host_peak_bytes, compute_node_disk_bytes(job)
 

@@ -22,6 +22,7 @@ from ulysses_cli.plan.ledger.machine import (
 from ulysses_cli.plan.levers import SPELLED, get_key
 from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.plan.planner.fit import compare
+from ulysses_cli.plan.planner.lever_choice import WRITTEN
 from ulysses_cli.plan.planner.rings import BetterRing
 from ulysses_cli.plan.planner.sweep import Curve, LengthSweep, compute_sweep
 from ulysses_cli.plan.units import format_count, format_range, format_usd
@@ -69,6 +70,8 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "fragmentation_bytes": ledger.fragmentation,
         "levers": {**vars(job.levers)},
         "lever_reasons": estimate.choice.reasons,
+        "zero_stage": job.zero_stage,
+        "zero_stage_reason": estimate.choice.stage_reason,
         "max_length": estimate.max_length,
         "max_length_all_levers": estimate.max_length_all_levers,
         "suggestion": estimate.suggestion,
@@ -101,6 +104,8 @@ def describe_verdict(estimate: Estimate) -> dict[str, Any]:
         "text": format_verdict(estimate),
         "levers": {**vars(estimate.job.levers)},
         "lever_reasons": estimate.choice.reasons,
+        "zero_stage": estimate.job.zero_stage,
+        "zero_stage_reason": estimate.choice.stage_reason,
         "suggestion": estimate.suggestion,
     }
 
@@ -108,7 +113,7 @@ def describe_verdict(estimate: Estimate) -> dict[str, Any]:
 def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = ()) -> str:
     fit = estimate.fit
     peak = estimate.ledger.peak
-    gpu = estimate.gpu
+    gpu, choice = estimate.gpu, estimate.choice
     job = estimate.job
     mesh, disk = format_mesh(asdict(job.layout)), compute_node_disk_bytes(job)
     largest = sorted(peak.lines.items(), key=lambda item: -item[1])[:NUM_LARGEST]
@@ -122,6 +127,7 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         ("peak", f"in {_name_moment(peak)}: {largest_text}"),
         ("host", f"{host} on the fullest node"),
         *([("disk", f"{format_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
+        *([("stage", format_stage(job.zero_stage, choice.stage_reason))] if choice.stage_reason != WRITTEN else []),
         ("longest", _format_longest(estimate)),
         *_format_speed(estimate),
         *([("attention", estimate.slow_attention)] if estimate.slow_attention else []),
@@ -140,6 +146,10 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
     elif fit.verdict != "fits":
         text += "\n\nno lever makes it fit: use more GPUs per row (sp_size), GPUs with more memory, or shorter rows"
     return text
+
+
+def format_stage(stage: int, reason: str) -> str:
+    return f"ZeRO-{stage}: {reason}"
 
 
 def _name_moment(moment: MemorySnapshot) -> str:
@@ -430,4 +440,4 @@ def make_sweep_page(sweeps: Sequence[tuple[Estimate, LengthSweep]]) -> str:
 
 
 def compute_sweeps(estimates: Sequence[Estimate]) -> list[tuple[Estimate, LengthSweep]]:
-    return [(estimate, compute_sweep(estimate.job, estimate.gpu, estimate.choice.reasons)) for estimate in estimates]
+    return [(estimate, compute_sweep(estimate.longer, estimate.gpu, estimate.choice.reasons)) for estimate in estimates]

@@ -13,6 +13,7 @@ from typing import Any
 from ulysses_cli.plan.layout import Placement
 from ulysses_cli.plan.ledger.weights import find_num_parameters
 from ulysses_cli.plan.levers import get_key
+from ulysses_cli.plan.planner.lever_choice import WRITTEN
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.schema import Setting, format_value
@@ -20,7 +21,7 @@ from ulysses_cli.plan.resolved import compute_least_theta, rank_experts
 from ulysses_cli.plan.rules.files import list_distant_data
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.plan.units import format_count, format_parameters
-from ulysses_cli.report.ledger import format_mesh
+from ulysses_cli.report.ledger import format_mesh, format_stage
 from ulysses_cli.report.planner import format_placement, list_warnings
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.validate import Validated
@@ -191,7 +192,8 @@ def format_plan(plan: Mapping[str, Any], *, with_settings: bool = True, with_def
     if "memory" in plan:
         memory = plan["memory"]
         lines.append(("memory", f"{memory['gpu']}: {memory['text']}"))
-        reasons = memory["lever_reasons"]
+        reasons, why_stage = memory["lever_reasons"], memory["zero_stage_reason"]
+        lines += [("stage", format_stage(memory["zero_stage"], why_stage))] if why_stage != WRITTEN else []
         lines += [
             ("", f"{get_key(name)} {format_value(memory['levers'][name])}: {reason}")
             for name, reason in reasons.items()

@@ -32,7 +32,7 @@ from ulysses_cli.plan.levers import Levers, get_key, uses_disk
 from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.estimate import explain_memory, find_host_bound
-from ulysses_cli.plan.planner.lever_choice import LeverChoice, choose_levers
+from ulysses_cli.plan.planner.lever_choice import WRITTEN, LeverChoice, choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
 from ulysses_cli.plan.recipe.recipe import Recipe, Train
 from ulysses_cli.plan.resolved import Resolved, ResolvedRecipe, RunPlan, wants_shared_prompts
@@ -128,7 +128,7 @@ class Forecast:
     def list_levers(self) -> dict[str, Any]:
         reasons = self.choice.reasons
         return {
-            get_key(name): {"value": value, "reason": reasons.get(name, "as the recipe says")}
+            get_key(name): {"value": value, "reason": reasons.get(name, WRITTEN)}
             for name, value in vars(self.choice.levers).items()
         }
 
@@ -139,6 +139,8 @@ class Forecast:
     def report_to(self, record: Record) -> None:
         if self.gpu is None:
             return
+        if self.choice.stage_reason != WRITTEN:
+            record.report(f"parallel.zero_stage: {self.choice.zero_stage}, {self.choice.stage_reason}")
         for name, reason in self.choice.reasons.items():
             record.report(f"memory.{get_key(name)}: {getattr(self.choice.levers, name)}, {reason}")
         if num_layers := self.choice.levers.offloaded_layers:
@@ -441,8 +443,8 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
     forecast = settle_levers(launch, inputs, groups)
     swap_folder = open_swap_folder(launch, inputs, groups, forecast.choice.levers)
     resolved = settle_rows_per_step(launch.plan.resolved, remaining.batching)
-    plan = RunPlan(remaining.recipe, inputs.shape, resolved, forecast.choice.levers)
-    run = remaining.recipe.run
+    recipe = forecast.choice.settle_stage(remaining.recipe)
+    plan, run = RunPlan(recipe, inputs.shape, resolved, forecast.choice.levers), recipe.run
     usd_per_hour = (run.price_per_gpu_hour or 0.0) * layout.world_size
     stop = StopConditions(run.max_hours, run.max_cost, usd_per_hour, lambda: launch.interruption.is_asked)
     return Connected(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
@@ -91,7 +91,7 @@ class Job:
     batch: int = 1
     accumulation: int = 1
     dtype_bytes: int = 2
-    zero_stage: int = 3
+    zero_stage: Literal[1, 2, 3] = 3
     optim: str = "adamw"
     quantized: str | None = None  # format of the frozen linear layers: nf4 or int8
     engine: EngineSettings = EngineSettings()
@@ -275,7 +275,7 @@ def make_job(
         batch=recipe.train.per_device_train_batch_size,
         accumulation=recipe.train.gradient_accumulation_steps,
         dtype_bytes=BYTES[recipe.model.dtype],
-        zero_stage=recipe.parallel.zero_stage,
+        zero_stage=recipe.zero_stage,
         optim=recipe.train.optim,
         quantized=recipe.lora.quantize_base if recipe.lora is not None else None,
         engine=make_engine(recipe, levers),

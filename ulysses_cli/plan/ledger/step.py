@@ -228,7 +228,7 @@ class SizedRun:
         job = self.job
         recipe = SimpleNamespace(
             model=SimpleNamespace(dtype="bfloat16" if job.dtype_bytes == BFLOAT16.itemsize else "float32"),
-            parallel=SimpleNamespace(zero_stage=job.zero_stage),
+            zero_stage=job.zero_stage,
             micro_step_tokens=job.micro_step_tokens,
         )
         return SimpleNamespace(levers=job.levers, shape=job.shape, recipe=recipe, layout=job.layout)

@@ -29,6 +29,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     LeverChoice,
     choose_for_job,
     choose_levers,
+    explain_given_stage,
     find_cheapest,
     find_longest,
     read_levers,
@@ -104,7 +105,7 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
         if size < layout.sp_size and layout.sp_size % size == 0:
             yield f"parallel.sp_size: {size}", replace(job, layout=_share_rows(layout, size))
     if (whole := lower_stage(job)) is not None:
-        yield "parallel.zero_stage: 1", whole
+        yield f"parallel.zero_stage: {whole.zero_stage}", whole
     for words, changed in (
         ("memory.gradient_checkpointing: false", {"gradient_checkpointing": False, "offloaded_layers": 0}),
         ("memory.large_tiles: true", {"large_tiles": True}),
@@ -165,6 +166,7 @@ class Estimate:
 
     gpu: Gpu
     job: Job
+    longer: Job  # as longer rows have it: with no lower stage of ZeRO than `auto` starts from
     choice: LeverChoice
     ledger: Ledger
     fit: Fit
@@ -230,15 +232,16 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         gpu = replace(gpu, usd_low=price, usd_high=price, price_source="run.price_per_gpu_hour", price_date="")
     levers, open_names = read_levers(recipe, shape)
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
-    choice, ledger = choose_for_job(job, gpu, open_names)
-    settled = replace(job, levers=choice.levers)
+    choice, ledger = choose_for_job(job, gpu, open_names, explain_given_stage(recipe))
+    settled = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
     fit = judge(settled, ledger, gpu)
-    # A longer row, or one that does not fit, leaves no memory for large tiles and early steps.
-    frugal = replace(settled, levers=stop_spending(choice.levers, open_names))
+    # A longer row, or one that does not fit, leaves no memory for large tiles, early steps and whole weights.
+    frugal = replace(job, levers=stop_spending(choice.levers, open_names))
     own = job.max_length if fit.verdict == "fits" else 0  # which need not be a whole multiple
     return Estimate(
         gpu=gpu,
         job=settled,
+        longer=replace(job, levers=choice.levers),
         choice=choice,
         ledger=ledger,
         fit=fit,
@@ -267,7 +270,8 @@ def find_rate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
     choice = choose_levers(recipe, shape, gpu)
     if choice.fit is None or choice.fit.verdict != "fits":
         return 0.0
-    return compute_speed(make_job(recipe, shape, choice.levers, gpus_per_node=gpu.gpus_per_node), gpu).tokens_per_second
+    settled = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
+    return compute_speed(settled, gpu).tokens_per_second
 
 
 def suggest_levers(job: Job, gpu: Gpu) -> str:

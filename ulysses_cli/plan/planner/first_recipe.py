@@ -56,6 +56,7 @@ class Choice:
     is_cpu: bool = False
     stretches: bool = False
     accumulation: int = 1
+    zero_stage: int = 3
     gpu: str | None = None  # its kind
 
 
@@ -68,13 +69,13 @@ def suggest_length(longest_tokens: int | None, max_positions: int | None, *, is_
     return max(2, min(length, 1 << (most.bit_length() - 1)))
 
 
-def choose_on_cpu(shape: ModelShape, max_length: int, num_ranks: int) -> Choice:
+def choose_on_cpu(shape: ModelShape, max_length: int, num_ranks: int, zero_stage: int = 3) -> Choice:
     sizes = [size for size in shape.sp_sizes if size <= num_ranks and max_length % size == 0]
     layout = Layout(sp_size=1 if shape.inexact else max(sizes, default=1))
     ranks = layout.world_size
     header = (f"hardware   {ranks} CPU {'process' if ranks == 1 else 'processes'}: for trying things out",)
     return Choice(layout, header, is_cpu=True, is_packed=not shape.crosses_documents,
-                  stretches=needs_stretch(shape, max_length))  # fmt: skip
+                  stretches=needs_stretch(shape, max_length), zero_stage=zero_stage)  # fmt: skip
 
 
 def choose_by_plan(best: Candidate, request: PlanRequest, model: str) -> Choice:
@@ -86,7 +87,7 @@ def choose_by_plan(best: Candidate, request: PlanRequest, model: str) -> Choice:
     price = best.gpu.usd_middle
     return Choice(
         draft.layout, lines, memory, draft.lora_targets, draft.is_packed, price, stretches=draft.needs_stretch,
-        accumulation=draft.accumulation, gpu=draft.gpu,
+        accumulation=draft.accumulation, gpu=draft.gpu, zero_stage=draft.zero_stage,
     )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     lines = [f"# Trains {trained} of {answers.model} on {answers.data}, {answers.max_length:,} tokens per row."]
     lines += ["#", *(f"# {line}" for line in choice.header), f"# launch     ulysses train {file}", ""]
     lines += ["model:", *_write_model(answers, choice)]
-    lines += _write_parallel(choice.layout, answers.quantize_base)
+    lines += _write_parallel(choice.layout, choice.zero_stage)
     lines += ["", "data:", "  datasets:", f"    - path: {quote(answers.data)}"]
     if answers.is_tree:
         lines += ["      type: folder  # the whole tree is one document; join_files: false makes each file one"]
@@ -161,7 +162,7 @@ def _write_model(answers: FirstAnswers, choice: Choice) -> list[str]:
     return [*lines, "  dtype: float32"] if choice.is_cpu else lines
 
 
-def _write_parallel(layout: Layout, quantize_base: str | None) -> list[str]:
+def _write_parallel(layout: Layout, zero_stage: int) -> list[str]:
     comments = {
         "sp_size": "ranks that share a row",
         "dp_shard_size": "rows in flight",
@@ -171,7 +172,7 @@ def _write_parallel(layout: Layout, quantize_base: str | None) -> list[str]:
     lines = [f"  {name}: {size}  # {comment}" for name, size, comment in sizes if size > 1]
     if layout.ring_size > 1 or layout.sp_size > GPUS_PER_NODE:  # auto may choose another
         lines.append(f"  ring_size: {layout.ring_size}  # shares of a row's queries")
-    lines += ["  zero_stage: 2  # each GPU holds the whole base"] if quantize_base else []
+    lines += [f"  zero_stage: {zero_stage}  # each GPU holds all weights"] if zero_stage < 3 else []
     return ["", "parallel:", *lines] if lines else []
 
 

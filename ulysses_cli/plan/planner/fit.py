@@ -10,8 +10,11 @@ from typing import Literal
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job, is_indexable
 from ulysses_cli.plan.ledger.ledger import Ledger, measure_ledger, weigh_ledger
+from ulysses_cli.plan.ledger.states import FLOAT_BYTES
+from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.rows.indexing import has_untried
+from ulysses_cli.plan.speed import compute_speed
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "too_close", "does_not_fit")
@@ -99,12 +102,43 @@ def try_levers(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
 
 
 def lower_stage(job: Job) -> Job | None:
-    """The same with all weights on each GPU: ZeRO-1 gathers none, and its hooks launch less. None where stage 3 has
-    what stage 1 lacks."""
+    """The same with all weights on each GPU: ZeRO-1 gathers none, and its hooks launch less. ZeRO-2 where micro-steps
+    add up bfloat16 gradients, which stage 1 does not in float32 (plan/ds_config.py). None where stage 3 has what lower
+    ones lack."""
     is_free = not uses_disk(job.levers) and job.levers.offload_param == "none" and job.layout.dp_replicate_size == 1
-    if job.zero_stage != 3 or job.world_size == 1 or not is_free:
+    if job.zero_stage != 3 or job.world_size == 1 or job.optim == "muon" or not is_free:
         return None
-    return replace(job, zero_stage=1, levers=replace(job.levers, early_groups=0, leaf_layers=False))
+    stage: Literal[1, 2] = 2 if job.accumulation > 1 and job.dtype_bytes < FLOAT_BYTES else 1
+    engine = replace(job.engine, communication_bytes=FLOAT_BYTES)
+    levers = replace(job.levers, early_groups=0, leaf_layers=False)
+    return replace(job, zero_stage=stage, levers=levers, engine=engine)
+
+
+NOT_WHOLE = "not all weights and gradients would fit"
+LEAST_GAIN = 0.01  # of a step
+
+
+def choose_stage(job: Job, gpu: Gpu) -> tuple[Job, Ledger] | str:
+    """The job with a lower stage, and its ledger, where the GPU waits for the processor, all weights fit, and a step is
+    faster; else why not."""
+    whole, speed = lower_stage(job), compute_speed(job, gpu)
+    if job.world_size == 1:
+        return "one process gathers nothing"
+    if not speed.is_host_bound:
+        return "the GPU does not wait for the processor"
+    if not holds_whole(job, gpu):
+        return NOT_WHOLE
+    if whole is None:
+        return "other settings need stage 3"
+    if compute_speed(whole, gpu).step_seconds >= (1 - LEAST_GAIN) * speed.step_seconds:
+        return "with a lower one a step would take about as long"
+    ledger = measure_ledger(whole)  # a load may need most, which no search weighs
+    return (whole, ledger) if judge(whole, ledger, gpu).verdict == "fits" else NOT_WHOLE
+
+
+def holds_whole(job: Job, gpu: Gpu) -> bool:
+    """A shortcut: whether all weights and their gradients alone fit."""
+    return 2 * job.dtype_bytes * get_weights(job).num_elements < gpu.memory_bytes
 
 
 LEAST_LESS = 512  # a share of a GPU: a smaller change of its room would propose the same again

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
@@ -29,6 +29,7 @@ from ulysses_cli.plan.planner.fit import (
     ROW_MULTIPLE,
     Fit,
     Rooms,
+    choose_stage,
     confirm,
     find_max_length,
     is_tried,
@@ -71,11 +72,19 @@ FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads; numbers between them s
 
 @dataclass(frozen=True)
 class LeverChoice:
-    """Settled levers, a reason for each that the recipe left open, and whether the job fits with them."""
+    """Settled levers, a reason for each that the recipe left open, and whether the job fits with them; and ZeRO's
+    stage, with its reason."""
 
     levers: Levers
     reasons: dict[str, str]
     fit: Fit | None
+    zero_stage: Literal[1, 2, 3]
+    stage_reason: str
+
+    def settle_stage(self, recipe: Recipe) -> Recipe:
+        """The recipe with the stage in place of `auto`."""
+        parallel = recipe.parallel.model_copy(update={"zero_stage": self.zero_stage})
+        return recipe.model_copy(update={"parallel": parallel})
 
 
 Judge = Callable[[Levers], Fit | None]  # the job's fit with these levers; None: no kernel can index it
@@ -92,20 +101,43 @@ def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
     return replace(OFF, **settled), open_names
 
 
+WRITTEN = "as the recipe says"
+
+
+def explain_given_stage(recipe: Recipe) -> str:
+    """What decides ZeRO's stage before a GPU is known, or ''."""
+    memory = recipe.memory
+    if recipe.parallel.zero_stage != "auto":
+        return WRITTEN
+    if recipe.zero_stage < 3:
+        return "each GPU holds the whole base"
+    shards = memory.leaf_layers is True or memory.overlap_optimizer not in ("auto", 0)
+    return "memory.leaf_layers and memory.overlap_optimizer need stage 3" if shards else ""
+
+
 def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> LeverChoice:
     """For a recipe that passed its checks. Without a GPU (a run on the CPU) levers stay off."""
     levers, open_names = read_levers(recipe, shape)
     if gpu is None:
-        return LeverChoice(levers, dict.fromkeys(open_names, "off: no GPU is named"), None)
-    return choose_for_job(make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node), gpu, open_names)[0]
+        why = "no GPU is named"
+        reasons = dict.fromkeys(open_names, f"off: {why}")
+        return LeverChoice(levers, reasons, None, recipe.zero_stage, explain_given_stage(recipe) or why)
+    job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
+    return choose_for_job(job, gpu, open_names, explain_given_stage(recipe))[0]
 
 
-def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[LeverChoice, Ledger]:
-    """What a search proposes and a run on sizes confirms, and that run's ledger."""
+def choose_for_job(
+    job: Job, gpu: Gpu, open_names: list[str], stage_reason: str = WRITTEN
+) -> tuple[LeverChoice, Ledger]:
+    """What a search proposes and a run on sizes confirms, and that run's ledger. `stage_reason`: why the job has its
+    stage of ZeRO; '' where it may be lower."""
     settled, ledger = confirm(lambda room: replace(job, levers=_propose(job, room, open_names)), gpu)
+    lowered = stage_reason or choose_stage(settled, gpu)
+    stage_reason = lowered if isinstance(lowered, str) else "all weights fit, and the GPU would wait for the processor"
+    settled, ledger = (settled, ledger) if isinstance(lowered, str) else lowered
     fit = judge(settled, ledger, gpu)
     reasons = {name: _explain(settled, gpu, name, fit, open_names) for name in open_names}
-    return LeverChoice(settled.levers, reasons, fit), ledger
+    return LeverChoice(settled.levers, reasons, fit, settled.zero_stage, stage_reason), ledger
 
 
 def _propose(job: Job, gpu: Gpu, open_names: list[str]) -> Levers:

@@ -15,9 +15,8 @@ from typing import Any
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, check_known, is_indexable, make_job
-from ulysses_cli.plan.ledger.ledger import Ledger, measure_ledger, weigh_least_ledger, weigh_ledger
+from ulysses_cli.plan.ledger.ledger import Ledger, weigh_least_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
-from ulysses_cli.plan.ledger.weights import get_weights
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, Offload, explain_no_overlap, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import (
@@ -37,7 +36,16 @@ from ulysses_cli.plan.planner.candidates import (
     round_cost,
     write_draft,
 )
-from ulysses_cli.plan.planner.fit import Fit, confirm, confirm_length, is_tried, judge, lower_stage
+from ulysses_cli.plan.planner.fit import (
+    Fit,
+    choose_stage,
+    confirm,
+    confirm_length,
+    holds_whole,
+    is_tried,
+    judge,
+    lower_stage,
+)
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     EVERY,
@@ -294,24 +302,12 @@ def find_fit(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate
     if levers is None or fit is None or fit.verdict != "fits":
         return None
     levers = spend_what_is_left(job, gpu, levers, EVERY)
-    return _gather_nothing(_make_candidate(request, job, gpu, levers, judge_levers(levers) or fit))
-
-
-def _gather_nothing(plan: Candidate) -> Candidate:
-    """With ZeRO-1, where the GPU waits for the processor, all weights fit, and a step is faster."""
-    whole = lower_stage(plan.job) if plan.speed.is_host_bound else None
-    if whole is None or not holds_whole(whole, plan.gpu):
+    plan = _make_candidate(request, job, gpu, levers, judge_levers(levers) or fit)
+    lowered = choose_stage(plan.job, gpu)
+    if isinstance(lowered, str):
         return plan
-    found = replace(plan, job=whole, speed=compute_speed(whole, plan.gpu))
-    if not is_slower(plan, found):
-        return plan
-    fit = judge(whole, measure_ledger(whole), plan.gpu)  # a load may need most, which no search weighs
-    return replace(found, fit=fit) if fit.verdict == "fits" else plan
-
-
-def holds_whole(job: Job, gpu: Gpu) -> bool:
-    """A shortcut: whether all weights and their gradients alone fit."""
-    return 2 * job.dtype_bytes * get_weights(job).num_elements < gpu.memory_bytes
+    whole, ledger = lowered
+    return replace(plan, job=whole, speed=compute_speed(whole, gpu), fit=judge(whole, ledger, gpu))
 
 
 def find_nearest(request: PlanRequest, ledgers: LedgersOfJob, gpu: Gpu) -> Candidate | None:

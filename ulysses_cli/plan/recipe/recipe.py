@@ -156,9 +156,10 @@ class Parallel(Section):
     sp_seq_length: int | None = setting(
         None, "the one length of every row, when it is not variable", unit="tokens", ge=1, le=MAX_TOKENS
     )
-    zero_stage: Literal[1, 2, 3] = setting(
+    zero_stage: Literal[1, 2, 3, "auto"] = setting(
         3,
-        "what DeepSpeed shards: 1 optimizer, 2 and gradients, 3 and parameters",
+        "what DeepSpeed shards: 1 optimizer, 2 and gradients, 3 and parameters; auto = 3, or less where the GPU would "
+        "wait for the processor and has room for all weights, or for a base that stays whole",
         refused={"0": "stage 0 shards nothing; on one process stage 1 costs the same"},
     )
 
@@ -479,6 +480,14 @@ class Recipe(Section):
         unit="keys",
         max_length=1000,
     )
+
+    @property
+    def zero_stage(self) -> Literal[1, 2, 3]:
+        """Where it is `auto`, the most that can be sharded; `choose_levers` may then take a lower one."""
+        written = self.parallel.zero_stage
+        if written != "auto":
+            return written
+        return 2 if self.lora is not None and (self.lora.quantize_base or self.lora.use_dora) else 3
 
     @property
     def micro_step_tokens(self) -> int:

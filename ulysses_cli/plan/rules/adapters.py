@@ -49,7 +49,7 @@ def check_quantized_base(recipe: Recipe, shape: ModelShape) -> Problems:
     key, lora = "lora.quantize_base", recipe.lora
     if lora is None or lora.quantize_base is None:
         return
-    if recipe.parallel.zero_stage == 3:
+    if recipe.zero_stage == 3:
         yield Problem(
             "parallel.zero_stage",
             f"3 shards the base's weights, and with {key}: {lora.quantize_base} each GPU holds all of them",
@@ -102,7 +102,7 @@ def check_dora(recipe: Recipe, shape: ModelShape) -> Problems:
             "those of rounded weights",
             "leave quantize_base out, or use lora.use_rslora",
         )
-    if recipe.parallel.zero_stage == 3:
+    if recipe.zero_stage == 3:
         yield Problem(
             key,
             "reads the base's weights outside of their modules, where ZeRO-3 has them in shards",

@@ -61,7 +61,7 @@ def _may_be(case: RuleCase, name: str, size: int) -> bool:
     if name == "sp_size" and size > 1:
         fits = case.shape is None or (bool(case.shape.list_ring_sizes(size)) and not case.shape.inexact)
         return fits and case.recipe.data.max_length % size == 0
-    return name != "dp_replicate_size" or size == 1 or case.recipe.parallel.zero_stage == 3
+    return name != "dp_replicate_size" or size == 1 or case.recipe.zero_stage == 3
 
 
 def check_world_size(case: RuleCase) -> Problems:
@@ -151,7 +151,7 @@ def check_long_documents(case: RuleCase) -> Problems:
 def check_zero_stage(case: RuleCase) -> Problems:
     """What each ZeRO stage can shard and offload."""
     parallel, memory = case.recipe.parallel, case.recipe.memory
-    stage = parallel.zero_stage
+    stage = case.recipe.zero_stage
     if parallel.dp_replicate_size > 1 and stage < 3:
         size = parallel.dp_replicate_size * parallel.dp_shard_size
         yield Problem(
@@ -203,7 +203,7 @@ def _find_still_activations(recipe: Recipe) -> str:
 
 def check_states_on_disk(case: RuleCase) -> Problems:
     """Settings that cannot be combined with optimizer states on a disk."""
-    key, stage = "memory.offload_optimizer", case.recipe.parallel.zero_stage
+    key, stage = "memory.offload_optimizer", case.recipe.zero_stage
     if not _may_swap_states(case.recipe):
         return
     if stage < 3:
@@ -227,7 +227,7 @@ def _may_swap_states(recipe: Recipe) -> bool:
     planner/lever_choice.py)."""
     if recipe.memory.offload_optimizer != "auto":
         return recipe.memory.offload_optimizer == "nvme"
-    is_able = recipe.train.optim == "adamw" and recipe.parallel.zero_stage == 3 and not recipe.run.async_save
+    is_able = recipe.train.optim == "adamw" and recipe.zero_stage == 3 and not recipe.run.async_save
     return is_able and recipe.memory.nvme_path is not None
 
 

@@ -107,7 +107,7 @@ def check_overlapped_exchange(recipe: Recipe, shape: ModelShape) -> Problems:
 
 def check_leaf_layers(recipe: Recipe, shape: ModelShape) -> Problems:
     """Layers are leaf modules where DeepSpeed then computes the same."""
-    why = explain_no_leaves(shape, recipe.parallel.zero_stage, recipe.memory.offload_param)
+    why = explain_no_leaves(shape, recipe.zero_stage, recipe.memory.offload_param)
     if recipe.memory.leaf_layers is True and why:
         yield Problem("memory.leaf_layers", f"cannot be true: {why}", "leave it out")
 

@@ -46,7 +46,7 @@ def check_muon(recipe: Recipe) -> Problems:
     """Muon needs whole matrices: ranks of ZeRO-3 exchange their shares of one, on the GPU."""
     if recipe.train.optim != "muon":
         return
-    stage, where = recipe.parallel.zero_stage, recipe.memory.offload_optimizer
+    stage, where = recipe.zero_stage, recipe.memory.offload_optimizer
     if stage < 3:
         what = f"muon needs ZeRO stage 3; stage {stage} cuts its ranks' shares across matrices"
         yield Problem("train.optim", what, "set parallel.zero_stage: 3, or use train.optim: adamw")
@@ -60,7 +60,7 @@ def check_muon(recipe: Recipe) -> Problems:
 
 def check_overlap(recipe: Recipe) -> Problems:
     """Early steps of the optimizer are made on the host, for groups of weights as ZeRO-3 has them."""
-    memory, stage = recipe.memory, recipe.parallel.zero_stage
+    memory, stage = recipe.memory, recipe.zero_stage
     if memory.overlap_optimizer == "auto" or not memory.overlap_optimizer:
         return
     if memory.offload_optimizer in ("none", "nvme"):

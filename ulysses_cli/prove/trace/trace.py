@@ -102,7 +102,7 @@ def count_grouped_elements(request: Mapping[str, Any]) -> int:
     """Weights in the first group that ZeRO-3 steps. A cut with as many weights has groups as large as the whole
     model's."""
     recipe, levers = Recipe.model_validate_json(json.dumps(request["recipe"])), Levers(**request["levers"])
-    if recipe.parallel.zero_stage < 3 or recipe.lora is not None or levers.offload_optimizer != "none":
+    if recipe.zero_stage < 3 or recipe.lora is not None or levers.offload_optimizer != "none":
         return 0
     return make_engine(recipe, levers).sub_group * int(request["world_size"])
 
@@ -171,11 +171,11 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     layout, levers = choose_layout(recipe, shape), Levers(**{**request["levers"], **cut})
     num_steps = settings["train"]["gradient_accumulation_steps"]
     if num_steps > 1:  # under ZeRO-3 without replicas or gradients on the host all are alike; else two are enough
-        are_alike = settings["parallel"]["zero_stage"] == 3 and settings["parallel"]["dp_replicate_size"] == 1
+        are_alike = recipe.zero_stage == 3 and settings["parallel"]["dp_replicate_size"] == 1
         are_alike = are_alike and levers.offload_optimizer != "cpu"
         num_steps = 1 if are_alike else 2
         settings["train"] = {**settings["train"], "gradient_accumulation_steps": num_steps}
-        if settings["model"]["dtype"] == "bfloat16" and settings["parallel"]["zero_stage"] > 1:
+        if settings["model"]["dtype"] == "bfloat16" and recipe.zero_stage > 1:
             whole = make_ds_config(recipe, layout)
             settings["deepspeed"] = {**{name: whole[name] for name in SUMS}, **settings["deepspeed"]}
         recipe = Recipe.model_validate_json(json.dumps(settings))
@@ -183,7 +183,7 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any, swap_fo
     local = tokens // layout.sp_size
     groups = make_groups(layout, timedelta(minutes=1))
     plan, parts = settle(recipe, shape, levers), make_parts()
-    if recipe.parallel.zero_stage < 3:  # the model is made in host memory, then moved (train/model/loading.py)
+    if recipe.zero_stage < 3:  # the model is made in host memory, then moved (train/model/loading.py)
         parts = replace(parts, load_weights=_in_phases(storages, (BETWEEN,), parts.load_weights))
     built = build(plan, groups, DEVICE, 2, parts=parts, swap_folder=swap_folder)
     engine, wrapped = built.engine, built.engine.wrapped

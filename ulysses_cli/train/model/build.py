@@ -208,12 +208,12 @@ def build(
         optimizer.find_matrices(wrapped.optimizer)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
-    if recipe.parallel.zero_stage == 3 and plan.layout.dp_replicate_size > 1:
+    if recipe.zero_stage == 3 and plan.layout.dp_replicate_size > 1:
         OrderedCopies(module.parameters(), get_accelerator())
     if plan.levers.offload_param == "nvme":
         read_each_once(module.parameters())
     early = None
-    if recipe.parallel.zero_stage == 3 and plan.levers.offload_optimizer == "cpu":
+    if recipe.zero_stage == 3 and plan.levers.offload_optimizer == "cpu":
         gradients = HostGradients(wrapped.optimizer, get_accelerator())
         if plan.levers.early_groups:
             if not unlock(optimizer):
@@ -254,7 +254,7 @@ def build_for_answers(
     take_over_groups()
     ds_config = {**_make_engine_config(plan, None), "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
     # a base in fewer bits is whole on each rank: ZeRO-3 would gather codes without their scales
-    is_sharded = recipe.parallel.zero_stage == 3
+    is_sharded = recipe.zero_stage == 3
     place = ds_config["zero_optimization"].get("offload_param")
     ds_config["zero_optimization"] = {"stage": 3, "overlap_comm": True} if is_sharded else {"stage": 0}
     if place is not None:
@@ -312,7 +312,7 @@ def _load_model(
 ) -> Any:
     """Loads the model with its weights and grows it by rows for tokens that the recipe adds."""
     recipe, vocab_size = plan.recipe, plan.shape.vocab_size
-    sharding = ds_config if recipe.parallel.zero_stage == 3 else None
+    sharding = ds_config if recipe.zero_stage == 3 else None
     num_own_tokens = config.vocab_size
     if recipe.model.config is not None:
         config.vocab_size = vocab_size  # random weights are drawn at the final size
@@ -486,7 +486,7 @@ def find_own_positions(run: AssembledRun) -> Callable[[], AbstractContextManager
 
 def assert_sharded(run: AssembledRun, report: Callable[[str], None]) -> None:
     """Under ZeRO-3 this rank holds about its share of the parameters, and no more."""
-    if run.plan.recipe.parallel.zero_stage != 3:
+    if run.plan.recipe.zero_stage != 3:
         return
     layout = run.plan.layout
     local, total, small = count_parameters(run.built.module)

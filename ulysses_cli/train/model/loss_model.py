@@ -170,7 +170,7 @@ def apply_levers(
 
     levers = plan.levers
     gather_whole: Callable[[nn.Module], None] | None = None
-    if plan.recipe.parallel.zero_stage == 3:
+    if plan.recipe.zero_stage == 3:
         gather_whole = partial(set_z3_leaf_module, flag=True)
     serve_adapted_experts(model, gather_whole)
     head = model.get_output_embeddings()
@@ -191,7 +191,7 @@ def apply_levers(
                 make_storage = Offloader(device, levers.offloaded_layers, disk).make_storage
             mode: Mode = "full" if levers.gradient_checkpointing == "full" else "save_attention"
             checkpoint_layers(model, mode, make_storage, levers.saved_layers)
-            if not levers.tiled_mlp and plan.recipe.parallel.zero_stage == 3:
+            if not levers.tiled_mlp and plan.recipe.zero_stage == 3:
                 sharded = ShardedLinear(linear.zero3_linear_wrap, linear.LinearFunctionForZeroStage3)
                 save_before_last_products(model, sharded)
     except ValueError as error:

@@ -158,7 +158,7 @@ def serve_layers(
         serve_recurrent_layers(model, groups.sp_axis, {name: choice.name for name, choice in choices.items()})
     except UnknownLayersError as error:
         raise BuildError(str(error)) from None
-    if plan.recipe.parallel.zero_stage == 3:
+    if plan.recipe.zero_stage == 3:
         _gather_convolutions(model)
 
 
