@@ -70,6 +70,9 @@ MOST_SPARED = 1.2
 FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads; numbers between them save little more
 
 
+WRITTEN = "as the recipe says"
+
+
 @dataclass(frozen=True)
 class LeverChoice:
     """Settled levers, a reason for each that the recipe left open, and whether the job fits with them; and ZeRO's
@@ -78,8 +81,8 @@ class LeverChoice:
     levers: Levers
     reasons: dict[str, str]
     fit: Fit | None
-    zero_stage: Literal[1, 2, 3]
-    stage_reason: str
+    zero_stage: Literal[1, 2, 3] = 3
+    stage_reason: str = WRITTEN
 
     def settle_stage(self, recipe: Recipe) -> Recipe:
         """The recipe with the stage in place of `auto`."""
@@ -99,9 +102,6 @@ def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
     open_names = [name for name, value in written.items() if value == "auto"]
     settled = {name: value for name, value in written.items() if value != "auto"}
     return replace(OFF, **settled), open_names
-
-
-WRITTEN = "as the recipe says"
 
 
 def explain_given_stage(recipe: Recipe) -> str:
