@@ -121,7 +121,7 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
     needed = look("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
     assert (needed.verdict, needed.fix) == ("FAIL", doctor.INGREDIENTS["async_io"])
     assert "libaio.h is not there" in needed.text
-    monkeypatch.setattr(Builder, "is_able", True)
+    Builder.is_able = True
     assert "AsyncIOBuilder as it; it().load()" in look().text
     built = get_builds_folder(os.environ) / "async_io"
     built.mkdir(parents=True)

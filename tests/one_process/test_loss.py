@@ -1,4 +1,4 @@
-"""Compares the loss from hidden states with the models' own losses, and with cross-entropy by its definition."""
+"""Compares the head's logits with the models' own; tests the precision of the loss, and losses of a user's own."""
 
 import weakref
 from pathlib import Path
@@ -31,55 +31,6 @@ def test_the_head_gives_every_familys_own_logits(model_type: str) -> None:
     assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
-def make_inputs() -> tuple[torch.nn.Linear, Tensor, Tensor]:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(16, 50, bias=False).double()
-    hidden = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(0, 50, (2, 9))
-    labels[0, 3:] = -100
-    return head, hidden, labels
-
-
-RULES = [HeadRule(), HeadRule(2.0, 3.0), HeadRule(None, 1.0, 0.01), HeadRule(1.0, 0.5, 0.1)]
-RULES += [HeadRule(token_loss=torch.sqrt), HeadRule(2.0, 3.0, 0.1, torch.square)]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
-    head, hidden, labels = make_inputs()
-    total = PlainLoss(head, rule)(hidden, labels)
-    grads = torch.autograd.grad(total, [hidden, head.weight])
-    expected = torch.zeros((), dtype=torch.float64)
-    for row in range(2):
-        for at in range(9):
-            if labels[row, at] == -100:
-                continue
-            logits = head.weight @ hidden[row, at] / rule.divisor
-            if rule.softcap:
-                logits = rule.softcap * torch.tanh(logits / rule.softcap)
-            norm = torch.log(torch.exp(logits).sum())
-            loss = norm - logits[labels[row, at]]
-            loss = rule.token_loss(loss) if rule.token_loss else loss
-            expected = expected + loss + rule.z_loss_weight * norm**2
-    reference = torch.autograd.grad(expected, [hidden, head.weight])
-    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
-    for ours, others in zip(grads, reference, strict=True):
-        assert torch.allclose(ours, others, rtol=1e-10, atol=1e-12)
-    each = PlainLoss(head, rule).per_token(hidden, labels)
-    assert each.shape == (labels.numel(),)
-    plain = PlainLoss(head, HeadRule(rule.softcap, rule.divisor))(hidden, labels)
-    assert each.sum().item() == pytest.approx(plain.item(), rel=1e-12)
-
-
-def test_without_a_target_the_sum_is_zero_with_a_gradient() -> None:
-    head, hidden, labels = make_inputs()
-    for rule in (HeadRule(), HeadRule(30.0, 1.0, 0.1), HeadRule(token_loss=torch.sqrt)):
-        total = PlainLoss(head, rule)(hidden, torch.full_like(labels, -100))
-        assert total.item() == 0.0
-        for grad in torch.autograd.grad(total, [hidden, head.weight]):
-            assert torch.equal(grad, torch.zeros_like(grad))
-
-
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_half_precision_logits_are_freed_before_the_loss(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory formula counts two float32 tensors of logits, and nothing of the head's own."""
@@ -103,11 +54,15 @@ def test_half_precision_logits_are_freed_before_the_loss(evaluates: bool, monkey
 
 
 def test_half_precision_logits_are_summed_in_float32() -> None:
-    head, hidden, labels = make_inputs()
-    low = PlainLoss(head.bfloat16(), HeadRule())(hidden.detach().bfloat16(), labels)
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(16, 50, bias=False).bfloat16(), torch.randn(2, 9, 16).bfloat16()
+    labels = torch.randint(0, 50, (2, 9))
+    labels[0, 3:] = -100
+    low = PlainLoss(head, HeadRule())(hidden, labels)
     assert low.dtype == torch.float32
-    logits = functional.linear(hidden.detach().bfloat16(), head.weight).flatten(0, 1).float()
-    assert low.item() == functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()
+    logits = functional.linear(hidden, head.weight).flatten(0, 1).float()
+    exact = functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()
+    assert low.item() == pytest.approx(exact, rel=1e-6)
 
 
 LOSSES = """

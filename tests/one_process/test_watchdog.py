@@ -221,13 +221,11 @@ def test_the_agents_own_messages_are_masked(tmp_path: Path) -> None:
     assert json.loads(failure.read_text())[0]["exit_code_wanted"] == 2
 
 
-def test_an_agent_asks_which_machine_is_lost_and_ends_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_asks_which_machine_is_lost_and_ends_its_ranks(tmp_path: Path) -> None:
     """A rank that has ended and was not waited for does not count as running."""
     codes: list[int] = []
     signals = RankSignals(agent.list_children())
-    monkeypatch.setattr(signals, "end", codes.append)
+    signals.end = codes.append  # type: ignore[method-assign, assignment]
     asked, answers, failure = list[bool](), {True: "", False: ""}, tmp_path / "failure.json"
 
     def find_lost(has_ranks: bool) -> str:

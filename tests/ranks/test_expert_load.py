@@ -76,12 +76,11 @@ def test_a_model_without_experts_records_no_load() -> None:
     assert "expert_load" not in run_on_ranks(1, record, make_recipe())[0][0]
 
 
-ROUTED_ROWS = [[(40, 0), (24, 3)], [(64, 0)]]
 NUM_STEPS = 2
 
 
 def run(recipe: Recipe) -> tuple[dict[str, torch.Tensor], list[float]]:
-    harness = RunHarness(recipe, MemoryRows(ROUTED_ROWS), NUM_STEPS)
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
     train(harness.train_state)
     return harness.read_plain_weights(), harness.norms
 
@@ -108,7 +107,7 @@ def test_frozen_routers_stay_to_the_last_bit_and_all_else_is_trained(layout: str
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     assert len(frozen) >= config["num_hidden_layers"]
     rates = [recipe.train.learning_rate * share for share in (1.0, 0.5)]
-    right = train_plainly(model, MemoryRows(ROUTED_ROWS), [[0, 1]] * NUM_STEPS, recipe, rates)
+    right = train_plainly(model, MemoryRows(ROWS), [[0, 1]] * NUM_STEPS, recipe, rates)
     for own, norms in run_on_ranks(num_ranks, run, recipe):
         assert own.keys() >= frozen.keys(), "exports and checkpoints hold them"
         for name, weight in frozen.items():

@@ -148,45 +148,32 @@ def list_needed(problem: Problem, order: Order) -> dict[tuple[int, int], set[int
 CASES: list[tuple[int | None, tuple[int, ...]]] = [(None, (96,)), (None, (5, 30, 61)), (9, (96,)), (5, (8,) * 12)]
 
 
-@pytest.mark.parametrize("way", [ALWAYS, NEVER], ids=["in rounds", "at once"])
-@pytest.mark.parametrize(("window", "lengths"), CASES)
-def test_bytes_and_collectives_follow_the_formula(window: int | None, lengths: tuple[int, ...], way: float) -> None:
-    """Ring 2 x Ulysses 2: the exchange of heads each way, and between them only keys and values that a rank of the ring
-    needs, (h_k) (D + V) numbers for each; none where nobody needs any. One round of two ranks sends what one fetch
-    does."""
-    problem = Problem(8, 2, 8, lengths, window=window)
-    tokens, width = problem.tokens, 8
-    for forward, backward, (rank, *counts) in run_on_ranks(4, count_traffic, problem, 2, way):
-        heads_in, heads_out, own = tokens // 2 * 6 * width, tokens // 2 * 4 * width, 2 * width
-        sent, received = counts[2 * rank + 1 - rank], counts[2 * (1 - rank) + rank]
-        fetch, back = ([sent * own], [received * own]) if sent + received else ([], [])
-        assert forward == [heads_in, *fetch, heads_out]
-        assert backward == [heads_out, *fetch, *back, heads_in]
-        assert bool(fetch) == (lengths != (8,) * 12)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
+        (2, 2),
         pytest.param((4, 1), marks=pytest.mark.check),
         *(pytest.param(layout, marks=pytest.mark.full) for layout in [(1, 4), (6, 1), (3, 2), (2, 4)]),
     ],
     ids=str,
 )
 def test_one_fetch_brings_what_the_mask_needs(layout: Layout) -> None:
-    """On any ring, and with heads on one rank alone, where they are not exchanged."""
+    """The exchange of heads each way, where several ranks share them. Between them only keys and values that a rank of
+    the ring needs, (h_k) (D + V) numbers for each; none where nobody needs any. One round of two ranks sends what one
+    fetch does."""
     ring_size, ulysses_size = layout
-    for window, lengths in CASES:
+    for (window, lengths), way in product(CASES, (ALWAYS, NEVER) if ring_size == 2 else (NEVER,)):
         problem = Problem(4 * ulysses_size, 2 * ulysses_size, 8, lengths, window=window)
         local, own = problem.tokens // ring_size * 8 * (ulysses_size > 1), 2 * 2 * 8
         heads_in, heads_out = ([8 * local], [4 * local]) if local else ([], [])
         for forward, backward, (rank, *counts) in run_on_ranks(
-            ring_size * ulysses_size, count_traffic, problem, ring_size, NEVER
+            ring_size * ulysses_size, count_traffic, problem, ring_size, way
         ):
             sent, received = (
                 own * sum(part) for part in (counts[rank * ring_size :][:ring_size], counts[rank::ring_size])
             )
             fetch, back = ([sent], [received]) if any(counts) else ([], [])
+            assert ring_size != 2 or bool(fetch) == (lengths != (8,) * 12)
             assert forward == [*heads_in, *fetch, *heads_out]
             assert backward == [*heads_out, *fetch, *back, *heads_in]
 

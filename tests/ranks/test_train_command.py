@@ -96,15 +96,6 @@ def test_plain_transformers_loads_the_model_with_the_same_loss(runs: Runs) -> No
     assert messages["by_position"] == {"0-2K": {"loss": pytest.approx(total / count, rel=1e-5), "tokens": count}}
 
 
-@pytest.mark.full
-def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: Runs) -> None:
-    runs.finish("alone", "parallel.sp_size=1")
-    assert runs.read_losses("alone") == pytest.approx(runs.read_losses("run"), rel=1e-5)
-    for ours, reference in zip(runs.read_lines("alone", "eval"), runs.read_lines("run", "eval"), strict=True):
-        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-        assert ours["tokens"] == reference["tokens"]
-
-
 @pytest.mark.check
 def test_a_killed_rank_is_named_once_and_the_others_end(runs: Runs) -> None:
     words = ("train.max_steps=1000", "run.rehearsal=false")
