@@ -28,6 +28,7 @@ from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.fit import confirm_length, find_max_length, judge
 from ulysses_cli.plan.planner.lever_choice import COSTS, choose_for_job, read_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.sections import Lora
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -124,10 +125,10 @@ def test_what_is_kept_of_a_run_is_right_for_others(number: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", sample(KNOWN, KNOWN[:1], KNOWN[1:6]))
 def test_a_search_weighs_about_what_a_run_takes(name: str) -> None:
-    """Of known models: layouts, lengths and levers in any combination."""
+    """Of known models: layouts, lengths and levers in any combination, with adapters and without."""
     dice, shape = random.Random(name), read_known(name)
     errors = []
-    for _ in range(4):
+    for lora in (None, Lora(r=8), None, Lora(r=8)):
         sp_size = dice.choice([size for size in shape.sp_sizes if size <= 8])
         chunks = list_divisors(shape.common_heads // sp_size)
         recomputes = dice.choice((True, "full"))
@@ -140,7 +141,8 @@ def test_a_search_weighs_about_what_a_run_takes(name: str) -> None:
             offload_optimizer=dice.choice(("none", "cpu")),
         )
         layout = Layout(dp_shard_size=dice.choice((1, 2, 8)), sp_size=sp_size)
-        job = Job(shape, layout, dice.choice((16384, 65536)) * sp_size, levers, evaluates=False, fused_norms=True)
+        job = Job(shape, layout, dice.choice((16384, 65536)) * sp_size, levers, lora=lora, evaluates=False)
+        job = replace(job, fused_norms=True)
         ran = Counter[str]()
         for rank in find_fullest_ranks(job):
             ran |= Counter(join(job, rank).measure())
@@ -195,7 +197,7 @@ def test_what_a_run_refutes_is_proposed_anew(monkeypatch: pytest.MonkeyPatch) ->
     choice, ledger = choose_for_job(job, gpu, list(COSTS))
     settled = replace(job, levers=choice.levers)
     assert (settled != job, judge_run(settled), ledger) == (True, "fits", measure_ledger(settled))
-    longest = confirm_length(job, gpu, lambda less: (find_max_length(job, less), job.levers))
+    longest = confirm_length(job, gpu, find_max_length(job, gpu), job.levers)
     assert 0 < longest < find_max_length(job, gpu)
     assert judge_run(replace(job, max_length=longest)) == "fits"
 

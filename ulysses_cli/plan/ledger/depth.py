@@ -264,9 +264,12 @@ def describe_stack(layers: Sequence[SizedModule]) -> Stack:
     return Stack(kinds, max(owners.values(), default=1) == 1, seen)
 
 
-def choose_depth(stack: Stack, num_offloaded: int = 0, first_trained: int = 0, *, is_sample: bool = False) -> Depth:
+def choose_depth(
+    stack: Stack, num_offloaded: int = 0, first_trained: int = 0, *, is_sample: bool = False, ends_at_first: bool = False
+) -> Depth:
     """Of layers of each kind behind each kind, the first runs, and the last of all. The first and the last of a kind
-    stand for no other, but in a sample: they begin and end what all layers of the kind read. Where some are offloaded,
+    stand for no other, but in a sample: they begin and end what all layers of the kind read. `ends_at_first`: no
+    gradient goes to what is before the layers, so that a sample too has the first one apart. Where some are offloaded,
     copies leave two layers later and come back one layer earlier. Layers below the first that is trained save nothing.
     Layers that share weights are never alike: one of them gets the sum of their gradients."""
     kinds, every = stack.kinds, tuple(range(len(stack.kinds)))
@@ -282,7 +285,7 @@ def choose_depth(stack: Stack, num_offloaded: int = 0, first_trained: int = 0, *
 
     def describe(number: int) -> Hashable:
         if is_sample:
-            return kinds[max(0, number - 1)], kinds[number]
+            return kinds[max(0, number - 1)], kinds[number], ends_at_first and not number
         place = 0
         if num_offloaded:
             kept = number - num_offloaded

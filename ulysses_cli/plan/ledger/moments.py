@@ -295,7 +295,8 @@ def list_depths(job: Job, *, runs_all: bool = False, is_sample: bool = False) ->
         return [whole]
     few = choose_depth(stack, job.levers.offloaded_layers, get_weights(job).first_trained if is_partial else 0)
     if is_sample and job.zero_stage == 3 and not is_partial:
-        return dict.fromkeys((choose_depth(stack, is_sample=True), few, whole))
+        sample = choose_depth(stack, is_sample=True, ends_at_first=job.lora is not None)
+        return dict.fromkeys((sample, few, whole))
     return dict.fromkeys((few, whole))
 
 

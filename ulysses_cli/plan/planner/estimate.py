@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost
 from ulysses_cli.plan.layout import Layout
@@ -246,8 +246,8 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         ledger=ledger,
         fit=fit,
         speed=compute_speed(settled, gpu),
-        max_length=max(own, confirm_length(frugal, gpu, lambda room: (find_max_length(frugal, room), frugal.levers))),
-        max_length_all_levers=max(own, confirm_length(frugal, gpu, partial(find_longest, frugal))),
+        max_length=max(own, confirm_length(frugal, gpu, find_max_length(frugal, gpu), frugal.levers)),
+        max_length_all_levers=max(own, confirm_length(frugal, gpu, *find_longest(frugal, gpu))),
         suggestion="" if fit.verdict == "fits" else suggest_levers(frugal, gpu),
         better_ring=find_better_ring(settled, gpu),
         host_bound=find_host_bound(settled, gpu),

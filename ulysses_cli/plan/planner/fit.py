@@ -159,27 +159,35 @@ def confirm(propose: Callable[[Gpu], Job], gpu: Gpu) -> tuple[Job, Ledger]:
         room = replace(gpu, memory_bytes=min(gpu.memory_bytes - excess, most))
 
 
-def confirm_length(job: Job, gpu: Gpu, propose: Callable[[Gpu], tuple[int, Levers]]) -> int:
-    """The longest row, of those that are proposed with their levers; 0 where none fits."""
+def confirm_length(job: Job, gpu: Gpu, length: int, levers: Levers) -> int:
+    """The longest row, up to the one that a search weighed, for which a run on sizes says that it fits; 0 where none
+    does. What the row has to be shorter is found by a line, since memory grows nearly in one."""
     multiple = job.layout.sp_size * ROW_MULTIPLE
-
-    def propose_job(room: Gpu) -> Job:
-        length, levers = propose(room)
-        return replace(job, max_length=length or multiple, levers=levers)
-
-    longest, ledger = confirm(propose_job, gpu)
-    return longest.max_length if judge(longest, ledger, gpu).verdict == "fits" else 0
+    while length:
+        tried = replace(job, max_length=length, levers=levers)
+        fit = judge(tried, measure_ledger(tried), gpu)
+        if fit.verdict == "fits":
+            return length
+        shorter = max(1, length // multiple * 7 // 8) * multiple
+        now, then = find_rooms(tried, gpu), find_rooms(replace(tried, max_length=shorter), gpu)
+        falls = [(after - before) / max(1, length - shorter) for before, after in zip(now, then, strict=True)]
+        lacks = zip((-fit.spare_bytes, -fit.spare_host_bytes), falls, strict=True)
+        excess = max((lack / fall if fall > 0 else math.inf) for lack, fall in lacks if lack > 0)
+        least = max(1, length // multiple // CLOSE) * multiple
+        length = 0 if excess >= length else (length - max(least, math.ceil(excess))) // multiple * multiple
+    return 0
 
 
 CLOSE = 512  # a row's length is known to a share of it, which is less than the ledger is sure of
 
 
 Rooms = tuple[float, float]  # bytes that are left on the GPU, and on a host
+NO_ROOMS = -math.inf, -math.inf  # no kernel can index the row
 
 
 def find_rooms(job: Job, gpu: Gpu) -> Rooms:
     fit = judge_indexable(job, gpu)
-    return (-math.inf, -math.inf) if fit is None else (fit.spare_bytes, fit.spare_host_bytes)
+    return NO_ROOMS if fit is None else (fit.spare_bytes, fit.spare_host_bytes)
 
 
 def find_max_length(job: Job, gpu: Gpu, find: Callable[[Job, Gpu], Rooms] = find_rooms) -> int:
@@ -209,14 +217,13 @@ def find_max_length(job: Job, gpu: Gpu, find: Callable[[Job, Gpu], Rooms] = find
     num_slow = 0  # steps that halve nothing
     while high - low > (least := max(1, low // CLOSE)):
         near = sorted(rooms, key=lambda number: abs(min(rooms[number])))[:2]
-        pair = (near, (low, high))[num_slow] if num_slow < 2 and high in rooms else near
+        pair = (low, high) if num_slow == 1 and math.isfinite(min(rooms.get(high, NO_ROOMS))) else near
         end = find_end(*pair) if num_slow < 2 else math.inf
         middle = int(end) - least // 2 if math.isfinite(end) else (low + min(high, 64 * low)) // 2
         middle, width = min(max(middle, low + 1), high - 1), high - low
         low, high = (middle, high) if fits_length(middle) else (low, middle)
-        if middle == low and high - low > least:  # the longest row is hardly longer: the next step proves it
-            beyond = min(high - 1, low + least)
-            low, high = (beyond, high) if fits_length(beyond) else (low, beyond)
+        if middle == low and find_end(low, near[0]) - low < least:
+            break  # the longest row is hardly longer
         num_slow = 0 if 2 * (high - low) <= width else (num_slow + 1) % 3
     return multiple * low
 

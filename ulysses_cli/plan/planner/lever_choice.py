@@ -5,7 +5,6 @@ turns another on. Training and validate-config call `choose_levers`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,6 +25,7 @@ from ulysses_cli.plan.levers import (
 )
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import (
+    NO_ROOMS,
     ROW_MULTIPLE,
     Fit,
     Rooms,
@@ -359,7 +359,7 @@ def _find_rooms(job: Job, gpu: Gpu) -> Rooms:
     judge_levers = partial(try_levers, job, gpu)
     fit = judge_levers(job.levers)
     if fit is None:
-        return -math.inf, -math.inf
+        return NO_ROOMS
     if fit.spare_bytes < 0 or not job.levers.offloaded_layers:
         return fit.spare_bytes, fit.spare_host_bytes
     return fit.spare_bytes, offload_least(job.levers, fit, judge_levers)[1].spare_host_bytes

@@ -511,7 +511,7 @@ def _find_longest(request: PlanRequest, offer: Offer) -> Longest | None:
     if best is None:
         return None
     longest = best[1]
-    if length := confirm_length(longest, offer.gpu, partial(find_longest, longest)):
+    if length := confirm_length(longest, offer.gpu, *find_longest(longest, offer.gpu)):
         longest = replace(longest, max_length=min(length, best[0]))
 
     def propose(room: Gpu) -> Job:
