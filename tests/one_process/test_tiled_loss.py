@@ -111,7 +111,7 @@ def test_losses_of_targets_get_weights_later(
     """As a preference needs them: what a target's loss counts for depends on the losses of all."""
     case = make_case(tokens, seed, share)
     hidden, labels, head = case["hidden"].requires_grad_(), case["labels"], case["head"]
-    expected = compute_reference(hidden, labels, head, rule.measure())
+    expected = compute_reference(hidden, labels, head, HeadRule(rule.softcap, rule.divisor))
     grads = torch.autograd.grad(torch.tanh(expected.sum() / 9) + expected.square().sum(), [hidden, head.weight])
     loss, places = make_loss(head, rule, tile), find_places(labels) if picks else None
     if picks:
