@@ -1,7 +1,6 @@
 """Compares merged models with float32 arithmetic in numpy, to the last bit."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_state, save_as_ranks, write_manifest
 from support.exports import run_export
 from support.families import make_config
-from support.real_model import READY, needs_real_model
 from support.training import make_recipe
 from transformers import AutoModelForCausalLM
 
@@ -108,26 +106,6 @@ def test_other_tokenizers_and_numbers_that_are_not_finite_are_refused(
     code, events = run_export(words, monkeypatch)
     assert (code, events[-1]["problem"]) == (FAILED, "model.norm.weight holds NaN or infinity")
     assert not to.exists()
-
-
-@needs_real_model
-@pytest.mark.full
-def test_two_real_models_are_merged_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """135M parameters and a copy of which each weight is moved by about 1 %."""
-    other, to = tmp_path / "other", tmp_path / "to"
-    shutil.copytree(READY, other)
-    tensors, generator = load_file(READY / "model.safetensors"), torch.Generator().manual_seed(3)
-    moved = {
-        name: (tensor.float() * (1 + 0.01 * torch.randn(tensor.shape, generator=generator))).bfloat16()
-        for name, tensor in tensors.items()
-    }
-    save_file(moved, other / "model.safetensors", {"format": "pt"})
-    code, events = run_export([READY, other, "--to", to, "--weights=0.9,0.1"], monkeypatch)
-    assert code == 0, events
-    one, two, merged = read_bits(READY), read_bits(other), read_bits(to)
-    for name, found in merged.items():
-        assert np.array_equal(found, round_once(expect([(widen(one[name]), 0.9), (widen(two[name]), 0.1)]))), name
-    assert merged.keys() == one.keys()
 
 
 def make_run(tmp_path: Path, *words: str) -> tuple[Path, list[dict[str, torch.Tensor]]]:

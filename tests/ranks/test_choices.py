@@ -36,7 +36,7 @@ from ulysses_cli.train.loop import train
 from ulysses_cli.train.memory import tiling
 from ulysses_cli.train.model import parts
 from ulysses_cli.train.model.build import assemble_run
-from ulysses_cli.train.model.loading import BuildError, load_model_config
+from ulysses_cli.train.model.loading import load_model_config
 from ulysses_cli.train.processes.groups import make_groups
 
 GPU = torch.device("cuda")
@@ -151,27 +151,6 @@ def test_a_gpu_without_such_products_is_told() -> None:
         assert parts.describe_sums(make_plan(*words), torch.device("cpu")) == "", "no plan counted on it"
     with mock.patch.object(parts, "adds_in_product", return_value=True):
         assert parts.describe_sums(make_plan(*words), GPU) == ""
-
-
-def choose_in_vain(error: Exception) -> str:
-    groups, plan = make_groups(Layout(sp_size=2), timedelta(seconds=60)), mock.Mock()
-    functions: dict[str, Any] = {"causal_conv1d_fn": len}
-    with mock.patch.object(parts, "_choose_recurrence", side_effect=error) as chosen:
-        try:
-            parts.choose_recurrences(functions, plan, groups, GPU)
-        except Exception as caught:  # noqa: BLE001 - its kind is what is tested
-            assert chosen.called == (dist.get_rank() == 0)
-            return f"{type(caught).__name__}: {caught}"
-    return "no error"
-
-
-def test_a_recurrence_that_rank_0_cannot_choose_ends_all_ranks() -> None:
-    refused = run_on_ranks(2, choose_in_vain, ValueError("no kernel"), time_limit=60)
-    assert refused == [f"{BuildError.__name__}: no kernel"] * 2
-    assert run_on_ranks(2, choose_in_vain, OSError("a broken driver"), time_limit=60) == [
-        "OSError: a broken driver",
-        "RuntimeError: rank 0: a broken driver",
-    ]
 
 
 def make_function(has_package: bool) -> Callable[..., Any]:
