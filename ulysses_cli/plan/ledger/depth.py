@@ -265,7 +265,12 @@ def describe_stack(layers: Sequence[SizedModule]) -> Stack:
 
 
 def choose_depth(
-    stack: Stack, num_offloaded: int = 0, first_trained: int = 0, *, is_sample: bool = False, ends_at_first: bool = False
+    stack: Stack,
+    num_offloaded: int = 0,
+    first_trained: int = 0,
+    *,
+    is_sample: bool = False,
+    ends_at_first: bool = False,
 ) -> Depth:
     """Of layers of each kind behind each kind, the first runs, and the last of all. The first and the last of a kind
     stand for no other, but in a sample: they begin and end what all layers of the kind read. `ends_at_first`: no

@@ -293,7 +293,9 @@ class ShardedEngine:
         for weight in weights:
             weight.users.add(module)
             if recomputes and not weight.is_trained:
-                self.recomputed[next(reversed(self.in_backward))].add(weight)
+                owner = next(reversed(self.in_backward))
+                self.recomputed[owner].add(weight)
+                weight.users.add(owner)
             if weight in self.coming:
                 self.coming.pop(weight).wait()
         if self.is_complete:
