@@ -24,8 +24,8 @@ from yardstick import BARS, NEAR, WORST, list_versions
 
 RECORD = json.loads(YARDSTICK.read_text())
 ROWS: list[dict[str, Any]] = RECORD["rows"]
-# Runs on sizes that are off by more than rounding, and by how much at most.
-OFF = {20: 0.052, 56: 0.025, 60: 0.05, 43: 0.02, 82: 0.015, 180: 0.0015, 86: 0.001, 196: 0.0011}
+# A phase of these runs on sizes is off by more than 0.11 %, and by how much at most. The peaks of all are within 0.05 %.
+OFF = {20: 0.052, 43: 0.02, 82: 0.015, 128: 0.0014}
 
 
 def name_row(number: int) -> str:
@@ -38,7 +38,7 @@ def test_searches_weigh_about_what_traces_take(stride: int) -> None:
     for number in range(0, len(ROWS), stride):
         job = make_drawn_job(read_recipe(ROWS[number]["recipe"]))
         peaks[name_row(number)] = abs(max(weigh(job).values()) / max(ROWS[number]["traced"].values()) - 1)
-    assert sum(peak <= NEAR for peak in peaks.values()) >= BARS["searches"] * len(peaks)
+    assert sum(peak <= NEAR["searches"] for peak in peaks.values()) >= BARS["searches"] * len(peaks)
     assert {name: peak for name, peak in peaks.items() if peak > WORST["searches"]} == {}
 
 
@@ -48,7 +48,8 @@ def test_searches_weigh_about_what_traces_take(stride: int) -> None:
 def test_a_run_on_sizes_takes_the_bytes_of_its_trace(number: int) -> None:
     errors = measure_errors(run_phases(read_recipe(ROWS[number]["recipe"])), ROWS[number]["traced"])
     assert errors.keys() | {"save"} == {"peak", "save"} | ROWS[number]["traced"].keys()
-    assert errors == dict.fromkeys(errors, pytest.approx(0, abs=OFF.get(number, 3e-4)))
+    assert errors == dict.fromkeys(errors, pytest.approx(0, abs=OFF.get(number, 1.1e-3))
+    assert abs(errors["peak"]) < 5e-4)
 
 
 def test_the_yardstick_has_every_family_and_was_traced_by_the_tested_versions() -> None:
