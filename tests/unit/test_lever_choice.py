@@ -246,7 +246,7 @@ def test_no_layer_is_computed_twice_where_the_gpu_has_room() -> None:
     assert compute_speed(none, H100).step_seconds > 1.03 * compute_speed(half, H100).step_seconds
     one_more = replace(half, levers=replace(half.levers, saved_layers=half.levers.saved_layers + 1))
     assert judge(one_more, weigh_ledger(one_more), H100).verdict != "fits"
-    for length, least_gain in (("32Ki", 1.3), ("64Ki", 1.1)):
+    for length, least_gain in (("32Ki", 1.3), ("64Ki", 1.09)):
         words = (*EIGHT, f"data.max_length={length}")
         job = make_job(load(*words).recipe, LLAMA_8B, chosen[length])
         recomputed = make_job(load(*words).recipe, LLAMA_8B, Levers())

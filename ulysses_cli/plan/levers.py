@@ -10,6 +10,10 @@ from typing import Literal
 
 from ulysses_cli.plan.models.shape import ModelShape
 
+LAST_LINEARS = ("down_proj", "fc2", "c_proj", "w2", "output_linear")  # by which a dense MLP is recognised
+# A layer that has one of these after its MLP needs the MLP's output again in the backward.
+NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2", "post_ffn_norm")
+
 Offload = Literal["none", "cpu", "nvme"]
 Device = Literal["cpu", "nvme"]
 SPELLED = {

@@ -36,6 +36,7 @@ from ulysses_cli.plan.work import (
     count_mlp_elements,
     count_norm_passes,
     count_recurrence_exchanged,
+    count_spared,
     saves_slices,
 )
 
@@ -187,6 +188,19 @@ def compute_mlp_flops(job: Job) -> float:
 def compute_head_flops(job: Job) -> float:
     """Forward: 2 h V for each token."""
     return 2 * job.shape.hidden_size * job.shape.vocab_size * job.local_tokens
+
+
+def compute_product_flops(job: Job) -> dict[str, float]:
+    """Of one rank's matrix products in a micro-step, by part: forward, backward, and what is computed again."""
+    recomputes = job.levers.gradient_checkpointing is not False
+    # A frozen weight needs no gradient, which saves half of the backward.
+    passes = 1 + int(recomputes) + (2 if job.lora is None else 1)
+    of_mlp = (passes + int(job.levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job)
+    return {
+        "projections": passes * compute_projection_flops(job),
+        "mlp": of_mlp - 2 * count_spared(job) * job.local_tokens,
+        "head_loss": (2 + int(job.trains("lm_head"))) * compute_head_flops(job),
+    }
 
 
 def _compute_loss_bytes(job: Job) -> float:
@@ -346,16 +360,12 @@ def _compute_speed(job: Job, gpu: Gpu) -> Speed:
     memory = gpu.memory_gb_s * GIGA * share.memory
     levers, steps = job.levers, job.accumulation
     recomputes = levers.gradient_checkpointing is not False
-    # A frozen weight needs no gradient, which saves half of the backward.
-    passes = 1 + int(recomputes) + (2 if job.lora is None else 1)
     attention, recurrence = compute_attention_flops(job), compute_recurrence_flops(job)
     forwards = 1 + int(levers.gradient_checkpointing == "full")
     peak = gpu.tflops * TERA
 
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["projections"] = passes * compute_projection_flops(job) / matmul
-    parts["mlp"] = (passes + int(levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
-    parts["head_loss"] = (2 + int(job.trains("lm_head"))) * compute_head_flops(job) / matmul
+    parts |= {part: flops / matmul for part, flops in compute_product_flops(job).items()}
     parts["head_loss"] += _compute_loss_bytes(job) / memory
     forward_share, backward_share = _get_attention(job, gpu)
     parts["attention"] = attention * forwards / (peak * forward_share)

@@ -4,10 +4,14 @@ of all heads, u ranks that exchange heads."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ulysses_cli.plan.flops import count_state_flops, count_values
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import compute_kv_heads
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import read_weights
+from ulysses_cli.plan.levers import LAST_LINEARS, NORMS_AFTER
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
@@ -18,6 +22,8 @@ from ulysses_cli.plan.models.layers import (
     Mamba2Mixer,
     Mixer,
 )
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.sections import Lora
 
 RecurrentMixer = DeltaNetMixer | Mamba2Mixer
 FLOAT_BYTES = 4
@@ -33,6 +39,28 @@ def count_mlp_elements(job: Job, layer: Layer) -> int:
         width = block.latent_size or hidden
         elements = block.num_experts * block.inner_size * width + block.shared_size * hidden
     return (2 + int(block.is_gated)) * elements
+
+
+def count_spared(job: Job) -> int:
+    """Weights by which no token is multiplied again: a recomputation stops before the last product of a layer's dense
+    MLP, and a tile's backward makes none (train/memory/tiled_mlp.py). It is made again under an adapter, and outside
+    tiles where a norm reads its result."""
+    recomputes, is_tiled = job.levers.gradient_checkpointing is not False, job.levers.tiled_mlp
+    if not job.spares_products or not (recomputes or is_tiled) or job.quantized is not None:
+        return 0
+    num_elements, has_norm = _count_last_products(job.shape, job.lora)
+    return 0 if has_norm and not is_tiled else num_elements
+
+
+@lru_cache(maxsize=64)
+def _count_last_products(shape: ModelShape, lora: Lora | None) -> tuple[int, bool]:
+    """Elements of the last linear layers of dense MLPs, as `layers.0.mlp.down_proj.weight`; whether norms follow."""
+    num_elements, has_norm = 0, False
+    for weight in read_weights(shape, lora).every:
+        number, *_, last, kind = ["", "", "", *weight.name.split(".")][-4:]
+        num_elements += weight.num_elements if number.isdigit() and last in LAST_LINEARS and kind == "weight" else 0
+        has_norm = has_norm or last in NORMS_AFTER
+    return num_elements, has_norm
 
 
 def saves_slices(job: Job) -> bool:

@@ -100,6 +100,7 @@ class Job:
     async_save: bool = False
     fused_norms: bool = False  # RMSNorm in one kernel (train/elementwise/, Liger): no float32 copies
     sums_in_product: bool = False  # gradients of tiles are added where a matrix product makes them
+    spares_products: bool = False  # the last one of an MLP is not computed again (plan/work.py: count_spared)
     fused_gates: bool = False  # rotary embedding and gated activations in one kernel each
     lora: Lora | None = None
     is_on_cpu: bool = False
@@ -284,6 +285,7 @@ def make_job(
         async_save=recipe.run.async_save,
         fused_norms=recipe.model.fused_kernels,
         fused_gates=recipe.model.fused_kernels,
+        spares_products=True,
         sums_in_product=True,  # every GPU that torch has kernels for (train/memory/tiling.py: adds_in_product)
         lora=recipe.lora,
         is_on_cpu=recipe.run.device == "cpu",

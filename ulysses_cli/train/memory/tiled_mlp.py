@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ulysses_cli.plan.levers import LAST_LINEARS, NORMS_AFTER
 from ulysses_cli.plan.rows.indexing import EMBEDDING, LAYER_NORM, LINEAR, runs_in_pieces, split_rows
 from ulysses_cli.train.memory.checkpointing import list_layers, save_for_recompute
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole, return_always, split_tokens
 
-# A layer that has one of these after its MLP needs the MLP's output again in the backward.
-NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2", "post_ffn_norm")
 SHARED_BLOCK = "shared_transformer"
-LAST_LINEARS = ("down_proj", "fc2", "c_proj", "w2", "output_linear")  # by which a dense MLP is recognised
 
 
 def tile_mlps(
