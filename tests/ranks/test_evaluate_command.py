@@ -154,6 +154,7 @@ def test_a_dry_run_predicts_the_cache(model: str) -> None:
     assert prediction["prefill_seconds"] is None, "the GPU is not known"
 
 
+@pytest.mark.check
 def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path) -> None:
     """Seconds are the operations over the GPU's rates, and the bytes of weights and cache over its memory's."""
     checkpoint = make_checkpoint(tmp_path / "run", 4, recipe={**RECIPE, "model": {"config": LONG}})

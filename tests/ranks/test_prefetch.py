@@ -70,6 +70,7 @@ def test_leaf_layers_are_gathered_before_they_are_needed(lora: tuple[str, ...]) 
         assert all(value.equal(values[name]) for name, value in trained[0][1].items())
 
 
+@pytest.mark.check
 def test_a_trace_has_the_next_layer_too() -> None:
     """Of layers larger than the defaults, on tensors without data: the sizes are those of the ledger, and the user's
     own stay."""

@@ -186,6 +186,7 @@ def test_a_killed_hybrid_resumes_and_plain_transformers_gives_the_logits_of_trai
     assert torch.allclose(trained, plain, rtol=0, atol=1e-5), (trained - plain).abs().max()
 
 
+@pytest.mark.check
 def test_a_recipe_that_is_edited_while_its_run_begins_changes_nothing(tmp_path: Path) -> None:
     """The command has read it: its data and its ranks get what the command has resolved."""
     process = Runs(tmp_path, RECIPE).start("run")

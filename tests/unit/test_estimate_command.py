@@ -176,6 +176,7 @@ def test_a_head_that_runs_on_fewer_tokens_than_are_counted_is_named(words: tuple
     assert (line in run(*command).stdout) == masks
 
 
+@pytest.mark.check
 def test_pairs_have_a_forward_before_step_1() -> None:
     words = ("estimate-memory", str(RECIPES / "dpo-32k-qlora-24gb.yaml"))
     share = json.loads(run(*words, "--format", "json").stdout)["results"][0]["reference_share"]

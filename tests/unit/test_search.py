@@ -95,7 +95,7 @@ def test_every_plan_is_the_same_training(length: int, num_tokens: int, wish: int
     assert TOKENS_PER_STEP == 2**20
 
 
-@pytest.mark.parametrize("num_tokens", [2 * 10**6, 10**8, 10**10])
+@pytest.mark.parametrize("num_tokens", sample([2 * 10**6, 10**8, 10**10], [10**10]))
 def test_no_plan_has_more_gpus_than_its_work_needs(num_tokens: int) -> None:
     """A start is at most a fifth of the hours, if any number of GPUs allows that."""
     request = PlanRequest(get_shape("Qwen/Qwen3-0.6B"), 2**14, num_tokens)

@@ -8,7 +8,7 @@ from support.messages import COMMANDS, ROWS, RULES, Snapshot
 from support.tiers import sample_every
 
 BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS) for text in snapshot.blocks.values()]
-QUESTIONS = sample_every(4, [(COMMANDS, text) for text in COMMANDS.list_questions()])
+QUESTIONS = sample_every(8, [(COMMANDS, text) for text in COMMANDS.list_questions()])
 
 
 @pytest.mark.parametrize(("snapshot", "text"), [*BLOCKS, *QUESTIONS], ids=lambda value: str(value).partition("\n")[0])
