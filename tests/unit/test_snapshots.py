@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from support.messages import COMMANDS, ROWS, RULES, Snapshot
-from support.tiers import sample_every
+from support.tiers import sample
 
 BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS) for text in snapshot.blocks.values()]
-QUESTIONS = sample_every(8, [(COMMANDS, text) for text in COMMANDS.list_questions()])
+ASKED = [(COMMANDS, text) for text in COMMANDS.list_questions()]
+QUESTIONS = sample(ASKED, ASKED[::8])
 
 
 @pytest.mark.parametrize(("snapshot", "text"), [*BLOCKS, *QUESTIONS], ids=lambda value: str(value).partition("\n")[0])
