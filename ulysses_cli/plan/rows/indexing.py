@@ -1,6 +1,6 @@
 """How far a step's tensors reach where an operator's indices have 32 bits, by a census of every operator that may see
 2^31 elements. Rules and the planner refuse what a refused operator would see; ranks run the tiled ones in pieces.
-Sources: what is installed, or PROJECT@TAG/FILE:LINE in a project's repository. Runs no operator."""
+Sources: what is installed, own files without a line, or PROJECT@TAG/FILE:LINE of a repository. Runs no operator."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ OPERATORS: tuple[IndexedOperator, ...] = (
         "mlp",
         "MLPs and norms in tiles of tokens (memory.tiled_mlp)",
         "any: a tile has about as many tokens as the model is wide",
-        "ulysses_cli/plan/levers.py:99|def compute_num_mlp_tiles",
+        "ulysses_cli/plan/levers.py|def compute_num_mlp_tiles",
         "tiled",
     ),
     IndexedOperator(
         "tiled_loss",
         "head and cross-entropy in tiles (memory.tiled_loss)",
         "any: a tile's float32 logits take 256 MiB",
-        "ulysses_cli/plan/levers.py:88|LOSS_TILE_BYTES = 256 << 20",
+        "ulysses_cli/plan/levers.py|LOSS_TILE_BYTES = 256 << 20",
         "tiled",
     ),
     IndexedOperator(
@@ -215,7 +215,7 @@ OPERATORS: tuple[IndexedOperator, ...] = (
         "sdpa",
         "attention: torch_varlen where that serves, else plain torch in blocks of 512 tokens",
         "as torch_varlen",
-        "ulysses_cli/train/attention/kernels/native.py:228|def forward_sdpa",
+        "ulysses_cli/train/attention/kernels/native.py|def forward_sdpa",
         "refused",
     ),
     IndexedOperator(
