@@ -1,14 +1,16 @@
-"""Counts weights whose gather starts only when their module needs them, by the sizes of DeepSpeed's prefetch.
+"""Counts weights whose gather starts only when their module needs them, by the sizes of DeepSpeed's prefetch, and
+reductions of gradients by the size of its bucket.
 
     python benchmarks/prefetch.py
 
 The ledger's engine is run hook by hook (plan/ledger/stage3.py). A late gather is one that the module's own hook starts:
 where the processor is not ahead, the GPU waits for all of it. "default": DeepSpeed's sizes. "derived": what
 size_prefetch says (plan/ledger/weights.py). Rows of 64Ki on 8 ranks each, ZeRO-3, the loss in tiles, attention's
-results kept.
+results kept. The second table: gradients that are reduced together, in millions, and those of a layer.
 """
 
 from dataclasses import replace
+from statistics import median
 
 import paths  # noqa: F401 - finds the package
 from support.late_gathers import predict_starts
@@ -43,5 +45,23 @@ def main() -> None:
                     print(f"{words}{prefetch / 1e6:>8.0f}M{share:>8}{peak / GIB:>11.1f}")
 
 
+def count_reductions() -> None:
+    table = load_table()
+    print(
+        f"\n{'model':<26}{'layer':>7}{'bucket':>8}{'reductions a layer':>20}{'median':>8}{'last':>7}{'peak, GiB':>11}"
+    )
+    for name in MODELS[:2]:
+        shape = read_model_shape(table[name]["config"], name)
+        engine = EngineSettings(sub_group=125_000_000, communication_bytes=4)
+        job = Job(shape, Layout(1, 1, 8), 1 << 16, Levers(tiled_loss=True), engine=engine)
+        layer = max(sum(block) for block in get_weights(job).blocks[1:-1])
+        for bucket in (25_000_000, 100_000_000, layer, 500_000_000, 2 * layer):
+            starts, peak = predict_starts(replace(job, engine=replace(engine, reduce_bucket=bucket)))
+            sizes = [size / 1e6 for size in starts.reduced]
+            words = f"{name:<26}{layer / 1e6:>6.0f}M{bucket / 1e6:>7.0f}M{len(sizes) / shape.num_layers:>20.2f}"
+            print(f"{words}{median(sizes):>7.0f}M{sizes[-1]:>6.0f}M{peak / GIB:>11.1f}")
+
+
 if __name__ == "__main__":
     main()
+    count_reductions()

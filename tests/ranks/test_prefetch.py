@@ -39,7 +39,7 @@ def without_defaults() -> ExitStack:
     return stack
 
 
-def run(recipe: Recipe) -> tuple[list[float], dict[str, Any], tuple[int, int]]:
+def run(recipe: Recipe) -> tuple[list[float], dict[str, Any], tuple[int, int, int]]:
     with without_defaults(), count_starts() as found:
         harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
         train(harness.train_state)
@@ -47,7 +47,7 @@ def run(recipe: Recipe) -> tuple[list[float], dict[str, Any], tuple[int, int]]:
         assert harness.plan.levers.leaf_layers
         last = [starts for starts in found if starts.all][-1]
         assert own.zero_prefetch_bucket_size() > 0
-        return harness.losses, harness.read_weights(), (last.late, last.all)
+        return harness.losses, harness.read_weights(), (last.late, last.all, len(last.reduced))
 
 
 @pytest.mark.parametrize("lora", [(), ("lora.r=4",)])
@@ -55,12 +55,12 @@ def test_leaf_layers_are_gathered_before_they_are_needed(lora: tuple[str, ...]) 
     shape = read_model_shape(CONFIG, "test")
     levers = Levers(gradient_checkpointing="full", leaf_layers=True)
     late, trained = [], []
-    for words in ((f"{ZERO}.prefetch_bucket_size=1",), ()):
+    for words in ((f"{ZERO}.prefetch_bucket_size=1", f"{ZERO}.reduce_bucket_size=9000"), ()):
         recipe = make(*lora, *words)
         with without_defaults():
             predicted, _ = predict_starts(make_job(recipe, shape, levers), runs_all=True)
         for losses, values, starts in run_on_ranks(2, run, recipe):
-            assert starts == (predicted.late, predicted.all)
+            assert starts == (predicted.late, predicted.all, len(predicted.reduced))
             trained.append((losses, values))
         late.append(predicted.late)
     assert late[0] > 0

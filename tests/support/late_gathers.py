@@ -1,5 +1,5 @@
-"""Counts elements of weights whose gather starts only when their module needs them: the ledger's engine and DeepSpeed's
-own are asked the same."""
+"""Counts elements of weights whose gather starts only when their module needs them, and of gradients that are reduced
+together: the ledger's engine and DeepSpeed's own are asked the same."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,13 +9,15 @@ from unittest import mock
 from ulysses_cli.plan.ledger import moments
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.stage3 import ShardedEngine, Status, Weight
+from ulysses_cli.plan.sizes.tensor import Storage
 
 
 class Starts:
-    """Elements that were gathered in the last micro-step, `late` and in `all`."""
+    """Elements that were gathered in the last micro-step, `late` and in `all`, and those of each reduction."""
 
     def __init__(self) -> None:
         self.late = self.all = 0
+        self.reduced: list[int] = []
 
     def add(self, num_elements: int, *, is_late: bool) -> None:
         self.all += num_elements
@@ -41,6 +43,10 @@ class CountingEngine(ShardedEngine):
                 self.starts.add(weight.numel, is_late=weight in self.needed)
         super()._gather(every)
 
+    def _scatter(self, weights: list[Weight]) -> list[Storage]:
+        self.starts.reduced.append(sum(weight.numel for weight in weights))
+        return super()._scatter(weights)
+
 
 def predict_starts(job: Job, *, runs_all: bool = False) -> tuple[Starts, int]:
     """Of a step that all later ones are like; and the peak of its forward or backward in bytes."""
@@ -53,6 +59,7 @@ def predict_starts(job: Job, *, runs_all: bool = False) -> tuple[Starts, int]:
 @contextmanager
 def count_starts() -> Iterator[list[Starts]]:
     """DeepSpeed's own in this process; the last one is that of the step that runs."""
+    from deepspeed.runtime.zero import stage3
     from deepspeed.runtime.zero.parameter_offload import ZeroParamStatus
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
@@ -80,6 +87,11 @@ def count_starts() -> Iterator[list[Starts]]:
         own_reset(self)
         found.append(Starts())
 
+    def reduce(tensors: Any, group: Any = None) -> Any:
+        found[-1].reduced.append(sum(tensor.numel() for tensor in tensors))
+        return own_reduce(tensors, group)
+
+    own_reduce = stage3.reduce_scatter_coalesced
     changed = {"_fetch_sub_module_impl": fetch, gather: start, "reset_step": reset}
-    with mock.patch.multiple(Coordinator, **changed):
+    with mock.patch.multiple(Coordinator, **changed), mock.patch.object(stage3, "reduce_scatter_coalesced", reduce):
         yield found

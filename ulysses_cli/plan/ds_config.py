@@ -72,7 +72,9 @@ ZERO = frozenset(
 
 
 # Gradients are reduced in buckets of this many elements. DeepSpeed's default of 500 million takes 4 GB of each GPU as
-# float32: 2 GB for the bucket, and as much for the concatenated copy that is sent. Adapters have fewer in all.
+# float32: 2 GB for the bucket, and as much for the concatenated copy that is sent. Adapters have fewer in all. A weight
+# is never cut, so messages are 76 million elements (8B) or more: with a whole layer's there would be one instead of
+# three a layer, for 0.5 to 2.8 GiB, and links have their full rate already (benchmarks/prefetch.py).
 REDUCE_BUCKET, ADAPTERS_BUCKET = 100_000_000, 20_000_000
 # Weights that the optimizer steps at once. Several float32 copies of them exist then, on the GPU or page-locked in host
 # memory, where torch rounds blocks up to a power of two: this number and one more weight fill 512 MiB.
