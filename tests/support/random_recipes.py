@@ -212,6 +212,7 @@ def _draw_size(dice: random.Random, low: float, high: float) -> float:
 def _draw_config(dice: random.Random, family: str) -> dict[str, Any]:
     """Draws config.json's content: few layers, and widths in any ratio."""
     num_layers, heads = dice.randint(2, 4), dice.choice((4, 6, 8, 12, 16))
+    num_layers = 4 if family == "olmo_hybrid" else num_layers  # its fourth attends, and transformers asks for one
     head_dim = dice.choice((32, 64, 64, 128))
     multiple = math.lcm(64, heads)
     hidden = dice.choice((heads * head_dim, multiple * math.ceil(_draw_size(dice, 256, 2048) / multiple)))
