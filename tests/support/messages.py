@@ -6,6 +6,9 @@
   (another recipe), as in a shell, with escapes as in Python.
 - rows.txt: `KIND [NAME=VALUE ...] ROW`, a row of a data set, as JSON, with fields of Reading; what is read of it, or
   why it is refused. The kind `any` is found by the row's columns. `FILE CONTENT`: what is wrong with a file.
+- prepared.txt: `ROWS [SETTINGS]`: a list of rows as JSON, where a text stands for a line of the file, or a file's name;
+  the documents that are made of them by a small recipe, with targets in « », or what is wrong. `... | grep PATTERN`:
+  lines of the report.
 - commands.txt: `[NAME=VALUE ...] ulysses WORDS`: what a command says on stderr, its exit code unless it is 2, and
   whether it writes to stdout. `... | grep [-o] PATTERN`: the lines of its stdout with that pattern, or what matches,
   and its exit code unless it is 0.
@@ -21,6 +24,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import chdir
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ import yaml
 
 from support.commands import run
 from support.paths import ROOT
+from support.prepared import prepare_words, show_documents
 from support.recipes import VALID, check
 from ulysses_cli.data.sources import open_source
 from ulysses_cli.data.transaction import FileHashes
@@ -38,6 +43,7 @@ from ulysses_cli.readers.blocks import walk_rows
 from ulysses_cli.readers.columns import Reading, detect_kind
 from ulysses_cli.readers.pairs import read_row
 from ulysses_cli.readers.problems import BadRow, DataError
+from ulysses_cli.report.data_report import format_report
 
 FOLDER = "{folder}"  # stands for the folder of the files
 MODELS: dict[str, dict[str, Any]] = {
@@ -161,6 +167,19 @@ def _ask_file(file: Path, content: bytes) -> Iterable[str]:
         yield from _cut(str(error), file.parent)
 
 
+def _ask_prepare(text: str, folder: Path) -> Iterable[str]:
+    given, *pattern = text.split(" | grep ")
+    try:
+        with chdir(folder):
+            recipe, prepared = prepare_words(given)
+            documents = show_documents(recipe, prepared)
+    except (DataError, RecipeError) as error:
+        yield from _cut(str(error), folder)
+        return
+    lines = format_report(prepared.report).splitlines() if pattern else documents
+    yield from (line for line in lines if not pattern or re.search(pattern[0], line))
+
+
 def _ask_command(text: str, folder: Path) -> Iterable[str]:
     given, *pattern = text.split(" | grep ")
     words = shlex.split(given)
@@ -181,8 +200,9 @@ def _cut(text: str, folder: Path) -> Iterable[str]:
 
 RULES = Snapshot("messages.txt", _ask_rules)
 ROWS = Snapshot("rows.txt", _ask_reader)
+PREPARED = Snapshot("prepared.txt", _ask_prepare)
 COMMANDS = Snapshot("commands.txt", _ask_command)
 
 if __name__ == "__main__":
-    for snapshot in (RULES, ROWS, COMMANDS):
+    for snapshot in (RULES, ROWS, PREPARED, COMMANDS):
         snapshot.write_anew()

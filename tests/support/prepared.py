@@ -1,14 +1,22 @@
-"""Makes prepared data from plain lists of tokens, for tests that need rows and no recipe."""
+"""Makes prepared data from plain lists of tokens, for tests that need rows and no recipe, and from rows by a small
+recipe."""
 
+import json
+import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ulysses_cli.data.packer import Portion, RowSettings, make_rows
-from ulysses_cli.data.store import Batch, StoreWriter, TokenStore, hash_document
+from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.store import TARGET, Batch, StoreWriter, TokenStore, hash_document, open_rows
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.data.transaction import make_folder
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
 
 Documents = Sequence[Sequence[int]]
 
@@ -58,3 +66,40 @@ def make_prepared(
 
     make_folder(root / "rows" / "r", build, lambda: None)
     return root / "rows" / "r"
+
+
+PREPARING = """\
+model: {config: {model_type: llama}, tokenizer: bytes}
+data:
+  datasets: [{path: rows.jsonl}]
+  max_length: 4096
+  store_dir: store
+  added_tokens: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|return|>"]
+"""
+
+
+def prepare_words(text: str) -> tuple[Recipe, Prepared]:
+    """Prepares `ROWS [SETTINGS]` in this folder: a list of rows as JSON, where a text stands for a line, or a file."""
+    if text.startswith("["):
+        rows, at = json.JSONDecoder().raw_decode(text)
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        Path("rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        settings = shlex.split(text[at:])
+    else:
+        name, *settings = shlex.split(text)
+        settings.insert(0, f"data.datasets.0.path={name}")
+    recipe = parse_recipe(PREPARING, "r.yaml", settings).recipe
+    return recipe, prepare_data(recipe, 8, lambda _: None)
+
+
+def show_documents(recipe: Recipe, prepared: Prepared) -> list[str]:
+    """Returns each document as text, with targets in « »."""
+    decode, shown = load_tokenizer(recipe.model, recipe.data).decode, []
+    for store in open_rows(prepared.path, "train").stores:
+        for number, length in enumerate(store.lengths):
+            ids, flags = store.read(number, 0, length)
+            is_target = np.ones(length, int) if flags is None else np.asarray(flags & TARGET > 0, int)
+            edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1), length]
+            runs = [(decode(ids[first:last]), is_target[first]) for first, last in pairwise(edges)]
+            shown.append("".join(f"«{run}»" if said else run for run, said in runs))
+    return [json.dumps(text, ensure_ascii=False) for text in shown]

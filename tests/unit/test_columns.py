@@ -3,14 +3,11 @@ How rows are read and refused: rows.txt."""
 
 from pathlib import Path
 
-import pytest
 from support.tokenizers_trained import train, wrap
 from test_prepare import prepare, read_documents, write_rows
 
 from ulysses_cli.data.tokenizing.encoder import Encoder
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.readers.columns import read_sample
-from ulysses_cli.readers.problems import DataError
 
 QA = [{"question": "2+2?", "answer": "four", "prompt": 7}, {"question": "3+3?", "answer": "six"}]
 NAMED = "data.datasets.0.columns={prompt: question, completion: answer}"
@@ -44,34 +41,6 @@ def test_nulls_of_a_table_reach_no_template_under_another_name(tmp_path: Path) -
     parquet.write_table(Table.from_pylist([{"dialog": turns}]), tmp_path / "d.parquet")
     words = (f"data.datasets.0.path={tmp_path / 'd.parquet'}", "data.datasets.0.columns={messages: dialog}")
     assert prepare(tmp_path, *words).report["sources"][0]["kind"] == "chat"
-
-
-@pytest.mark.parametrize(
-    ("columns", "key", "message", "hint"),
-    [
-        ("{prompt: question, completion: answer, tools: x}", "tools", "no row has a column `x`", "question, answer"),
-        ("{text: answer, system: question}", "system", "is not used: the columns show rows of type text", "type"),
-    ],
-)  # fmt: skip
-def test_a_name_that_no_row_has_is_a_mistake_in_the_recipe(
-    tmp_path: Path, columns: str, key: str, message: str, hint: str
-) -> None:
-    write_rows(tmp_path, *QA)
-    with pytest.raises(RecipeError) as raised:
-        prepare(tmp_path, f"data.datasets.0.columns={columns}")
-    (problem,) = raised.value.problems
-    assert problem.key == f"data.datasets.0.columns.{key}"
-    assert message in problem.message
-    assert hint in problem.hint
-
-
-def test_a_row_without_a_named_column_is_said_by_the_name_in_the_file(tmp_path: Path) -> None:
-    write_rows(tmp_path, *QA, {"question": "4+4?", "reply": "eight"})
-    with pytest.raises(DataError) as raised:
-        prepare(tmp_path, NAMED)
-    assert "column `answer` is missing; there is question, reply" in str(raised.value)
-    with pytest.raises(DataError, match=r"question \+ wrong"):
-        prepare(tmp_path, "data.datasets.0.columns={prompt: question, completion: wrong}")
 
 
 def test_a_thought_has_the_name_that_the_template_reads() -> None:

@@ -18,7 +18,6 @@ from ulysses_cli.data.store import WANTED, open_rows
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenPair, encode_pair
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample
 from ulysses_cli.readers.pairs import Pair, read_judged, read_pair
@@ -196,14 +195,6 @@ def test_a_pair_fits_into_a_row_that_holds_its_prompt_once(tmp_path: Path) -> No
         prepare(tmp_path, rows, shares=True)
 
 
-def test_the_report_says_what_is_counted_and_what_both_answers_share(tmp_path: Path) -> None:
-    report = prepare(tmp_path, ROWS).report
-    (note,) = (note for note in report["notes"] if "9 pairs of answers" in note)
-    shared = sum(len(row["prompt"]) - 1 for row in ROWS)  # the last token predicts another one in each
-    assert f"{shared / report['sources'][0]['num_tokens']:.0%} of the tokens" in note
-    assert report["splits"]["train"]["sources"][0]["documents"] == 9
-
-
 def test_all_pairs_of_a_prompt_are_evaluated_or_trained_on(tmp_path: Path) -> None:
     rows = [{**row, "prompt": f"Question {at % 5}? "} for at, row in enumerate(ROWS)]
     prepared = prepare(tmp_path, rows, "data.eval_split=0.3", "data.datasets.0.weight=2")
@@ -211,19 +202,6 @@ def test_all_pairs_of_a_prompt_are_evaluated_or_trained_on(tmp_path: Path) -> No
     assert {prompt for prompt, *_ in trained}.isdisjoint(prompt for prompt, *_ in held_out)
     assert len(held_out) + len(trained) / 2 == 9
     assert sorted(trained)[0::2] == sorted(trained)[1::2]
-
-
-def test_a_pair_that_no_row_holds_is_refused_with_what_would_fit(tmp_path: Path) -> None:
-    rows = [*ROWS, {"prompt": "long? ", "chosen": "y" * 30, "rejected": "n" * 29}]
-    with pytest.raises(DataError) as caught:
-        prepare(tmp_path, rows)
-    message = str(caught.value)
-    assert (
-        "d.jsonl:10:1: a pair of answers, each with its prompt, of 73 tokens is longer than data.max_length" in message
-    )
-    assert "set data.max_length to 73 or more, or data.excess_length_strategy: drop" in message
-    assert len(read_pairs(prepare(tmp_path, rows, "data.excess_length_strategy=drop"))) == 9
-    assert len(read_pairs(prepare(tmp_path, rows, "data.max_length=73", "data.packing=off"))) == 10
 
 
 def think(thought: str, text: str) -> dict[str, Any]:
@@ -264,9 +242,7 @@ def read_targets(folder: Path, row: dict[str, Any], *words: str, shares: bool) -
     return found
 
 
-def test_pairs_need_the_section_that_learns_from_them(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="only a run with a section `preference` learns from"):
-        prepare(tmp_path, ROWS, "preference=null")
+def test_chats_beside_pairs_are_pairs(tmp_path: Path) -> None:
     chats = [{"chosen": [USER, *say(YES)], "rejected": [USER, *say(NO)], "messages": [USER, *say(YES)]}]
     assert (
         prepare(tmp_path, chats, "data.chat_template=chatml", CHATML_TOKENS, "data.max_length=80").report["sources"][0][

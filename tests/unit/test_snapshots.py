@@ -1,13 +1,14 @@
-"""Tests what is said of wrong recipes, rows and commands, and what is read of rows: the questions and answers of
-messages.txt, rows.txt and commands.txt (support/messages.py). `make snapshots` writes the answers anew."""
+"""Tests what is said of wrong recipes, rows and commands, and what is read and trained of rows: the questions and
+answers of messages.txt, rows.txt, prepared.txt and commands.txt (support/messages.py). `make snapshots` writes the
+answers anew."""
 
 from pathlib import Path
 
 import pytest
-from support.messages import COMMANDS, ROWS, RULES, Snapshot
+from support.messages import COMMANDS, PREPARED, ROWS, RULES, Snapshot
 from support.tiers import sample
 
-BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS) for text in snapshot.blocks.values()]
+BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS, PREPARED) for text in snapshot.blocks.values()]
 ASKED = [(COMMANDS, text) for text in COMMANDS.list_questions()]
 QUESTIONS = sample(ASKED, ASKED[::8])
 

@@ -30,7 +30,7 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import read_sample
 from ulysses_cli.readers.problems import BadRow, DataError
-from ulysses_cli.report.data_report import format_report, format_sample, make_data_page
+from ulysses_cli.report.data_report import format_sample, make_data_page
 from ulysses_cli.validate import validate_recipe
 
 Row = dict[str, Any]
@@ -94,73 +94,11 @@ FIRST, LAST = f"<think>\nLook.\n</think>\n\n<call>{CALLED}</call><|im_end|>", "<
 SECOND = "<think>\nSo.\n</think>\n\nDone.<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("chat", "which", "targets"),
-    [
-        (TWO, "all", [FIRST, SECOND, LAST]), (TWO, "last_round", [LAST]), (TWO, "last", [LAST]),
-        (ROUND, "last_round", [FIRST, SECOND]), (ROUND, "last", [SECOND]),
-    ],
-)  # fmt: skip
-def test_turns_are_chosen(chat: list[Row], which: str, targets: list[str]) -> None:
-    """The last round is all after the last message of the user."""
-    assert list_targets(ALL_SHOWN, chat, train_on_turns=which) == [targets]
-
-
-@pytest.mark.parametrize("field", ["weight", "train", "training", "loss", "trainable"])
-def test_a_field_of_a_message_beats_the_choice(field: str) -> None:
-    chat = [USER, turn("a", **{field: 0}), USER, turn("b", **{field: True}), USER, turn("c", **{field: None})]
-    assert list_targets(CHATML, chat) == [["b<|im_end|>", "c<|im_end|>"]]
-    assert list_targets(CHATML, chat, train_on_turns="last") == [["b<|im_end|>", "c<|im_end|>"]]
-    plain = [{key: value for key, value in message.items() if key != field} for message in chat]
-    assert list_targets(CHATML, [dict(message) for message in plain]) == [["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]]
-
-
-def test_thoughts_are_masked_without_their_tags_or_dropped() -> None:
-    end = f"</think>\n\n<call>{CALLED}</call><|im_end|>"
-    ((first, *others),) = list_targets(ALL_SHOWN, ROUND, thoughts="mask")
-    assert first == "<think>\n" and others[0].endswith(end)  # noqa: PT018
-    assert "Look" not in "".join([first, *others]) and "So." not in "".join(others)  # noqa: PT018
-    inline = [USER, turn("<think>\nHm.\n</think>\n\nYes.")]
-    assert list_targets(CHATML, inline, thoughts="drop") == [["Yes.<|im_end|>"]]
-    assert list_targets(CHATML, [USER, turn("Yes.", "Hm.")], thoughts="drop") == [["Yes.<|im_end|>"]]
-    assert "Hm." not in "".join(list_targets(CHATML, inline, thoughts="mask")[0])
-
-
 def test_classes_of_what_is_said() -> None:
     assert list_targets(ALL_SHOWN, TWO, THOUGHT) == [["Look.", "So.", "Hm."]]
     ((words,),) = list_targets(ALL_SHOWN, ROUND[:2], CALL)
     assert words.endswith(f"<call>{CALLED}</call><|im_end|>") and "Look" not in words  # noqa: PT018
     assert list_targets(ALL_SHOWN, TWO, SAID, train_on_turns="last") == [[FIRST, SECOND, LAST]]
-
-
-@pytest.mark.parametrize(
-    ("mode", "targets"),
-    [
-        ("keep", [[f"<call>{CALLED}</call><|im_end|>", "Done.<|im_end|>", LAST]]),
-        ("mask", [[LAST]]),
-        ("split", [[FIRST, SECOND], [LAST]]),
-    ],
-)
-def test_rewritten_turns(mode: str, targets: list[list[str]]) -> None:
-    assert list_targets(LAST_ROUND, TWO, on_rewritten_turns=mode) == targets
-
-
-def test_an_answer_follows_the_prompt_that_the_model_gets() -> None:
-    """The final text lacks the thoughts of its round, which the model still sees when it writes that answer."""
-    (text,) = make_encoder(UNTIL_FINAL, on_rewritten_turns="split").encode_documents(
-        read_sample("chat", {"messages": ROUND})
-    )
-    shown = make_tokenizer(UNTIL_FINAL).decode(text[0])
-    prompt = make_tokenizer(UNTIL_FINAL).apply_chat_template(ROUND[:3], tokenize=False, add_generation_prompt=True)
-    assert shown == prompt + "<think>So.</think>Done.<|return|>"
-    (runs,) = list_targets(UNTIL_FINAL, ROUND, on_rewritten_turns="split")
-    assert runs == [f"<think>Look.</think>{CALLED}<|im_end|>", "<think>So.</think>Done.<|return|>"]
-
-
-def test_an_end_mark_that_only_earlier_turns_have_is_no_target() -> None:
-    chat = [USER, turn("a"), USER, turn("b")]
-    assert list_targets(UNTIL_FINAL, chat) == [["a", "b<|return|>"]]
-    assert list_targets(UNTIL_FINAL, chat, on_rewritten_turns="split") == [["a<|return|>"], ["b<|return|>"]]
 
 
 # As GLM's: no token ends a turn; the model stops at the one that begins what follows.
@@ -426,38 +364,6 @@ def test_a_template_and_a_chat_have_their_class(template: str, chat: str) -> Non
     assert (encoder.counts["rewritten"], encoder.counts["other prompt"], lost) == CLASSES[template, chat]
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "field", "counts"),
-    [
-        (LAST_ROUND, TWO, None, (2, 0)),
-        (LAST_ROUND, TWO, 0, (1, 0)),
-        (LAST_ROUND, [USER, turn("a"), USER, turn("b")], None, (0, 1)),
-        (ALL_SHOWN, TWO, None, (0, 0)),
-    ],
-    ids=["thoughts", "one by a field", "prompt", "none"],
-)
-def test_turns_that_are_masked_are_counted_by_their_reason(
-    tmp_path: Path, template: str, chat: list[Row], field: int | None, counts: tuple[int, int]
-) -> None:
-    """Every turn is trained, or stands under one reason why not. `field`: of the first turn."""
-    chat = [chat[0], {**chat[1], "train": field}, *chat[2:]]
-    report = prepare(tmp_path, [chat] * 2, template, "data.on_rewritten_turns=mask").report
-    found = report["sources"][0]["turns"]
-    assert (found["masked as rewritten"], found["masked behind another prompt"]) == (2 * counts[0], 2 * counts[1])
-    assert found["turns"] == found["trained"] + sum(n for name, n in found.items() if name.startswith("masked"))
-    words = format_report(report)
-    assert "of which the template shows less" not in words and "split shows them" not in words, "they are not shown"  # noqa: PT018
-    for number, reason in zip(counts, ("the template shows less of them", "they stand behind another"), strict=True):
-        assert (f"{2 * number} not trained, as {reason}" in words) == bool(number)
-
-
-def test_mask_loses_nothing_of_what_it_trains(tmp_path: Path) -> None:
-    """This template shows no thought and no call, wherever the turn stands: no turn is rewritten."""
-    with pytest.raises(DataError, match="does not show thoughts of 3 turns and tool calls of 1 turn"):
-        prepare(tmp_path, [TWO], CHATML, "data.on_rewritten_turns=mask")
-    assert prepare(tmp_path, [THOUGHTS], CHATML, "data.on_rewritten_turns=mask", "data.thoughts=drop")
-
-
 @pytest.mark.parametrize("first", ["keep", "raise"])
 def test_raise_says_the_same_whoever_made_the_store(tmp_path: Path, first: str) -> None:
     if first == "keep":
@@ -684,46 +590,3 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path: Path) -> None:
         prepare_data(recipe, 8, lambda _: None, show=(0, 9))
     with pytest.raises(RecipeError, match="there is no source 3"):
         prepare_data(recipe, 8, lambda _: None, show=(3, 1))
-
-
-def test_a_column_of_text_beside_chats_is_said(tmp_path: Path) -> None:
-    """Many data sets hold chats and their rendering."""
-    rows = [{"messages": [USER, turn("a")], "text": "Why? a"}, {"messages": [USER, turn("b")], "text": None}]
-    with pytest.raises(DataError, match="a row holds a chat in `messages`, and `text` beside it") as caught:
-        prepare(tmp_path, rows, CHATML)
-    assert caught.value.problems[0].hint == (
-        "write data.datasets.0.type: chat for the chat, or data.datasets.0.type: text"
-    )
-    assert "a<|im_end|>" in read_targets(prepare(tmp_path, rows, CHATML, "data.datasets.0.type=chat"))
-    prepared = prepare(tmp_path, rows[::-1], CHATML)  # the first row has none
-    (note,) = [note for note in prepared.report["notes"] if "`text`" in note]
-    assert "`text` of 1 row is not read, but the chat beside it; data.datasets.0.type: text reads it" in note
-    words = ("data.datasets.0.type=text", "data.assistant_only_loss=false")
-    assert read_targets(prepare(tmp_path, rows[:1], CHATML, *words)) == "hy? a"
-
-
-def test_fields_that_no_template_reads_are_said(tmp_path: Path) -> None:
-    """A thought may stand in a field of a name that nobody knows."""
-    chat = [{**USER, "agent": "main"}, turn("a", "", call(path="b"), reasoning_details=[{"text": "Hm."}], weight=1)]
-    notes = prepare(tmp_path, [chat, chat], ALL_SHOWN).report["notes"]
-    assert any(
-        "fields of messages that the template never reads: agent of 2 turns, reasoning_details of 2 turns" in note
-        for note in notes
-    )
-    assert not any("never reads" in note for note in prepare(tmp_path, [TWO], ALL_SHOWN).report["notes"])
-
-
-def test_each_class_of_turns_is_counted(tmp_path: Path) -> None:
-    chats = [[USER, turn("a", weight=0), USER, turn("b")], TWO]
-    prepared = prepare(tmp_path, chats, LAST_ROUND, "data.on_rewritten_turns=split")
-    (texts,) = [line for line in format_report(prepared.report).splitlines() if "2 chats in 3 texts" in line]
-    tokens = open_rows(prepared.path, "train").stores[0].lengths
-    whole = make_tokenizer(LAST_ROUND).apply_chat_template(TWO, tokenize=False)
-    growth = sum(tokens) / (len(whole) + 1 + min(tokens))
-    assert f"{growth:.1f} x the tokens" in texts, "bytes are tokens here"
-    for shown in (format_report(prepared.report), make_data_page(prepared.report)):
-        for line in (
-            *("5 turns of the assistant in", "3 with a thought, 1 with calls", "4 turns trained"),
-            *("1 not trained, as a field", "2 of which the template shows less", "2 chats in 3 texts"),
-        ):
-            assert line in shown

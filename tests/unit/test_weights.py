@@ -103,21 +103,8 @@ def test_sources_with_and_without_weights_stand_in_one_row(tmp_path: Path) -> No
 
 def test_a_weight_of_0_trains_nothing(tmp_path: Path) -> None:
     rows = [{"text": "abc", "weight": 0}, {"text": "xyz", "weight": 2}]
-    with pytest.raises(DataError, match=r"d.jsonl:1:1.*no supervised token"):
-        prepare(tmp_path, rows)
     found = read_weights(prepare(tmp_path, rows, "data.skip_untrainable=true"))
     assert [chr(token) for token, _ in found if token < 256] == ["y", "z"]
-
-
-def test_the_report_says_how_much_targets_weigh(tmp_path: Path) -> None:
-    report = prepare(tmp_path, [{"text": "abc", "weight": 0.25}, {"text": "xyz"}]).report
-    # as in num_targets, first tokens and end marks count
-    assert report["sources"][0]["num_targets"] == 8
-    assert report["sources"][0]["target_weight"] == 5.0
-    assert any("8 targets with a weight of 5 together" in note for note in report["notes"])
-    report = prepare(tmp_path, [{"text": "abc"}]).report
-    assert report["sources"][0]["target_weight"] is None
-    assert not any("weight of" in note for note in report["notes"])
 
 
 SAMPLED = [
