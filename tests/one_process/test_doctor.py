@@ -18,7 +18,10 @@ from support.small_run import CONFIG
 from support.training import make_recipe
 
 from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.prove import device_checks, doctor
 from ulysses_cli.prove.results import CheckTarget, Finding, Findings, run_checks
 from ulysses_cli.run.host import get_builds_folder
@@ -253,6 +256,19 @@ def test_a_wrong_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["sdpa"].verdict == "WARN"
     assert "differs from the reference" in values["sdpa"].text
     assert values["attention"].verdict == "FAIL"
+
+
+def test_what_packed_rows_cost_without_a_fast_kernel_is_named() -> None:
+    """As the recipe's estimate says it, for GPUs that a package has a kernel for."""
+    hardware, recipe = load_hardware(), load_recipe(RECIPES / "llama-3.1-8b-128k-8gpu.yaml").recipe
+    shape = find_model_shape(recipe).shape
+    target = CheckTarget(recipe, shape, hardware, 8)
+    (found,) = device_checks.find_slow_rows(target, hardware.get_gpu("h100-80gb"))
+    said = compute_estimate(recipe, shape, hardware.get_gpu("h100-80gb")).slow_attention
+    assert (found.verdict, f"{found.text}: {found.fix}") == ("WARN", said)
+    assert "1.50 times as long" in found.text
+    assert found.fix == "pip install 'ulysses-cli[flash-attn-4]'"
+    assert list(device_checks.find_slow_rows(target, hardware.get_gpu("a100-80gb"))) == []
 
 
 @pytest.mark.full

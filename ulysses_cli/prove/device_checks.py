@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need, list_needs
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.ledger.job import is_known, make_job
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.speed import explain_packed
 from ulysses_cli.plan.units import format_count
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import CheckTarget, Finding, Verdict
@@ -24,6 +28,8 @@ MAX_EXCHANGING_CPU_RANKS = 4
 NUM_TIMED = 7
 SLOW_LINK, SLOW_MATMUL = 0.4, 0.5  # shares of the datasheet's rate; below them something is wrong
 EXCHANGE_LIMIT_SECONDS = 180.0
+FAST_PACKAGES = ("flash_attention_3", "flash_attention_4")
+HOST_BYTES = 1 << 40  # which no kernel depends on
 
 
 def check_exchange(target: CheckTarget) -> Iterator[Finding]:
@@ -98,9 +104,28 @@ def check_kernels(target: CheckTarget) -> Iterator[Finding]:
         window = min(shape.windows) if shape.windows else None
         needs = list(list_needs(shape, recipe.model.dtype))
     requested = recipe.model.attn_implementation if recipe else "auto"
+    is_fast = False
     for need in needs:
         title = "" if len(needs) == 1 else f", heads of {need.head_dim}"
-        yield from _check_kernels_of(need, title, requested, device, window if need.has_window else None)
+        for finding in _check_kernels_of(need, title, requested, device, window if need.has_window else None):
+            is_fast = is_fast or (finding.verdict == "PASS" and finding.name.startswith(FAST_PACKAGES))
+            yield finding
+    if device.type == "cuda" and requested == "auto" and not is_fast:
+        facts = torch.cuda.get_device_properties(0)
+        gpu, is_known = target.hardware.recognise(facts.name, facts.total_memory, HOST_BYTES)
+        yield from find_slow_rows(target, gpu) if is_known else ()
+
+
+def find_slow_rows(target: CheckTarget, gpu: Gpu) -> Iterator[Finding]:
+    """What the recipe's packed rows are predicted to cost without a package that has a faster kernel for this GPU."""
+    recipe, shape = target.recipe, target.shape
+    if recipe is None or shape is None or not is_known(shape):
+        return
+    choice = choose_levers(recipe, shape, gpu)
+    job = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
+    if words := explain_packed(job, gpu):
+        text, _, fix = words.rpartition(": ")
+        yield Finding("packed rows", "WARN", text, fix)
 
 
 def _check_kernels_of(
