@@ -27,6 +27,7 @@ train:
   max_steps: 10
 run:
   output_dir: {run_dir}
+  device: cpu
 """
 
 
@@ -41,19 +42,11 @@ def look(run_dir: Path, *overrides: str, processes_here: int = 1, anyway: bool =
     return [str(problem).strip() for problem in match]
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 2)
-    monkeypatch.setattr(preflight, "OTHER_GPUS", ())
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_a_machine_that_has_everything(tmp_path: Path) -> None:
     assert look(tmp_path, processes_here=2) == []
     assert look(tmp_path, "run.resume_from_checkpoint=auto") == []
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "wandb" else object())
     (result,) = look(tmp_path, "run.report_to=[tensorboard, wandb]")
@@ -62,16 +55,17 @@ def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_fewer_gpus_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (result,) = look(tmp_path, processes_here=4)
+    on_gpu = "run.device=cuda"
+    monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 2)
+    monkeypatch.setattr(preflight, "OTHER_GPUS", ())
+    (result,) = look(tmp_path, on_gpu, processes_here=4)
     assert "run.device: 4 processes on this machine, but 2 GPUs\n\nhint: use fewer processes" in result
-    assert look(tmp_path, processes_here=4, dry=True) == []
-    assert look(tmp_path, "run.device=cpu", processes_here=4) == []
+    assert look(tmp_path, on_gpu, processes_here=4, dry=True) == look(tmp_path, processes_here=4) == []
     monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 0)
-    assert "1 process on this machine, but no GPU" in look(tmp_path)[0]
+    assert "1 process on this machine, but no GPU" in look(tmp_path, on_gpu)[0]
     monkeypatch.setattr(preflight, "OTHER_GPUS", ("/dev/null",))
-    assert look(tmp_path) == []
+    assert look(tmp_path, on_gpu) == []
 
 
 def write_weights(file: Path, kind: str = "F32", extra: bytes = b"") -> None:
@@ -79,7 +73,6 @@ def write_weights(file: Path, kind: str = "F32", extra: bytes = b"") -> None:
     file.write_bytes(len(header).to_bytes(LENGTH_BYTES, "little") + header + bytes(8) + extra)
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_weight_files_are_read_by_their_headers_without_torch(tmp_path: Path) -> None:
     model, run_dir = tmp_path / "model", tmp_path / "run"
     model.mkdir()
@@ -103,7 +96,6 @@ def test_weight_files_are_read_by_their_headers_without_torch(tmp_path: Path) ->
     assert look(run_dir, name)[0].startswith(f"command line: model.name_or_path: {file} holds a as I8: quantized")
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_a_recipe_that_cannot_resume_from_the_newest_checkpoint(tmp_path: Path) -> None:
     written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
     folder = make_checkpoint(tmp_path, 3, recipe=written)
@@ -124,7 +116,6 @@ def test_a_recipe_that_cannot_resume_from_the_newest_checkpoint(tmp_path: Path) 
     assert look(tmp_path, "run.resume_from_checkpoint=auto") == []
 
 
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank-00001.safetensors"])
 def test_the_newest_valid_checkpoint_decides_whether_a_recipe_resumes(tmp_path: Path, file: str) -> None:
     written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
@@ -166,9 +157,9 @@ def test_a_stage_starts_only_from_weights_of_its_own_model(tmp_path: Path) -> No
     other = {**recipe, "model": {**recipe["model"], "rope_theta": 1e5}, "data": {**recipe["data"], "max_length": 64}}
     make_checkpoint(run, 2, recipe={**other, "model": {**other["model"], "name_or_path": "owner/other"}})
     make_checkpoint(run, 3, recipe=other)
-    words = (f"run.start_from={run}", "run.device=cpu")
+    words = (f"run.start_from={run}",)
     assert look(tmp_path / "run", *words) == []
-    (problem,) = look(tmp_path / "run", f"run.start_from={run}/checkpoints/step-2", "run.device=cpu")
+    (problem,) = look(tmp_path / "run", f"run.start_from={run}/checkpoints/step-2")
     assert problem.startswith(
         f"command line: run.start_from: the weights of {run}/checkpoints/step-2 are not those of this recipe's model:\n"
         "  model.name_or_path: was owner/other, is "
@@ -181,10 +172,10 @@ def test_a_stage_starts_only_from_weights_of_its_own_model(tmp_path: Path) -> No
             folder.mkdir()
         if other == "model":
             (folder / "config.json").touch()
-        (problem,) = look(tmp_path / "run", f"run.start_from={folder}", "run.device=cpu")
+        (problem,) = look(tmp_path / "run", f"run.start_from={folder}")
         assert problem.startswith(f"command line: run.start_from: {folder} {words}")
         assert problem.endswith("name it as model.name_or_path, which starts from its weights") is (other == "model")
-    words = (f"run.start_from={run}", "run.device=cpu")
+    words = (f"run.start_from={run}",)
     for step in (2, 3):
         (run / "checkpoints" / f"step-{step}" / "state.json").write_text("{")
     (problem,) = look(tmp_path / "run", *words)
@@ -234,10 +225,10 @@ def test_an_unwritable_builds_folder_is_refused_where_operators_are_built(
 ) -> None:
     monkeypatch.setattr(preflight, "find_write_problem", lambda _: "FOLDER cannot be written")
     monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 8)
-    for overrides in (("run.device=cpu",), ("memory.offload_optimizer=cpu",)):
+    for overrides in ((), ("run.device=cuda", "memory.offload_optimizer=cpu")):
         (result,) = look(tmp_path, *overrides)
         assert result == f"FOLDER cannot be written\n\nhint: {preflight.HINT}"
-    assert look(tmp_path) == []
+    assert look(tmp_path, "run.device=cuda") == []
 
 
 def test_a_new_run_refuses_an_address_that_holds_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
