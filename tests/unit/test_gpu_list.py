@@ -71,11 +71,23 @@ def test_commands_ask_the_driver(driver: str) -> None:
         assert done.stdout.strip() == expected
 
 
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def test_ranks_keep_what_torch_compiles_where_other_runs_find_it(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    folders = {launcher.make_environment(environ, "cuda", count)[COMPILED] for count in (1, 8)}
+    assert [Path(each).is_relative_to(tmp_path / "cache") for each in folders] == [True]
+    assert launcher.make_environment({**environ, COMPILED: "mine"}, "cuda", 1)[COMPILED] == "mine"
+    (tmp_path / "cache").write_text("")
+    assert COMPILED not in launcher.make_environment(environ, "cuda", 1)
+
+
 def test_the_environment_of_gpu_ranks() -> None:
     made = launcher.make_environment({}, "cuda", 1)
     assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo"), "a proof's ranks are all here"
     assert (made["NCCL_LAUNCH_ORDER_IMPLICIT"], made["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"]) == ("1", "1")
-    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in launcher.make_environment({}, "cpu", 1)
+    assert {"NCCL_LAUNCH_ORDER_IMPLICIT", COMPILED}.isdisjoint(launcher.make_environment({}, "cpu", 1))
     own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_ALLOC_CONF"), "theirs")
     assert own.items() <= launcher.make_environment(own, "cuda", 1).items()
 

@@ -25,7 +25,7 @@ from ulysses_cli.plan.files import open_own
 from ulysses_cli.plan.problem import DONE, get_signal_code
 from ulysses_cli.plan.resolved import hash_plan
 from ulysses_cli.run.folder import NewLock
-from ulysses_cli.run.host import FOLDER, ask_driver, choose_path, get_builds_folder, narrow_umask
+from ulysses_cli.run.host import FOLDER, ask_driver, choose_path, find_write_problem, get_builds_folder, narrow_umask
 from ulysses_cli.run.key import KEY, Seal
 from ulysses_cli.run.nodes import Nodes, Rendezvous
 from ulysses_cli.run.records import ASKED_FILE, SPARE, STOP_FILE, MachineLogs, find_first_failure, read_early_stop
@@ -151,6 +151,8 @@ def make_environment(
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # two communicators at once start in the order of the program, on every rank
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # FlashAttention-4 compiles its kernels once, not in every run
     }
+    if not find_write_problem(environ):  # not in /tmp, which ends with a container; torch's keys name GPU and versions
+        ours["TORCHINDUCTOR_CACHE_DIR"] = str(get_builds_folder(environ) / "compiled")
     # the former is the older name of the same setting
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & environ.keys() and ask_driver(environ).maps_memory:
         ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
