@@ -70,25 +70,33 @@ def make_prepared(
 
 PREPARING = """\
 model: {config: {model_type: llama}, tokenizer: bytes}
-data:
-  datasets: [{path: rows.jsonl}]
-  max_length: 4096
-  store_dir: store
-  added_tokens: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|return|>"]
+data: {datasets: [{path: FOLDER/d.jsonl}], max_length: 64, store_dir: FOLDER/store}
 """
+MARKS = 'data.added_tokens=["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|return|>"]'
+
+
+def write_rows(file: Path, rows: Sequence[Any]) -> None:
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def prepare_rows(folder: Path, rows: Sequence[Any], *settings: str, **options: Any) -> Prepared:
+    """Prepares rows, where a text stands for a line of the file, with the tokenizer of bytes."""
+    write_rows(folder / "d.jsonl", rows)
+    recipe = parse_recipe(PREPARING.replace("FOLDER", str(folder)), "r.yaml", settings).recipe
+    return prepare_data(recipe, 8, lambda _: None, **options)
 
 
 def prepare_words(text: str) -> tuple[Recipe, Prepared]:
     """Prepares `ROWS [SETTINGS]` in this folder: a list of rows as JSON, where a text stands for a line, or a file."""
     if text.startswith("["):
         rows, at = json.JSONDecoder().raw_decode(text)
-        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-        Path("rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        settings = shlex.split(text[at:])
+        write_rows(Path("rows.jsonl"), rows)
+        settings = ["data.datasets.0.path=rows.jsonl", *shlex.split(text[at:])]
     else:
         name, *settings = shlex.split(text)
         settings.insert(0, f"data.datasets.0.path={name}")
-    recipe = parse_recipe(PREPARING, "r.yaml", settings).recipe
+    recipe = parse_recipe(PREPARING.replace("FOLDER/", ""), "r.yaml", ["data.max_length=4096", MARKS, *settings]).recipe
     return recipe, prepare_data(recipe, 8, lambda _: None)
 
 

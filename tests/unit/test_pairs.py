@@ -1,6 +1,5 @@
 """Rows of two answers to one prompt, in the columns that data sets have, and the tokens that both answers share."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.prepared import prepare_rows
 from support.templates import CHATML, LAST_ROUND
 from support.tiers import count_examples
 from support.tokenizers_trained import train, wrap
 
-from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.prepare import Prepared
 from ulysses_cli.data.store import WANTED, open_rows
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenPair, encode_pair
-from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import Reading, read_sample
 from ulysses_cli.readers.pairs import Pair, read_judged, read_pair
 from ulysses_cli.readers.problems import BadRow, DataError
@@ -126,22 +125,10 @@ def test_the_end_mark_is_what_an_answer_says_after_the_other_ones_beginning() ->
 
 
 CHATML_TOKENS = "data.added_tokens=['<|im_start|>', '<|im_end|>']"
-RECIPE = """\
-model:
-  config: {model_type: llama}
-  tokenizer: bytes
-data:
-  datasets: [{path: PATH}]
-  max_length: 64
-  store_dir: STORE
-preference: {loss: sigmoid}
-"""
 
 
-def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str, shares: bool = False) -> Prepared:
-    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = RECIPE.replace("PATH", str(folder / "d.jsonl")).replace("STORE", str(folder / "store"))
-    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None, can_share=shares)
+def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str, can_share: bool = False) -> Prepared:
+    return prepare_rows(folder, rows, "preference={loss: sigmoid}", *overrides, can_share=can_share)
 
 
 def read_pairs(prepared: Prepared, split: Any = "train") -> list[tuple[str, str, str]]:
@@ -173,7 +160,7 @@ ROWS = [
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("packing", ["documents", "off"])
 def test_both_answers_of_a_pair_stand_in_one_row(tmp_path: Path, packing: str, shares: bool) -> None:
-    prepared = prepare(tmp_path, ROWS, f"data.packing={packing}", shares=shares)
+    prepared = prepare(tmp_path, ROWS, f"data.packing={packing}", can_share=shares)
     expected = [(row["prompt"], row["chosen"] + "<|end|>", row["rejected"] + "<|end|>") for row in ROWS]
     assert sorted(read_pairs(prepared)) == sorted(expected)
     train = prepared.report["splits"]["train"]
@@ -189,10 +176,10 @@ def test_a_pair_fits_into_a_row_that_holds_its_prompt_once(tmp_path: Path) -> No
     rows = [*ROWS, {"prompt": "p" * 40, "chosen": "yes", "rejected": "no"}]
     with pytest.raises(DataError, match="each with its prompt, of 87 tokens"):
         prepare(tmp_path, rows)
-    assert len(read_pairs(prepare(tmp_path, rows, shares=True))) == 10
+    assert len(read_pairs(prepare(tmp_path, rows, can_share=True))) == 10
     rows[-1]["prompt"] += "p" * 20
     with pytest.raises(DataError, match="with one copy of its prompt, of 68 tokens is longer"):
-        prepare(tmp_path, rows, shares=True)
+        prepare(tmp_path, rows, can_share=True)
 
 
 def test_all_pairs_of_a_prompt_are_evaluated_or_trained_on(tmp_path: Path) -> None:
@@ -234,7 +221,7 @@ def test_turns_that_say_so_are_no_targets_of_either_answer(tmp_path: Path, share
 def read_targets(folder: Path, row: dict[str, Any], *words: str, shares: bool) -> list[str]:
     """The bytes of each document's targets; markers have ids of their own."""
     words = (f"data.chat_template={folder / 't.jinja'}", CHATML_TOKENS, "data.max_length=512", *words)
-    rows, start, found = open_rows(prepare(folder, [row], *words, shares=shares).path, "train"), 0, []
+    rows, start, found = open_rows(prepare(folder, [row], *words, can_share=shares).path, "train"), 0, []
     for length in rows.get_lengths(0):
         labels = rows.read(0, start, start + length).labels
         found.append(bytes(labels[(labels >= 0) & (labels < 256)].tolist()).decode())
@@ -244,12 +231,8 @@ def read_targets(folder: Path, row: dict[str, Any], *words: str, shares: bool) -
 
 def test_chats_beside_pairs_are_pairs(tmp_path: Path) -> None:
     chats = [{"chosen": [USER, *say(YES)], "rejected": [USER, *say(NO)], "messages": [USER, *say(YES)]}]
-    assert (
-        prepare(tmp_path, chats, "data.chat_template=chatml", CHATML_TOKENS, "data.max_length=80").report["sources"][0][
-            "kind"
-        ]
-        == "preference"
-    )
+    prepared = prepare(tmp_path, chats, "data.chat_template=chatml", CHATML_TOKENS, "data.max_length=80")
+    assert prepared.report["sources"][0]["kind"] == "preference"
 
 
 def test_a_label_is_true_or_false() -> None:

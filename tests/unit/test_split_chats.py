@@ -1,33 +1,21 @@
 """Texts of a split chat in rows that hold what they begin with once: tokens and targets are those of texts alone."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.prepared import prepare_rows
 from support.templates import LAST_ROUND
 
-from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.prepare import Prepared
 from ulysses_cli.data.store import open_rows
-from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rows.ring import MAX_BRANCHES, list_dearest
 from ulysses_cli.readers.problems import DataError
 from ulysses_cli.report.data_report import format_report
 
 Row = dict[str, Any]
-RECIPE = """\
-model: {config: {model_type: llama}, tokenizer: bytes}
-data:
-  datasets: [FOLDER/d.jsonl]
-  max_length: 1024
-  assistant_only_loss: true
-  on_rewritten_turns: split
-  chat_template: FOLDER/t.jinja
-  added_tokens: ["<|im_start|>", "<|im_end|>"]
-  store_dir: FOLDER/store
-"""
 
 
 def make_chat(number: int, num_rounds: int) -> list[Row]:
@@ -45,10 +33,10 @@ CHATS = [make_chat(number, num_rounds) for number, num_rounds in enumerate([1, 5
 
 def prepare(folder: Path, chats: list[Any], *overrides: str, can_share: bool = True) -> Prepared:
     rows = [chat if isinstance(chat, dict) else {"messages": chat} for chat in chats]
-    (folder / "d.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "t.jinja").write_text(LAST_ROUND)
-    recipe = parse_recipe(RECIPE.replace("FOLDER", str(folder)), "r.yaml", overrides).recipe
-    return prepare_data(recipe, 8, lambda _: None, can_share=can_share)
+    words = ("data.max_length=1024", "data.assistant_only_loss=true", "data.on_rewritten_turns=split")
+    words += (f"data.chat_template={folder}/t.jinja", 'data.added_tokens=["<|im_start|>", "<|im_end|>"]')
+    return prepare_rows(folder, rows, *words, *overrides, can_share=can_share)
 
 
 def read_documents(prepared: Prepared) -> list[tuple[list[int], list[int], list[float], list[int]]]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.prepared import write_rows
 from support.recipes import VALID
 from support.templates import CHATML, LAST_ROUND
 from support.tiers import count_examples
@@ -426,14 +427,10 @@ data:
 
 
 def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Prepared:
-    texts = [
-        row if isinstance(row, str) else json.dumps(row if isinstance(row, dict) else {"messages": row}) for row in rows
-    ]
-    (folder / "d.jsonl").write_text("".join(f"{text}\n" for text in texts))
+    write_rows(folder / "d.jsonl", [row if isinstance(row, str | dict) else {"messages": row} for row in rows])
     (folder / "t.jinja").write_text(template)
-    return prepare_data(
-        parse_recipe(RECIPE.replace("FOLDER", str(folder)), "r.yaml", overrides).recipe, 8, lambda _: None
-    )
+    recipe = parse_recipe(RECIPE.replace("FOLDER", str(folder)), "r.yaml", overrides).recipe
+    return prepare_data(recipe, 8, lambda _: None)
 
 
 def read_targets(prepared: Prepared) -> str:

@@ -1,33 +1,15 @@
 """Rows whose targets have weights: columns of data sets, stores, rows and what steps are divided by."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from support.prepared import prepare_rows as prepare
 
-from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.prepare import Prepared
 from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
 from ulysses_cli.data.store import open_rows
-from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.problems import DataError
-
-RECIPE = """\
-model:
-  config: {model_type: llama}
-  tokenizer: bytes
-data:
-  datasets: [{path: PATH}]
-  max_length: 64
-  store_dir: STORE
-"""
-
-
-def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str, can_share: bool = False) -> Prepared:
-    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = RECIPE.replace("PATH", str(folder / "d.jsonl")).replace("STORE", str(folder / "store"))
-    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None, can_share=can_share)
 
 
 def read_weights(prepared: Prepared, pad_to: int = 0) -> list[tuple[int, float]]:
