@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.model_shapes import LLAMA, QWEN, SHAPES, get_shape
 from support.paths import ROOT
 
+from ulysses_cli.commands.estimate_memory import draft_and_validate
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.hardware import compute_cost
 from ulysses_cli.plan.layout import Layout
@@ -18,6 +19,7 @@ from ulysses_cli.plan.ledger.states import list_sub_groups
 from ulysses_cli.plan.ledger.weights import get_weights, read_weights
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers
 from ulysses_cli.plan.planner.candidates import FAR, NEAR, judge_speed
+from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.speed import (
     HOST,
@@ -49,6 +51,17 @@ def test_published_rows(kibi_tokens: int, chunks: int, published: float) -> None
     """Published tokens/s of Llama3-8B on 8 H100: arXiv 2602.21196. All rows stand in benchmarks/estimate.py."""
     llama_3 = Job(LLAMA, Layout(1, 1, 8), kibi_tokens * 1024, replace(TILED, head_chunks=chunks), fused_norms=True)
     assert compute_speed(llama_3, H100).tokens_per_second / 8 == pytest.approx(published, rel=0.15)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("row", ["1 x H100, 128Ki", "8 x H100, 32Ki", "8 x H100, 128Ki", "8 x H100, 5Mi"])
+def test_speeds_beside_published_ones_are_those_of_estimates(row: str) -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith(f"| {row} |"))
+    number, length = int(row[0]), row.rpartition(" ")[2]
+    valid, _ = draft_and_validate("meta-llama/Llama-3.1-8B", length, number, [], online=False)
+    speed = compute_estimate(valid.loaded.recipe, valid.shape, H100).speed
+    assert line.split("|")[3].strip().startswith(f"{speed.tokens_per_second / number:,.0f}")
 
 
 def test_the_range_of_a_speed_is_that_of_its_errors_for_published_runs() -> None:
