@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from support.commands import run
 from support.model_shapes import LLAMA, get_shape
 from support.paths import ROOT
 
@@ -126,18 +125,6 @@ def test_the_range_counts_slower_and_faster_processors() -> None:
     )
     assert accuracy.low * speed.tokens_per_second == pytest.approx(slow.tokens_per_second)
     assert accuracy.high * speed.tokens_per_second == pytest.approx(fast.tokens_per_second)
-
-
-@pytest.mark.check
-def test_an_estimate_says_once_that_the_host_is_the_limit() -> None:
-    words = ("--model", "Qwen/Qwen3-0.6B", "--max-length", "2Ki", "--gpu", "h100-80gb")
-    text = run("estimate-memory", *words).stdout
-    assert text.count("limited by the host") == 1
-    assert text.count("what helps: ") == 1
-    answer = json.loads(run("estimate-memory", *words, "--format", "json").stdout)
-    (estimate,) = answer["results"]
-    assert estimate["is_host_bound"]
-    assert {"change", "gain"} == set(estimate["host_remedies"][0])
 
 
 def test_a_user_says_how_fast_a_core_is() -> None:
