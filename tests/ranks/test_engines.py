@@ -2,8 +2,11 @@
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import chain, product
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import choose_layout, settle
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.model import build
 from ulysses_cli.train.model.build import build_for_answers
 from ulysses_cli.train.processes.groups import make_groups
 
@@ -98,6 +102,33 @@ def test_a_run_has_the_stage_that_was_chosen(micro_steps: int) -> None:
         assert own_stage == stage
         assert losses == other_losses
         assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+def walk_anew(module: Any, recurse: bool = False) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """As DeepSpeed lists the weights of a module."""
+    return chain(module.named_parameters(recurse=recurse), module.ds_external_parameters())
+
+
+def compare_walks(*words: str) -> int:
+    """Elements that differ where hooks list weights once; each list is the module's own afterwards."""
+    values = []
+    for walk in (walk_anew, build._walk_weights):
+        with mock.patch.object(build, "_walk_weights", walk):
+            harness = RunHarness(make_recipe(*words, "data.max_length=48"), ROWS, 3)
+            train(harness.train_state)
+        values.append(harness.read_weights())
+    listed = [module for module in harness.built.module.modules() if "_walked_weights" in vars(module)]
+    assert listed
+    for module, recurse in product(listed, (False, True)):
+        pairs = zip(build._walk_weights(module, recurse), walk_anew(module, recurse), strict=True)
+        assert all(name == other and weight is same for (name, weight), (other, same) in pairs)
+    return sum(int((value != values[1][name]).sum()) for name, value in values[0].items())
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("lora={r: 4}",), marks=pytest.mark.check)])
+@pytest.mark.parametrize("leaves", ["true", pytest.param("false", marks=pytest.mark.check)])
+def test_weights_that_hooks_list_once_are_all_of_a_module(leaves: str, more: tuple[str, ...]) -> None:
+    assert run_on_ranks(2, compare_walks, f"memory.leaf_layers={leaves}", "parallel.sp_size=2", *more) == [0, 0]
 
 
 def list_living_answers() -> list[str]:
