@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.messages import COMMANDS
 
 from ulysses_cli.plan.problem import DONE, STOPPED, RecipeError
-from ulysses_cli.run import nodes
 from ulysses_cli.run.environments import SCHEDULERS, choose_stop_code, expand_host_list
 from ulysses_cli.run.nodes import Nodes, find_nodes
 
@@ -143,22 +142,14 @@ def test_a_compressed_list_expands_to_its_machines(numbers: list[int], prefix: s
     assert list(expand_host_list(text)) == [f"{prefix}{number:02}" for number in numbers]
 
 
-def test_a_hostfile_names_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostfile_names_the_machines(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# two machines\ngpu01 slots=8\n\ngpu02 slots=8  # the second\n")
-    monkeypatch.setattr(nodes, "list_own_names", lambda: {"gpu02"})
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
-    assert find_nodes(16, {}, hostfile=file) == Nodes(2, 1, "gpu01", 29400, 8)
-    assert find_nodes(16, {}, hostfile=file, node_rank=0) == Nodes(2, 0, "gpu01", 29400, 8)
-    monkeypatch.setattr(nodes, "list_own_names", lambda: {"gpu03"})
+    file.write_text(f"# two\ngpu01.invalid slots=8\n\n{socket.gethostname()} slots=8  # the second\n")
+    assert find_nodes(16, {}, hostfile=file) == Nodes(2, 1, "gpu01.invalid", 29400, 8)
+    assert find_nodes(16, {}, hostfile=file, node_rank=0) == Nodes(2, 0, "gpu01.invalid", 29400, 8)
+    file.write_text("gpu01.invalid slots=8\ngpu02.invalid slots=8\n")
     with pytest.raises(RecipeError, match="no line of 2 name this machine"):
         find_nodes(16, {}, hostfile=file)
-
-
-def test_this_machine_is_recognised_by_name_and_address(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text(f"elsewhere.invalid slots=2\n{socket.gethostname()} slots=2\n")
-    assert nodes.read_hostfile(file).find_rank() == 1
 
 
 def test_an_early_stop_is_no_success_for_a_scheduler() -> None:

@@ -41,9 +41,13 @@ class Hook(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notification, "PAUSES", (0.0, 0.0))
+
+
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Hook]]]:
-    monkeypatch.setattr(notification, "PAUSES", (0.0, 0.0))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     handler = type("OwnHook", (Hook,), {"statuses": [], "bodies": []})
     server = HTTPServer(("127.0.0.1", 0), handler)
@@ -96,8 +100,7 @@ def test_an_address_that_refuses_is_not_asked_again_and_not_shown(hook: tuple[st
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1/aSecretPathOf TheHook", "https://[aSecret", "aSecret", ""])
-def test_an_address_that_is_none_fails_nothing_and_is_not_shown(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notification, "PAUSES", (0.0, 0.0))
+def test_an_address_that_is_none_fails_nothing_and_is_not_shown(address: str) -> None:
     (complaint,) = notify(END, None, address)
     assert complaint.startswith("run.notify_webhook was not reached: ")
     assert "aSecret" not in complaint
@@ -129,7 +132,6 @@ def test_an_address_that_redirects_was_not_told(hook: tuple[str, type[Hook]]) ->
 
 
 def test_an_answer_that_comes_byte_by_byte_holds_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notification, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(notification, "ADDRESS_SECONDS", 0.3)
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:

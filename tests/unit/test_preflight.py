@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ulysses_cli.cli import app
 from ulysses_cli.plan.models.model_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
 from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
-from ulysses_cli.run import checkpoints, launcher, preflight
+from ulysses_cli.run import checkpoints, preflight
 from ulysses_cli.run.bucket import Bucket
 from ulysses_cli.run.checkpoints import name_share
 from ulysses_cli.run.remote_checkpoints import Sending
@@ -129,26 +129,22 @@ def test_the_newest_valid_checkpoint_decides_whether_a_recipe_resumes(tmp_path: 
 
 def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
-    monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
-    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_, **__: pytest.fail("prepared"))
-    words = ["train", str(TINY_RECIPE), f"run.output_dir={tmp_path / 'run'}", "run.report_to=[wandb]"]
-    result = CliRunner().invoke(app, words)
+    words = ["train", str(TINY_RECIPE), f"run.output_dir={tmp_path / 'run'}", f"data.store_dir={tmp_path / 'store'}"]
+    result = CliRunner().invoke(app, [*words, "run.report_to=[wandb]"])
     assert result.exit_code == 2
     assert "run.report_to: wandb is not installed" in result.stderr
+    assert not (tmp_path / "store").exists()
 
 
-def test_a_damaged_checkpoint_that_is_named_ends_the_command_before_data_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
-    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_, **__: pytest.fail("prepared"))
+def test_a_damaged_checkpoint_that_is_named_ends_the_command_before_data_is_prepared(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "old", 3, recipe=load(tmp_path).recipe.model_dump(mode="json"))
     (folder / "rank-00001.safetensors").write_bytes(b"cut")
-    words = ["train", str(TINY_RECIPE), f"run.output_dir={tmp_path / 'run'}", "--resume", str(folder)]
-    result = CliRunner().invoke(app, [*words, "--resume-anyway"])
+    words = ["train", str(TINY_RECIPE), f"run.output_dir={tmp_path / 'run'}", f"data.store_dir={tmp_path / 'store'}"]
+    result = CliRunner().invoke(app, [*words, "--resume", str(folder), "--resume-anyway"])
     assert result.exit_code == 1
     assert f"{folder} cannot be resumed from: rank-00001.safetensors has 3 bytes instead of" in result.stderr
     assert "hint: --resume auto takes the newest valid one" in result.stderr
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_stage_starts_only_from_weights_of_its_own_model(tmp_path: Path) -> None:
