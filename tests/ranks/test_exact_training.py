@@ -121,6 +121,7 @@ def test_layers_that_are_gathered_at_once_change_nothing(levers: str, name: str,
     check_training(name, 2, 3, lora, *LEAVES[levers])
 
 
+@pytest.mark.check
 def test_experts_in_layers_that_are_gathered_at_once() -> None:
     check_training("2x2", 2, 3, False, LEAF, config=make_sinks_config())
 

@@ -50,7 +50,7 @@ def run(recipe: Recipe) -> tuple[list[float], dict[str, Any], tuple[int, int, in
         return harness.losses, harness.read_weights(), (last.late, last.all, len(last.reduced))
 
 
-@pytest.mark.parametrize("lora", [(), ("lora.r=4",)])
+@pytest.mark.parametrize("lora", [(), pytest.param(("lora.r=4",), marks=pytest.mark.check)])
 def test_leaf_layers_are_gathered_before_they_are_needed(lora: tuple[str, ...]) -> None:
     shape = read_model_shape(CONFIG, "test")
     levers = Levers(gradient_checkpointing="full", leaf_layers=True)

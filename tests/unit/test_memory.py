@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.model_shapes import LLAMA, QWEN, SHAPES
 from support.recipes import load, make_shape
+from support.tiers import count_examples
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import states
@@ -111,7 +112,7 @@ def make_jobs() -> st.SearchStrategy[Job]:
 
 
 @given(make_jobs())
-@settings(max_examples=8)
+@settings(max_examples=count_examples(8))
 def test_parts_add_up_and_none_is_negative(job: Job) -> None:
     ledger = weigh_ledger(job)
     assert list(ledger.phases) == [phase for phase in PHASES if phase in ledger.phases]
@@ -125,7 +126,7 @@ def test_parts_add_up_and_none_is_negative(job: Job) -> None:
 
 
 @given(make_jobs(), st.integers(1, 96))
-@settings(max_examples=8)
+@settings(max_examples=count_examples(8))
 def test_memory_never_falls_with_length(job: Job, more: int) -> None:
     longer = replace(job, max_length=job.max_length + 128 * job.layout.sp_size * more)
     ours, reference = weigh_ledger(job), weigh_ledger(longer)
@@ -136,7 +137,7 @@ def test_memory_never_falls_with_length(job: Job, more: int) -> None:
 
 
 @given(make_jobs())
-@settings(max_examples=8)
+@settings(max_examples=count_examples(8))
 def test_memory_never_rises_with_sp_at_the_same_length(job: Job) -> None:
     """Except what sharing a row costs by itself: communicators, gathering, float32 sums, and exchange buffers."""
     sp_size = job.layout.sp_size
@@ -152,7 +153,7 @@ def test_memory_never_rises_with_sp_at_the_same_length(job: Job) -> None:
 
 @pytest.mark.check
 @given(make_jobs())
-@settings(max_examples=8)
+@settings(max_examples=count_examples(8))
 def test_every_lever_has_the_right_sign(job: Job) -> None:
     """A lever that is on frees GPU memory where it is meant to, and elsewhere takes at most what it needs itself."""
     base = replace(job, levers=Levers(gradient_checkpointing=True), zero_stage=3)

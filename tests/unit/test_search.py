@@ -141,7 +141,9 @@ def test_prices_are_named_with_their_source() -> None:
 
 @pytest.mark.parametrize("length", sample([4096, 16_385, 50_001, 100_000, 2**17], quick=[50_001], checked=()))
 @pytest.mark.parametrize("is_lora", sample_every(2, [True, False]))
-@pytest.mark.parametrize("kinds", [("h100-80gb:8", "rtx-4090:2"), ("h200:16", "l40s:1")])
+@pytest.mark.parametrize(
+    "kinds", sample([["h100-80gb:8", "rtx-4090:2"], ["h200:16", "l40s:1"]], [["h200:16", "l40s:1"]])
+)
 def test_a_plan_equals_its_recipe(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
     """The written recipe, read again, is the job that was judged: the same engine, the same row."""
     request = PlanRequest(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)

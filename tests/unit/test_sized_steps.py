@@ -155,7 +155,7 @@ OWNERS = ("Llama-3.1-8B", "Qwen3-0.6B", "gemma-3-1b-pt", "LFM2-1.2B")
 BELOW_3 = ((16, 1, 2, "none"), (8, 2, 2, "none"), (4, 1, 4, "none"), (4, 2, 2, "cpu"))  # ranks, stage, bytes of a sum
 
 
-@pytest.mark.parametrize("name", sample(OWNERS, OWNERS[2:3]))
+@pytest.mark.parametrize("name", sample(OWNERS, (), OWNERS[2:3]))
 def test_below_stage_3_no_rank_is_fuller_than_those_that_count(name: str) -> None:
     """The last alone has up to 11 % less: other ranks own the embedding, or their part of it on the host is larger."""
     shape = read_known(name)

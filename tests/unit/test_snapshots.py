@@ -8,9 +8,10 @@ import pytest
 from support.messages import COMMANDS, PREPARED, ROWS, RULES, Snapshot
 from support.tiers import sample
 
-BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS, PREPARED) for text in snapshot.blocks.values()]
+BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS) for text in snapshot.blocks.values()]
+TRAINED = [(PREPARED, text) for text in PREPARED.blocks.values()]
 ASKED = [(COMMANDS, text) for text in COMMANDS.list_questions()]
-QUESTIONS = sample(ASKED, ASKED[::8])
+QUESTIONS = sample([*TRAINED, *ASKED], [*TRAINED[-1:], *ASKED[::8]])
 
 
 @pytest.mark.parametrize(("snapshot", "text"), [*BLOCKS, *QUESTIONS], ids=lambda value: str(value).partition("\n")[0])

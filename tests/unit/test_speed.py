@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.model_shapes import LLAMA, QWEN, SHAPES, get_shape
 from support.paths import ROOT
+from support.tiers import count_examples
 
 from ulysses_cli.commands.estimate_memory import draft_and_validate
 from ulysses_cli.hardware_table import load_hardware
@@ -181,7 +182,7 @@ jobs = st.builds(
 
 
 @given(jobs, st.sampled_from(list(TABLE.gpus.values())))
-@settings(max_examples=20)
+@settings(max_examples=count_examples(20))
 def test_parts_add_up_to_the_step(job: Job, gpu: object) -> None:
     speed = compute_speed(job, gpu)  # type: ignore[arg-type]
     assert tuple(speed.parts) == (*PARTS, HOST)
@@ -196,7 +197,7 @@ BUSY = Job(LLAMA, Layout(1, 64, 1), 4096, Levers(offloaded_layers=31, offload_pa
 
 
 @given(jobs, st.integers(1, 8), st.sampled_from(list(TABLE.gpus.values())))
-@settings(max_examples=20)
+@settings(max_examples=count_examples(20))
 @example(BUSY, 1, TABLE.get_gpu("rtx-4090"))
 def test_a_second_of_compute_hides_a_second_of_transfer(job: Job, more: int, gpu: object) -> None:
     """So more work is never faster, whatever travels meanwhile."""
