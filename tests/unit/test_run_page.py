@@ -64,7 +64,7 @@ def test_a_run_on_a_cpu_speaks_of_processes(tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps({**facts, "machine": {"device": "CPU, x86_64"}}))
     text = run_summary.format_summary(make(folder)[0])
     assert "per process" in text
-    assert "per GPU" not in text
+    assert "GPU" not in text
 
 
 def test_the_page_shows_every_section_and_no_secret(tmp_path: Path) -> None:
@@ -189,6 +189,7 @@ def test_losses_that_are_no_numbers_are_counted_and_marked(tmp_path: Path) -> No
     overflown = {"step": 6, "loss": 2.0, "grad_norm": None, "applied": False}
     summary, page = make(write_lines(tmp_path / "run", *lines, {"step": 5}, overflown))
     assert summary["num_bad_steps"] == 4
+    assert re.search(r"steps not applied +4 ", run_summary.format_summary(summary))
     assert summary["loss"]["last"] == 2.0
     assert "4 steps with a loss or a gradient that is NaN or infinite" in page
     assert "<title>not a number</title>" in page

@@ -339,6 +339,8 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     planned = f"of {summary['num_steps']:,}" if summary["num_steps"] else ""
     if summary["last_step"] is not None:
         figures.append(("step", f"{summary['last_step']:,}", planned))
+    if summary["num_bad_steps"]:
+        figures.append(("steps not applied", f"{summary['num_bad_steps']:,}", "their loss or gradient was not finite"))
     for name, losses in (("train loss", loss), ("eval loss", evals)):
         if losses:
             begin = " before step 1" if losses["first_step"] == 0 else ""
@@ -365,7 +367,8 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         figures.append(("tokens per second", format_quantity(speed), remark))
     if summary["median_mfu"] is not None:
         figures.append(("MFU", format_quantity(summary["median_mfu"], "share"), "median"))
-    for name, key in (("peak GPU memory", "peak_memory_bytes"), ("peak host memory", "host_peak_memory_bytes")):
+    own = "peak memory of a process" if summary["is_on_cpu"] else "peak GPU memory"
+    for name, key in ((own, "peak_memory_bytes"), ("peak host memory", "host_peak_memory_bytes")):
         if summary[key]:
             predicted = summary.get(f"predicted_{key}")
             remark = f"predicted {format_quantity(predicted, 'bytes')}" if predicted else ""
