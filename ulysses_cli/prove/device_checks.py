@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need, list_needs
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.ledger.job import is_known, make_job
+from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.speed import explain_packed
 from ulysses_cli.plan.units import format_count
@@ -121,8 +121,7 @@ def find_slow_rows(target: CheckTarget, gpu: Gpu) -> Iterator[Finding]:
     recipe, shape = target.recipe, target.shape
     if recipe is None or shape is None or not is_known(shape):
         return
-    choice = choose_levers(recipe, shape, gpu)
-    job = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
+    job = choose_levers(recipe, shape, gpu).make_job(recipe, shape, gpu)
     if words := explain_packed(job, gpu):
         text, _, fix = words.rpartition(": ")
         yield Finding("packed rows", "WARN", text, fix)

@@ -26,7 +26,6 @@ from packaging.specifiers import SpecifierSet
 
 from ulysses_cli.plan.hardware import GIB, Hardware
 from ulysses_cli.plan.layout import GPUS_PER_NODE
-from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import weigh_ledger
 from ulysses_cli.plan.ledger.machine import PROCESS_BYTES, compute_node_disk_bytes
 from ulysses_cli.plan.ledger.weights import find_num_parameters
@@ -223,8 +222,7 @@ def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> tu
     facts = torch.cuda.get_device_properties(0)
     host_bytes = count_usable_bytes() // count_ranks_here(target)
     gpu, _ = target.hardware.recognise(facts.name, facts.total_memory, host_bytes)
-    choice = choose_levers(recipe, shape, gpu)
-    job = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
+    job = choose_levers(recipe, shape, gpu).make_job(recipe, shape, gpu)
     without_overlap = weigh_ledger(replace(job, levers=replace(job.levers, early_groups=0)))
     return weigh_ledger(job).host_peak_bytes, without_overlap.host_peak_bytes, compute_node_disk_bytes(job)
 

@@ -189,6 +189,14 @@ class EngineWalk:
         self.depth = depth
         self.engine = engine
         self.meter = Running.meter
+        self.works = {
+            "begin": engine.begin_step,
+            "begin backward": engine.begin_backward,
+            "end backward": engine.end_backward,
+            "step": engine.run_optimizer,
+            "end evaluation": engine.end_evaluation,
+            "save": engine.save,
+        }
         self.pins: dict[str, list[Storage | None]] = {}
         self.parts: dict[int, list[tuple[HookMark, SplitPath, SplitPath]]] = {}
         self.found: dict[str, list[EngineBytes]] = {STEPPING: []}
@@ -254,18 +262,8 @@ class EngineWalk:
                 weight.grad = Storage(weight.numel * weight.dtype.itemsize, GRADIENTS), weight.dtype
                 self.meter.device.peak, self.meter.fullest = peak, fullest  # so far it was a tensor of the backward
             return was_there
-        if mark.work == "begin":
-            engine.begin_step()
-        elif mark.work == "begin backward":
-            engine.begin_backward()
-        elif mark.work == "end backward":
-            engine.end_backward()
-        elif mark.work == "step":
-            engine.run_optimizer()
-        elif mark.work == "end evaluation":
-            engine.end_evaluation()
-        elif mark.work == "save":
-            engine.save()
+        if mark.work in self.works:
+            self.works[mark.work]()
         elif isinstance(engine, ShardedEngine):
             self._do_sharded(engine, mark)
         return False

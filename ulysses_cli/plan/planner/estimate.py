@@ -233,7 +233,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     levers, open_names = read_levers(recipe, shape)
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
     choice, ledger = choose_for_job(job, gpu, open_names, explain_given_stage(recipe))
-    settled = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
+    settled = choice.make_job(recipe, shape, gpu)
     fit = judge(settled, ledger, gpu)
     # A longer row, or one that does not fit, leaves no memory for large tiles, early steps and whole weights.
     frugal = replace(job, levers=stop_spending(choice.levers, open_names))
@@ -270,8 +270,7 @@ def find_rate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
     choice = choose_levers(recipe, shape, gpu)
     if choice.fit is None or choice.fit.verdict != "fits":
         return 0.0
-    settled = make_job(choice.settle_stage(recipe), shape, choice.levers, gpus_per_node=gpu.gpus_per_node)
-    return compute_speed(settled, gpu).tokens_per_second
+    return compute_speed(choice.make_job(recipe, shape, gpu), gpu).tokens_per_second
 
 
 def suggest_levers(job: Job, gpu: Gpu) -> str:

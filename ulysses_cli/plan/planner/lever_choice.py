@@ -89,6 +89,10 @@ class LeverChoice:
         parallel = recipe.parallel.model_copy(update={"zero_stage": self.zero_stage})
         return recipe.model_copy(update={"parallel": parallel})
 
+    def make_job(self, recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Job:
+        """The job as it was settled."""
+        return make_job(self.settle_stage(recipe), shape, self.levers, gpus_per_node=gpu.gpus_per_node)
+
 
 Judge = Callable[[Levers], Fit | None]  # the job's fit with these levers; None: no kernel can index it
 
