@@ -70,8 +70,9 @@ types: install  ## mypy, strict
 map: install  ## print every file with what it does, and which room may import which
 	@PYTHONPATH=tests:. python -m support.generated_docs --map
 
-snapshots: install  ## what is said of wrong recipes, rows and commands, anew: tests/unit/*.txt
+snapshots: install  ## what users are told, anew: tests/unit/*.txt and tests/*/__snapshots__
 	PYTHONPATH=tests:. python -m support.messages
+	ULYSSES_CHECK=1 python -m pytest -o addopts=-q --snapshot-update $(SPREAD) $$(grep -rl "== snapshot" tests --include=*.py)
 
 docs: install  ## the generated parts of the docs: settings, models, attention
 	PYTHONPATH=tests:. python -m support.generated_docs

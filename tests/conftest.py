@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support.forked import PRELOADED
 from support.paths import ROOT
 from support.shortcuts import take_shortcuts
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples, get_turn
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.prove import ranks
 from ulysses_cli.run.environments import SCHEDULERS
@@ -106,6 +108,19 @@ def go_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     folder = tmp_path_factory.getbasetemp() / "elsewhere"
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
+
+
+@pytest.fixture
+def snapshot(snapshot: SnapshotAssertion, tmp_path: Path, request: pytest.FixtureRequest) -> SnapshotAssertion:
+    """What users are told, word for word: texts, or lists or tables of texts. `make snapshots` writes them anew; it
+    runs no test that is `full`. The test's folder reads {folder}, that of the repository {root}."""
+    assert request.node.get_closest_marker("full") is None
+
+    def hide_folders(data: Any, **_: Any) -> Any:
+        is_text = isinstance(data, str)
+        return data.replace(str(tmp_path), "{folder}").replace(str(ROOT), "{root}") if is_text else data
+
+    return snapshot.with_defaults(matcher=hide_folders)
 
 
 @pytest.fixture
