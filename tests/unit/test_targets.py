@@ -8,7 +8,6 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from support.recipes import VALID
 from support.templates import CHATML, LAST_ROUND
 from support.tiers import count_examples
 from support.tokenizers_trained import train, wrap
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS, open_rows
@@ -30,7 +30,7 @@ from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.columns import read_sample
-from ulysses_cli.readers.problems import BadRow, DataError
+from ulysses_cli.readers.problems import DataError
 from ulysses_cli.report.data_report import format_sample, make_data_page
 from ulysses_cli.validate import validate_recipe
 
@@ -140,7 +140,6 @@ def test_a_last_turn_without_an_end_ends_as_texts_do() -> None:
     encoder = make_glm(())
     assert list_runs(encoder, chat) == ["Done.", "Yes.</s>"]
     assert encoder.counts["endless"] == 1, "it is not learned where the first turn ends"
-    assert list_runs(make_encoder(CHATML), chat) == ["Done.<|im_end|>", "Yes.<|im_end|>"]
 
 
 def test_stop_tokens_come_from_the_models_files(tmp_path: Path) -> None:
@@ -192,24 +191,6 @@ def test_ends_of_turns_are_known(
         counts.update(encoder.counts)
     assert targets.list_turn_ends([counts, {}]) == list(ends)
     assert {end: counts[targets.ENDS + end] for end in ends} == ends
-
-
-@pytest.mark.parametrize(
-    ("messages", "more", "words"),
-    [
-        ([{**USER, "content": "a<|im_end|>b"}, turn("c")], {}, "turn 1 holds <|im_end|> in its text"),
-        ([USER, turn("c", "", call(path=["<|im_end|>"]))], {}, "turn 2 holds <|im_end|> in its calls"),
-        ([USER, turn("c", "a<|im_end|>")], {}, "turn 2 holds <|im_end|> in its thought"),
-        ([USER, turn("c")], {"tools": [{"name": "f", "description": "<|im_end|>"}]}, "the column `tools` holds"),
-        ([USER, turn("c")], {"chat_template_kwargs": {"style": "</s>"}}, "a variable of its template holds </s>"),
-    ],
-    ids=["text", "call", "thought", "tools", "variable"],
-)
-@pytest.mark.parametrize("only_said", [False, True], ids=["all", "answers"])
-def test_end_marks_inside_of_a_chat_are_refused(messages: list[Row], more: Row, words: str, only_said: bool) -> None:
-    encoder = Encoder(make_tokenizer(ALL_SHOWN), EncoderSettings(assistant_only_loss=only_said))
-    with pytest.raises(BadRow, match=re.escape(words)):
-        encoder.encode(read_sample("chat", {"messages": messages, **more}))
 
 
 @pytest.mark.parametrize("mode", ["keep", "split"])
@@ -337,81 +318,23 @@ def test_choices_are_within_each_other_and_nobody_elses_words_are_targets(templa
     check()
 
 
-# Of each chat: turns of which the template shows less, turns behind another prompt, and what is lost. By hand.
-CLASSES: dict[tuple[str, str], tuple[int, int, list[tuple[int, str]]]] = {
-    ("contents", "plain"): (0, 0, []),
-    ("contents", "thoughts"): (0, 0, [(1, "thought"), (3, "thought")]),
-    ("contents", "round"): (0, 0, [(1, "thought"), (1, "calls"), (3, "thought")]),
-    ("last round", "plain"): (0, 1, []),  # an empty thought stands before the last turn alone
-    ("last round", "thoughts"): (1, 0, [(1, "thought")]),
-    ("last round", "round"): (0, 0, []),
-    ("last round", "two"): (2, 0, [(1, "thought"), (3, "thought")]),
-    ("all", "plain"): (0, 0, []),
-    ("all", "thoughts"): (0, 0, []),
-    ("all", "two"): (0, 0, []),
-    ("until final", "plain"): (0, 0, []),
-    ("until final", "thoughts"): (1, 1, [(1, "thought")]),  # the model sees the first thought before its second turn
-    ("until final", "round"): (1, 1, [(1, "thought")]),
-}
+def test_raise_says_the_same_whoever_made_the_store(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    for made_before in (False, True):
+        if made_before:
+            prepare(tmp_path, [TWO], LAST_ROUND, "data.on_rewritten_turns=keep")
+        with pytest.raises(DataError) as caught:
+            prepare(tmp_path, [TWO], LAST_ROUND)
+        assert str(caught.value) == snapshot(name="said")
 
 
-@pytest.mark.parametrize(("template", "chat"), CLASSES)
-def test_a_template_and_a_chat_have_their_class(template: str, chat: str) -> None:
-    templates = {"contents": CHATML, "last round": LAST_ROUND, "all": ALL_SHOWN, "until final": UNTIL_FINAL}
-    messages = {"plain": PLAIN, "thoughts": THOUGHTS, "round": ROUND, "two": TWO}[chat]
-    encoder = make_encoder(templates[template], on_rewritten_turns="keep")
-    encoder.encode_documents(read_sample("chat", {"messages": [dict(message) for message in messages]}))
-    lost = [(part.turn, part.kind) for part in encoder.lost]
-    assert (encoder.counts["rewritten"], encoder.counts["other prompt"], lost) == CLASSES[template, chat]
-
-
-@pytest.mark.parametrize("first", ["keep", "raise"])
-def test_raise_says_the_same_whoever_made_the_store(tmp_path: Path, first: str) -> None:
-    if first == "keep":
-        assert len(open_rows(prepare(tmp_path, [TWO], LAST_ROUND, "data.on_rewritten_turns=keep").path, "train")) == 1
-    with pytest.raises(DataError) as caught:
-        prepare(tmp_path, [TWO], LAST_ROUND)
-    assert "split to train each turn as the model writes it, for 1.8 x the tokens" in caught.value.problems[0].hint
-
-
-def test_a_chat_that_cannot_be_split_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template may refuse the first messages of a chat that it takes as a whole."""
-    expected = list_targets(LAST_ROUND, TWO, on_rewritten_turns="keep")
-    monkeypatch.setattr(targets, "_split", Mock(side_effect=ValueError))  # the process that renders is forked from this
-    assert list_targets(LAST_ROUND, TWO, on_rewritten_turns="keep") == expected
-
-
-def test_templates_write_one_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every day, in every process, and in use. `date -d` says which day that was."""
-    import time
-
-    template = "{{- strftime_now('%A, %d %B %Y') ~ ';' }}" + CHATML
-    rows = [[USER, turn("a")], {"messages": [USER, turn("b")], "chat_template_kwargs": {"strftime_now": "2025-12-31"}}]
-
-    def show(*words: str) -> tuple[set[str], Prepared]:
-        made = prepare(tmp_path, rows, template, f"data.store_dir={tmp_path}/{time.time()}", *words)
-        store = open_rows(made.path, "train").stores[0]
-        shown = {bytes(token for token in store.read(at, 0, store.lengths[at])[0] if token < 256) for at in range(2)}
-        return {text.decode().partition(";")[0] for text in shown}, made
-
-    row = "Wednesday, 31 December 2025"
-    found, made = show()
-    assert found == {"Friday, 26 July 2024", row}
-    (note,) = [note for note in made.report["notes"] if "date" in note]
-    assert "the chat template writes the date into 2 chats: 2024-07-26, on every day" in note
+def test_a_template_in_use_writes_the_date_of_training() -> None:
+    """On every day. `date -d` says which day that was."""
     said = "data.chat_template_kwargs={strftime_now: 2026-11-27}"
-    found, made = show(said)
-    assert found == {"Friday, 27 November 2026", row} and not any("date" in note for note in made.report["notes"])  # noqa: PT018
-    assert show("data.datasets.0.chat_template_kwargs={strftime_now: 2026-11-28}")[0] == {
-        "Saturday, 28 November 2026", row,
-    }  # fmt: skip
-    tokenizer = load_tokenizer(parse_recipe(RECIPE.replace("FOLDER", str(tmp_path)), "r.yaml", [said]).recipe.model)
-    tokenizer.chat_template = template
-    for variables, day in (({}, "26 July 2024"), ({"strftime_now": "2026-11-27"}, "27 November 2026")):
+    tokenizer = load_tokenizer(parse_recipe(RECIPE, "r.yaml", [said]).recipe.model)
+    tokenizer.chat_template = "{{- strftime_now('%A, %d %B %Y') ~ ';' }}" + CHATML
+    for variables, day in (({}, "Friday, 26 July 2024"), ({"strftime_now": "2026-11-27"}, "Friday, 27 November 2026")):
         with closing(Renderer(tokenizer, variables=variables)) as renderer:
-            assert f", {day};" in renderer.render_text([USER])
-    with pytest.raises(DataError, match="the variable strftime_now is 'today', which is not a date such as 2024-07-26"):
-        prepare(tmp_path, [{**rows[1], "chat_template_kwargs": {"strftime_now": "today"}}], template)  # type: ignore
+            assert renderer.render_text([USER]).startswith(f"{day};")
 
 
 RECIPE = """\
@@ -433,25 +356,7 @@ def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Pr
     return prepare_data(recipe, 8, lambda _: None)
 
 
-def read_targets(prepared: Prepared) -> str:
-    rows = open_rows(prepared.path, "train")
-    parts = [rows.read(row, 0, rows.max_length) for row in range(len(rows))]
-    return b"".join(bytes(part.labels[(part.labels >= 0) & (part.labels < 256)].tolist()) for part in parts).decode()
-
-
-def test_variables_of_the_recipe_of_a_source_and_of_a_row(tmp_path: Path) -> None:
-    template = "{%- if style is defined %}{{- style }}{%- endif %}" + CHATML
-    row = {"messages": [USER, turn("a")], "chat_template_kwargs": {"style": "row"}}
-    rows = [row, [USER, turn("a")]]
-    every, one = "data.chat_template_kwargs={style: all}", "data.datasets.0.chat_template_kwargs={style: one}"
-    for overrides, shown in (((), {"row<", "<|im"}), ((every,), {"row<", "all<"}), ((every, one), {"row<", "one<"})):
-        samples = open_rows(prepare(tmp_path, rows, template, *overrides).path, "train").stores[0]
-        assert {bytes(samples.read(at, 0, 4)[0].tolist()).decode() for at in range(2)} == shown
-
-
 SWITCHED = LAST_ROUND.replace("loop.index0 > ns.last and (", "(preserve_thinking or loop.index0 > ns.last) and (")
-
-
 GOOD = [USER, turn("Yes.")]
 UNCLEAR = "{%- for m in messages | reverse %}{{- m.role + ': ' + m.content }}{%- endfor %}"
 ONE_ANSWER = "{%- if messages | length > 2 %}{{- raise_exception('one answer') }}{%- endif %}" + CHATML
@@ -510,21 +415,20 @@ def test_the_lines_that_hints_name_help(tmp_path: Path, name: str) -> None:
         assert len(open_rows(prepare(tmp_path, rows, template, *kept, *more, line).path, "train")) > 0
 
 
-def test_the_lines_about_templates_help(tmp_path: Path) -> None:
+def test_the_lines_about_templates_help(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A tokenizer without a template: first a template is named, then the tokens that it writes."""
     wrap(train("qwen")).save_pretrained(tmp_path / "bare")
     recipe = RECIPE.replace("FOLDER", str(tmp_path)).replace("tokenizer: bytes", f"tokenizer: {tmp_path}/bare")
     recipe = recipe.replace(f"  chat_template: {tmp_path}/t.jinja\n", "")
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": GOOD}))
-    with pytest.raises(RecipeError) as caught:
-        prepare_data(parse_recipe(recipe, "r.yaml").recipe, 8, lambda _: None)
-    assert "write data.chat_template: chatml, llama-3," in caught.value.problems[0].hint
-    taken = ["data.chat_template=llama-3"]
-    with pytest.raises(RecipeError) as caught:
-        prepare_data(parse_recipe(recipe, "r.yaml", taken).recipe, 8, lambda _: None)
+    said = []
+    for taken in ([], ["data.chat_template=llama-3"]):
+        with pytest.raises(RecipeError) as caught:
+            prepare_data(parse_recipe(recipe, "r.yaml", taken).recipe, 8, lambda _: None)
+        said.append(str(caught.value))
+    assert said == snapshot
     ((key, value),) = LINE.findall(caught.value.problems[0].hint)
-    taken.append(f"{key}={value}")
-    prepared = prepare_data(parse_recipe(recipe, "r.yaml", taken).recipe, 8, lambda _: None)
+    prepared = prepare_data(parse_recipe(recipe, "r.yaml", [*taken, f"{key}={value}"]).recipe, 8, lambda _: None)
     assert len(open_rows(prepared.path, "train")) == 1
 
 
@@ -572,18 +476,17 @@ def test_the_cost_of_split_is_that_of_its_tokens(template: str) -> None:
     check()
 
 
-def test_a_row_is_shown_as_it_is_trained(tmp_path: Path) -> None:
+def test_a_row_is_shown_as_it_is_trained(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     prepare(tmp_path, [[USER, turn("a")], TWO], LAST_ROUND, "data.on_rewritten_turns=split")
     recipe = parse_recipe(RECIPE.replace("FOLDER", str(tmp_path)), "r.yaml", ["data.on_rewritten_turns=split"]).recipe
     report = prepare_data(recipe, 8, lambda _: None, show=(0, 2)).report
-    first, last = report["samples"]
-    assert "[[<think>" in format_sample(first) and "Done.<|im_end|>" in format_sample(first)  # noqa: PT018
-    assert "((<call>" in format_sample(last) and "[[<think>\n  | Hm." in format_sample(last)  # noqa: PT018
-    assert "is said by the assistant and not supervised" in format_sample(last)
-    page = make_data_page({**prepare_data(recipe, 8, lambda _: None).report, "samples": [last]})
+    assert [format_sample(shown) for shown in report["samples"]] == snapshot(name="texts")
+    page = make_data_page({**prepare_data(recipe, 8, lambda _: None).report, "samples": report["samples"][1:]})
     for kind, words in (("target", "[[&lt;think&gt;"), ("answer", "((&lt;call&gt;"), ("context", "&lt;|im_start|&gt;")):
         assert f"<span class={kind}>{words}" in page
-    with pytest.raises(RecipeError, match="nothing was made of that row"):
-        prepare_data(recipe, 8, lambda _: None, show=(0, 9))
-    with pytest.raises(RecipeError, match="there is no source 3"):
-        prepare_data(recipe, 8, lambda _: None, show=(3, 1))
+    problems = []
+    for row in ((0, 9), (3, 1)):
+        with pytest.raises(RecipeError) as caught:
+            prepare_data(recipe, 8, lambda _: None, show=row)
+        problems.append(str(caught.value))
+    assert problems == snapshot(name="no such row")
