@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 from support.checkpoints import make_checkpoint, make_state, write_contents
 from support.paths import ROOT, TINY_RECIPE
 from support.recipes import load
+from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.plan.recipe import changes
 from ulysses_cli.plan.recipe.changes import list_changes
-from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.schema import walk_settings
 from ulysses_cli.run import checkpoints, resume
 from ulysses_cli.run.checkpoints import CheckpointError, find_damage, list_checkpoints
@@ -30,6 +31,10 @@ from ulysses_cli.run.resume import (
     find_resume_point,
     fit_accumulation,
 )
+
+
+def dump(*overrides: str) -> dict[str, Any]:
+    return load(*overrides).recipe.model_dump(mode="json")
 
 
 def flip(path: Path) -> None:
@@ -82,72 +87,54 @@ def link(path: Path, name: str = "rank-00000.safetensors") -> None:
     (path / name).symlink_to(outside)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped byte": (flip, "rank-00001.safetensors does not have the content that was written"),
-    "truncated": (truncate, "rank-00000.safetensors has 699 bytes instead of 700"),
-    "missing shard": (lambda path: (path / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
-    "missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-    "torn manifest": (lambda path: (path / "manifest.json").write_text('{"files": {"a'), "manifest.json cannot be"),
-    "another format": (
-        spoil_manifest('"format": 1', '"format": 2'),
-        "manifest.json has format 2, and this version of ulysses reads format 1",
-    ),
-    "no mapping": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
-    "unnamed shard": (
-        edit_manifest(lambda files: files.pop("rank-00001.safetensors")),
-        "manifest.json names the files of 1 ranks, not of 2",
-    ),
-    "unnamed first shard": (
-        edit_manifest(lambda files: files.pop("rank-00000.safetensors")),
-        "manifest.json does not name rank-00000.safetensors",
-    ),
-    "escape": (
-        edit_manifest(lambda files: files.update({"../../run.json": {"bytes": 1, "sha256": ""}})),
-        "manifest.json names ../../run.json, which is outside",
-    ),
-    "absolute": (
-        edit_manifest(lambda files: files.update({"/etc/passwd": {"bytes": 1, "sha256": ""}})),
-        "names /etc/passwd, which is outside",
-    ),
-    "link": (link, "which is outside the checkpoint"),
-    "a linked manifest": (lambda path: link(path, "manifest.json"), "manifest.json is a link"),
-    "a manifest that is a FIFO": (make_fifo, "manifest.json cannot be read: it is a FIFO, not a file"),
-    "infinite size": (spoil_manifest('"bytes": 700', '"bytes": 2e80992'), "rank-00000.safetensors.bytes: "),
-    "negative size": (spoil_manifest('"bytes": 700', '"bytes": -700'), "rank-00000.safetensors.bytes: "),
-    "deep nesting": (
-        lambda path: (path / "manifest.json").write_text("[" * 200_000),
-        "manifest.json cannot be read: Invalid JSON: recursion limit exceeded",
-    ),
-    "NUL in a name": (
-        edit_manifest(lambda files: files.update({"a\0b": {"bytes": 1, "sha256": "0" * 64}})),
-        "manifest.json names a\0b, which is outside the checkpoint",
-    ),
-    "infinite world size": (spoil_state(world_size=math.inf), "state.json cannot be read: world_size: "),
-    "negative world size": (spoil_state(world_size=-1), "state.json cannot be read: world_size: "),
-    "another world size": (spoil_state(world_size=3), "manifest.json names the files of 2 ranks, not of 3"),
-    "no recipe": (spoil_state(recipe={}), "state.json cannot be read: recipe.model: Field required"),
-    "a step that is no number": (spoil_state(step="6"), "state.json cannot be read: step: "),
-    "endless hours": (spoil_state(hours=math.inf), "state.json cannot be read: hours: "),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped byte": flip,
+    "truncated": truncate,
+    "missing shard": lambda path: (path / "rank-00001.safetensors").unlink(),
+    "missing manifest": lambda path: (path / "manifest.json").unlink(),
+    "torn manifest": lambda path: (path / "manifest.json").write_text('{"files": {"a'),
+    "another format": spoil_manifest('"format": 1', '"format": 2'),
+    "no mapping": lambda path: (path / "manifest.json").write_text("[]"),
+    "unnamed shard": edit_manifest(lambda files: files.pop("rank-00001.safetensors")),
+    "unnamed first shard": edit_manifest(lambda files: files.pop("rank-00000.safetensors")),
+    "escape": edit_manifest(lambda files: files.update({"../../run.json": {"bytes": 1, "sha256": ""}})),
+    "absolute": edit_manifest(lambda files: files.update({"/etc/passwd": {"bytes": 1, "sha256": ""}})),
+    "link": link,
+    "a linked manifest": lambda path: link(path, "manifest.json"),
+    "a manifest that is a FIFO": make_fifo,
+    "infinite size": spoil_manifest('"bytes": 700', '"bytes": 2e80992'),
+    "negative size": spoil_manifest('"bytes": 700', '"bytes": -700'),
+    "deep nesting": lambda path: (path / "manifest.json").write_text("[" * 200_000),
+    "NUL in a name": edit_manifest(lambda files: files.update({"a\0b": {"bytes": 1, "sha256": "0" * 64}})),
+    "infinite world size": spoil_state(world_size=math.inf),
+    "negative world size": spoil_state(world_size=-1),
+    "another world size": spoil_state(world_size=3),
+    "no recipe": spoil_state(recipe={}),
+    "a step that is no number": spoil_state(step="6"),
+    "endless hours": spoil_state(hours=math.inf),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, name: str) -> None:
-    damage, words = DAMAGES[name]
-    good, bad = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 6)
-    assert find_damage(bad) == ""
-    damage(bad)
-    assert words in find_damage(bad)
-    messages: list[str] = []
-    resume_point = find_resume_point(tmp_path, "auto", 0, messages.append)
-    assert (resume_point.path, resume_point.step, resume_point.position) == (good, 3, 12)
-    assert len(messages) == 1
-    assert messages[0].startswith(f"{bad} is skipped: ")
-    with pytest.raises(CheckpointError, match=r"step-6 cannot be resumed from: .*--resume auto takes the newest valid"):
-        find_resume_point(tmp_path, str(bad), 0, messages.append)
+def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    found = {}
+    for name, damage in DAMAGES.items():
+        good, bad = make_checkpoint(tmp_path / name, 3), make_checkpoint(tmp_path / name, 6)
+        assert find_damage(bad) == ""
+        damage(bad)
+        messages: list[str] = []
+        resume_point = find_resume_point(tmp_path / name, "auto", 0, messages.append)
+        assert (resume_point.path, resume_point.step, resume_point.position) == (good, 3, 12)
+        found[name] = find_damage(bad)
+        (message,) = messages
+        assert message.endswith(found[name])
+    assert found == snapshot(name="damages")
     truncate(good)
-    with pytest.raises(CheckpointError, match=r"of 2 checkpoints in .* none is valid, the newest: "):
-        find_resume_point(tmp_path, "auto", 0, messages.append)
+    errors = {"skipped": message}
+    for choice in (str(bad), "auto"):
+        with pytest.raises(CheckpointError) as caught:
+            find_resume_point(tmp_path / name, choice, 0, messages.append)
+        errors[choice.replace(str(bad), "named")] = str(caught.value)
+    assert errors == snapshot(name="errors")
 
 
 def test_docs_and_help_list_what_may_change() -> None:
@@ -168,21 +155,22 @@ def test_machines_share_all_settings_but_places_on_their_disks() -> None:
     assert {setting.key for setting in walk_settings()} >= changes.PLACES
 
 
-@pytest.mark.parametrize(
-    ("change", "insists"), [("model.config.hidden_size=64", False), ("train.learning_rate=1", True)]
-)
-def test_insisting_is_offered_where_it_can_work(change: str, insists: bool) -> None:
-    old = parse_recipe(TINY_RECIPE.read_text(), "r.yaml").recipe.model_dump(mode="json")
-    new = parse_recipe(TINY_RECIPE.read_text(), "r.yaml", [change]).recipe.model_dump(mode="json")
+def refuse(state: dict[str, Any], new: dict[str, Any], data: str = "d") -> str:
     with pytest.raises(ResumeError) as caught:
-        check_changes({"recipe": old, "data": "d"}, new, "d", anyway=False, report=print)
-    assert ("--resume-anyway" in str(caught.value)) == insists
-    assert "another run.output_dir" in str(caught.value)
+        check_changes({"data": "d", **state}, new, data, anyway=False, report=pytest.fail)
+    return str(caught.value)
 
 
-def test_a_longer_run_says_what_changes(tmp_path: Path) -> None:
-    old = load("train.max_steps=6", "train.learning_rate=1.0").recipe.model_dump(mode="json")
-    new = load("train.max_steps=20", "train.learning_rate=1.0").recipe.model_dump(mode="json")
+def test_insisting_is_offered_where_it_can_work(snapshot: SnapshotAssertion) -> None:
+    def dump_tiny(*overrides: str) -> dict[str, Any]:
+        return load(*overrides, text=TINY_RECIPE.read_text()).recipe.model_dump(mode="json")
+
+    changes = ("model.config.hidden_size=64", "train.learning_rate=1")
+    assert {change: refuse({"recipe": dump_tiny()}, dump_tiny(change)) for change in changes} == snapshot
+
+
+def test_a_longer_run_says_what_changes(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    old, new = (dump(f"train.max_steps={steps}", "train.learning_rate=1.0") for steps in (6, 20))
     state = {"recipe": old, "data": "d", "step": 6, "num_steps": 6}
     check_changes(state, new, "d", anyway=False, report=pytest.fail)
     old["train"]["learning_rate"] = 2.0  # with --resume-anyway: that step had the checkpoint's own
@@ -191,14 +179,9 @@ def test_a_longer_run_says_what_changes(tmp_path: Path) -> None:
     def rise(recipe: Any, num_steps: int) -> Callable[[int], float]:
         return lambda step: recipe["train"]["learning_rate"] * step / num_steps
 
-    output = describe_longer_run(begin, new, 20, rise)
-    assert output == (
-        "train.max_steps: was 6, is 20: from step 7 on the learning rate follows the schedule of 20 steps, "
-        "0.3 at first (step 6 had 1.67)"
-    )
+    assert describe_longer_run(begin, new, 20, rise) == snapshot(name="longer")
     assert describe_longer_run(begin, old, 6, pytest.fail) == ""
-    with pytest.raises(ResumeError, match=r"train\.max_steps: is 5, but step 6 is done"):
-        check_changes(state, load("train.max_steps=5").recipe.model_dump(mode="json"), "d", anyway=False, report=print)
+    assert refuse(state, dump("train.max_steps=5")) == snapshot(name="done")
 
 
 def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: Path) -> None:
@@ -217,15 +200,12 @@ def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: 
     assert find_resume_point(tmp_path, "auto", 0, print).model_steps is None
 
 
-def test_without_a_checkpoint_auto_starts_anew(tmp_path: Path) -> None:
-    messages: list[str] = []
-    assert find_resume_point(tmp_path, "auto", 0, messages.append) == resume.FRESH
-    assert messages == ["no checkpoint to resume from: starting at step 1"]
-
-
-def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
+def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     elsewhere = make_checkpoint(tmp_path / "old", 9)
     new = tmp_path / "new"
+    messages: list[str] = []
+    assert find_resume_point(new, "auto", 0, messages.append) == resume.FRESH
+    assert messages == snapshot
     assert find_resume_point(new, None, 1, print) == resume.FRESH
     assert find_resume_point(new, str(elsewhere), 1, print).step == 9
     made = make_checkpoint(new, 12)
@@ -236,30 +216,25 @@ def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
 
 def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of the same name exists before, during and after."""
-    calls = {"replace": checkpoints.os.replace, "remove_own": checkpoints.remove_own}
     for die_at in range(6):
         run_dir = tmp_path / str(die_at)
         final = make_checkpoint(run_dir, 3)
-        beside = make_checkpoint(run_dir / "x", 3)
-        beside = beside.rename(run_dir / "checkpoints" / "step-3.writing")
+        beside = make_checkpoint(run_dir / "x", 3).rename(run_dir / "checkpoints" / "step-3.writing")
         left = [die_at]
 
-        def count(name: str, left: list[int] = left) -> Callable[..., None]:
-            def call(*args: Any, **options: Any) -> None:
+        def count(call: Callable[..., None], left: list[int] = left) -> Callable[..., None]:
+            def die_or_call(*args: Any) -> None:
                 if left[0] == 0:
                     raise KeyboardInterrupt
                 left[0] -= 1
-                calls[name](*args, **options)
+                call(*args)
 
-            return call
+            return die_or_call
 
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoints.os, "replace", count("replace"))
-            patch.setattr(checkpoints, "remove_own", count("remove_own"))
-            try:
-                checkpoints.put_in_place(beside, final)
-            except KeyboardInterrupt:
-                pass
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(checkpoints.os, "replace", count(os.replace))
+            patch.setattr(checkpoints, "remove_own", count(checkpoints.remove_own))
+            checkpoints.put_in_place(beside, final)
         assert find_resume_point(run_dir, "auto", 0, print).path == final
         assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-3"]
 
@@ -289,47 +264,33 @@ def test_checkpoints_after_the_resumed_step_are_set_aside(tmp_path: Path) -> Non
     assert list_checkpoints(tmp_path) == []
 
 
-def dump(*overrides: str) -> dict[str, Any]:
-    recipe: dict[str, Any] = load(*overrides).recipe.model_dump(mode="json")
-    return json.loads(json.dumps(recipe))  # type: ignore[no-any-return]
-
-
-def test_changed_settings_that_decide_values_are_listed() -> None:
+def test_changed_settings_that_decide_values_are_listed(snapshot: SnapshotAssertion) -> None:
     same = ["memory.tiled_mlp=true", "run.output_dir=x", "data.num_workers=2", "train.gradient_accumulation_steps=4"]
     same += ["parallel.zero_stage=2", "model.attn_implementation=sdpa", "run.save_steps=7"]
     assert list_changes(dump(), dump(*same)) == []
     new = dump("data.max_length=512", "train.learning_rate=0.5", "lora.r=4", "run.seed=9", "data.datasets.0.weight=2")
-    result = list_changes(dump(), new)
-    assert [change.partition(":")[0] for change in result] == [
-        *("data.datasets.0.weight", "data.max_length", "train.learning_rate", "lora", "run.seed")
-    ]
-    assert result[2].endswith(", is 0.5")
+    assert list_changes(dump(), new) == snapshot
     old = dump()
     del old["train"]["z_loss_weight"]  # a version that did not have it
     assert list_changes(old, dump()) == []
 
 
-def test_a_masked_setting_matches_any_value() -> None:
+def test_a_masked_setting_matches_any_value(snapshot: SnapshotAssertion) -> None:
     old, new = dump(), dump()
     old["data"]["datasets"][0]["path"] = "s3://***@bucket/x"
     new["data"]["datasets"][0]["path"] = "s3://me:another@bucket/x"
     assert list_changes(old, new) == []
     new["data"]["datasets"][0]["path"] = "s3://me:another@bucket/y"
-    assert len(list_changes(old, new)) == 1
     old["model"]["revision"], new["model"]["revision"] = "***", None
-    assert "model.revision: was ***, is null" in list_changes(old, new)
+    assert list_changes(old, new) == snapshot
 
 
-def test_a_changed_recipe_is_an_error_or_a_warning() -> None:
-    state = {"recipe": dump(), "data": "abc"}
+def test_a_changed_recipe_is_an_error_or_a_warning(snapshot: SnapshotAssertion) -> None:
+    state, changed = {"recipe": dump(), "data": "abc"}, dump("data.max_length=512")
     check_changes(state, dump(), "abc", anyway=False, report=pytest.fail)
-    with pytest.raises(ResumeError, match=r"changed since .*\n  data.max_length: was \d+, is 512\n.*--resume-anyway"):
-        check_changes(state, dump("data.max_length=512"), "other", anyway=False, report=pytest.fail)
-    with pytest.raises(ResumeError, match=r"the prepared data: was abc, is other"):
-        check_changes(state, dump(), "other", anyway=False, report=pytest.fail)
     messages: list[str] = []
-    check_changes(state, dump("data.max_length=512"), "other", anyway=True, report=messages.append)
-    assert "data.max_length" in messages[0]
+    check_changes(state, changed, "other", anyway=True, report=messages.append)
+    assert [refuse(state, changed, "other"), refuse(state, dump(), "other"), *messages] == snapshot
 
 
 def fit(rows: int, saved: tuple[int, int], now: tuple[int, int], dp_size: int, *, anyway: bool = False) -> int:
@@ -338,17 +299,17 @@ def fit(rows: int, saved: tuple[int, int], now: tuple[int, int], dp_size: int, *
     return fit_accumulation(state, *now, dp_size, 2, anyway=anyway)
 
 
-def test_rows_per_step_are_kept() -> None:
+def test_rows_per_step_are_kept(snapshot: SnapshotAssertion) -> None:
     assert fit(8, (1, 4), (1, 4), 2) == 4
     assert fit(8, (1, 4), (1, 4), 1) == 8
     assert fit(8, (1, 4), (1, 4), 8) == 1
     assert fit(8, (1, 4), (2, 1), 4) == 1
-    with pytest.raises(ResumeError, match=r"8 rows per step .*\n?with sp_size 2, process counts that can: 2, 4, 8, 16"):
-        fit(8, (1, 4), (1, 4), 3)
-    with pytest.raises(ResumeError, match=r"process counts that can: none; set train.per_device_train_batch_size to 1"):
-        fit(8, (3, 1), (3, 1), 1)
-    with pytest.raises(ResumeError, match=r"rows per step: was 8, is 4"):
-        fit(8, (1, 4), (1, 2), 2)
+    refused = []
+    for saved, now, dp_size in (((1, 4), (1, 4), 3), ((3, 1), (3, 1), 1), ((1, 4), (1, 2), 2)):
+        with pytest.raises(ResumeError) as caught:
+            fit(8, saved, now, dp_size)
+        refused.append(str(caught.value))
+    assert refused == snapshot
     assert fit(8, (1, 4), (1, 2), 2, anyway=True) == 2
 
 
@@ -363,14 +324,12 @@ def test_steps_that_remain_after_a_resume() -> None:
     assert begun.count_ahead(5, 20, 4) == (24, 6)
 
 
-def test_a_restart_says_why(tmp_path: Path) -> None:
-    assert resume.describe_restart(tmp_path, 1, 3) == "restart 1 of 3 (run.max_restarts): a rank was lost"
+def test_a_restart_says_why(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    reasons = [resume.describe_restart(tmp_path, 1, 3)]
     for rank, is_cause, name in ((0, False, "error"), (1, True, "error-1"), (2, True, "error-0")):
         messages = {"rank": rank, "message": f"words of {rank}", "is_cause": is_cause, "time": rank}
         (tmp_path / f"rank-{rank}.{name}.json").write_text(json.dumps(messages))
-    assert resume.describe_restart(tmp_path, 2, 3).endswith(
-        "restart 2 of 3 (run.max_restarts): rank 1 failed: words of 1"
-    )
+    assert [*reasons, resume.describe_restart(tmp_path, 2, 3)] == snapshot
 
 
 def test_restarts_are_counted_by_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
