@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -15,12 +16,13 @@ import huggingface_hub.constants
 import huggingface_hub.repocard_data
 import pytest
 import yaml
-from support.commands import run
+from support.commands import run, succeed
 from support.hub_server import TOKEN, Hub, use_hub
 from support.json_page import find_undocumented
 from support.paths import ROOT
 from support.run_directory import write_run
 from support.tiers import sample, sample_every
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.commands.children import training
 from ulysses_cli.commands.children.evaluating import keep_in_run
@@ -65,23 +67,24 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
+def refuse(*words: str) -> str:
+    """What `push` says, which writes nothing to stdout."""
+    shown = run("push", *words)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    return shown.stderr
+
+
 def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
+    """Its text is that of a dry run; see commands.txt."""
     hub.licences["owner/base"] = "apache-2.0"
-    shown = run("push", str(run_dir), "--private")
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.strip() == f"{hub.address}/me/mine"
+    assert succeed("push", str(run_dir), "--private").stdout.strip() == f"{hub.address}/me/mine"
     files = hub.repos["me/mine"]
     assert files["model.safetensors"] == WEIGHTS
     assert "me/mine" in hub.private
     head, _, body = files["README.md"].decode().removeprefix("---\n").partition("\n---\n")
     keys = yaml.safe_load(head)
     assert (keys["license"], keys["base_model"], keys["datasets"]) == ("apache-2.0", "owner/base", ["owner/texts"])
-    for text in (
-        *("## Data", "local files", "## Loss on held-out documents", "| position in the document |", "- versions: "),
-        *("vllm serve me/mine --max-model-len 131072", 'from_pretrained("me/mine"', "yarn, factor 4.0"),
-        *("The base model's: apache-2.0", "## Recipe"),
-    ):
-        assert text in body, text
+    assert "The base model's: apache-2.0" in body
     assert str(tmp_path) not in body
     assert "POST /me/mine.git/info/lfs/objects/batch" in hub.requests
     assert not any("xet" in request for request in hub.requests), "files travel over plain HTTP"
@@ -89,7 +92,6 @@ def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Pat
     assert (told["kind"], told["name"]) == ("hub", "me/mine")
     assert told["text"].endswith(f"bytes: {hub.address}/me/mine")
     page = make_run_page(load_run(run_dir), summarize_run(load_run(run_dir)))
-    assert "Reported and published" in page
     assert "hub me/mine" in page
     assert TOKEN not in page
 
@@ -129,43 +131,29 @@ def test_the_hub_shows_what_was_found_on_these_weights_alone(run_dir: Path) -> N
     assert "model-index" not in run("push", str(run_dir), "--dry-run").stdout
 
 
-def test_a_dry_run_shows_everything_and_asks_nothing(
-    hub: Hub, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_asks_nothing(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    shown = run("push", str(run_dir), "--dry-run")
-    assert shown.returncode == 0, shown.stderr
-    assert hub.requests == []
-    head, _, card = shown.stdout.partition("\n\n")
-    assert "repository  YOUR-ACCOUNT/mine, public" in head
-    assert "model.safetensors, " in head
-    assert "nothing was sent" in head
-    assert card.startswith("---\n")
-    assert "vllm serve YOUR-ACCOUNT/mine" in card
-    assert str(tmp_path) not in card
-    as_json = json.loads(run("push", str(run_dir), "--dry-run", "--repo", "team/x", "--format", "json").stdout)
-    assert as_json["repo"] == "team/x"
-    assert not find_undocumented("ulysses push", as_json)
-    assert {file["path"] for file in as_json["files"]} == {"README.md", "config.json", "model.safetensors"}
-    assert as_json["bytes"] == sum(file["bytes"] for file in as_json["files"])
-    assert load_run(run_dir).told == []
+    shown = json.loads(succeed("push", str(run_dir), "--dry-run", "--repo", "team/x", "--format", "json").stdout)
+    assert shown["repo"] == "team/x"
+    assert not find_undocumented("ulysses push", shown)
+    assert {file["path"] for file in shown["files"]} == {"README.md", "config.json", "model.safetensors"}
+    assert shown["bytes"] == sum(file["bytes"] for file in shown["files"])
+    assert (hub.requests, load_run(run_dir).told) == ([], [])
 
 
-def test_a_public_repository_gets_nothing_that_should_be_private(hub: Hub, run_dir: Path) -> None:
+def test_a_public_repository_gets_nothing_that_should_be_private(
+    hub: Hub, run_dir: Path, snapshot: SnapshotAssertion
+) -> None:
     hub.repos["me/mine"] = {}
-    shown = run("push", str(run_dir), "--private")
-    assert shown.returncode == 2
-    assert "me/mine exists already and is public; nothing was uploaded" in shown.stderr
+    assert refuse(str(run_dir), "--private") == snapshot
     assert hub.repos["me/mine"] == {}
 
 
-def test_weights_that_are_not_whole_are_published_by_nobody(hub: Hub, run_dir: Path) -> None:
+def test_weights_that_are_not_whole_are_published_by_nobody(
+    hub: Hub, run_dir: Path, snapshot: SnapshotAssertion
+) -> None:
     (run_dir / "model" / "model.safetensors").write_bytes(WEIGHTS[:-1])
-    for words in ((), ("--dry-run",)):
-        shown = run("push", str(run_dir), *words)
-        assert (shown.returncode, shown.stdout) == (2, "")
-        assert "model.safetensors is damaged: it has 70" in shown.stderr
-        assert "nothing was uploaded" in shown.stderr
+    assert refuse(str(run_dir)) == refuse(str(run_dir), "--dry-run") == snapshot
     assert hub.repos == {}
 
 
@@ -174,22 +162,18 @@ def test_weights_that_are_not_whole_are_published_by_nobody(hub: Hub, run_dir: P
 )
 def test_a_failure_that_passes_is_tried_again(hub: Hub, run_dir: Path, path: str) -> None:
     hub.faults.append([path, 2, 503])
-    shown = run("push", str(run_dir))
-    assert shown.returncode == 0, shown.stderr
+    succeed("push", str(run_dir))
     assert set(hub.repos["me/mine"]) == {"README.md", "config.json", "model.safetensors"}
 
 
-def test_a_second_call_sends_only_what_is_missing(hub: Hub, run_dir: Path) -> None:
+def test_a_second_call_sends_only_what_is_missing(hub: Hub, run_dir: Path, snapshot: SnapshotAssertion) -> None:
     hub.faults.append(["/commit/", 99, 503])
-    shown = run("push", str(run_dir))
-    assert shown.returncode == 2
-    assert "me/mine cannot be written" in shown.stderr
-    assert "trying again in" in shown.stderr
+    assert re.sub(r"in [\d.]+ s|Server error '.*?' for url '.*?'", "#", refuse(str(run_dir))) == snapshot
     hub.faults.clear()
     hub.requests.clear()
-    assert run("push", str(run_dir)).returncode == 0
+    succeed("push", str(run_dir))
     assert not any("/storage/" in request for request in hub.requests)
-    assert run("push", str(run_dir)).returncode == 0  # nothing has changed
+    succeed("push", str(run_dir))  # nothing has changed
 
 
 def push_until(number: int, hub: Hub, folder: Path) -> bool:
@@ -238,24 +222,23 @@ def test_a_push_can_be_killed_at_any_moment(hub: Hub, run_dir: Path) -> None:
     assert 6 < number < 59
 
 
-def test_a_wrong_token_is_told_at_once_and_never_shown(
-    hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+WRONG_TOKEN = "hf_aWrongTokenThatNobodyMaySee12345"
+
+
+def test_a_token_that_does_not_serve_is_told_at_once_and_never_shown(
+    hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_aWrongTokenThatNobodyMaySee12345")
-    shown = run("push", str(run_dir))
-    assert shown.returncode == 2
-    assert "the hub refuses the token" in shown.stderr
-    assert "HF_TOKEN" in shown.stderr
+    said = {}
+    monkeypatch.setenv("HF_TOKEN", WRONG_TOKEN)
+    said["wrong"], _, reason = refuse(str(run_dir)).partition(": Invalid")
+    assert WRONG_TOKEN not in reason
     assert len(hub.requests) == 1
-    assert "hf_a" not in shown.stderr + shown.stdout
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "no such file")
-    assert "there is no access token" in run("push", str(run_dir)).stderr
-
-
-def test_what_cannot_be_published_is_explained(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said["none"] = refuse(str(run_dir))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in run("push", str(run_dir)).stderr
+    said["offline"] = refuse(str(run_dir))
+    assert said == snapshot
     assert hub.repos == {}
 
 
@@ -280,29 +263,27 @@ def finished(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_complete_run_is_published_and_told(hub: Hub, finished: Path) -> None:
-    shown = run("train", str(finished), "--overwrite")
-    assert shown.returncode == 0, shown.stderr
+    shown = succeed("train", str(finished), "--overwrite")
     assert f"published {hub.address}/me/mine" in shown.stderr
     assert "model.safetensors" in hub.repos["me/mine"]
     told = json.loads(Path("told.json").read_text())
     assert (told["event"], told["run_name"], told["exit_code"]) == ("done", "mine", 0)
 
 
-def test_a_run_that_cannot_be_published_keeps_its_model(hub: Hub, finished: Path) -> None:
+def test_a_run_that_cannot_be_published_keeps_its_model(hub: Hub, finished: Path, snapshot: SnapshotAssertion) -> None:
     hub.faults.append(["/commit/", 99, 500])
     shown = run("train", str(finished), "--overwrite")
-    assert shown.returncode == 1
-    assert "the model is complete but not published: run `ulysses push " in shown.stderr
+    assert (shown.returncode, shown.stderr.strip().splitlines()[-1]) == (1, snapshot(name="stderr"))
     told = json.loads(Path("told.json").read_text())
-    assert (told["event"], told["exit_code"]) == ("failed", 1)
-    assert "not published" in told["message"]
+    assert (told["event"], told["exit_code"], told["message"]) == ("failed", 1, snapshot(name="told"))
 
 
-def test_a_wrong_token_is_told_before_training(hub: Hub, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_aWrongTokenThatNobodyMaySee12345")
+def test_a_wrong_token_is_told_before_training(
+    hub: Hub, finished: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", WRONG_TOKEN)
     shown = run("train", str(finished), "--overwrite")
-    assert shown.returncode == 2
-    assert "the hub refuses the token" in shown.stderr
+    assert (shown.returncode, shown.stderr.partition(": Invalid")[0]) == (2, snapshot)
     assert not (finished.parent / "mine/run.json").exists()
 
 
@@ -320,12 +301,14 @@ def test_a_link_in_a_model_is_published_by_nobody(hub: Hub, run_dir: Path, tmp_p
     for words in (["--dry-run"], ["--dry-run", "--format", "json"], []):
         shown = run("push", str(run_dir), *words)
         assert shown.returncode == 2, shown.stdout
-        assert f"holds what is no file of a model: {name} (a link); nothing was uploaded" in shown.stdout + shown.stderr
+        assert f" {name} (a link);" in shown.stdout + shown.stderr
         assert SECRET_KEY not in shown.stdout + shown.stderr
     assert (hub.repos, hub.requests) == ({}, [])
 
 
-def test_only_files_of_a_model_are_published(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
+def test_only_files_of_a_model_are_published(
+    hub: Hub, run_dir: Path, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     model = run_dir / "model"
     others = [
         ".env", "notes.txt", ".git/config", "sub/model.safetensors", "model.safetensors.bak", "run.py",
@@ -336,16 +319,11 @@ def test_only_files_of_a_model_are_published(hub: Hub, run_dir: Path, tmp_path: 
         (model / name).write_text("x")
     os.mkfifo(model / "vocab.json")
     (model / "more").symlink_to(tmp_path)
-    shown = run("push", str(run_dir), "--dry-run")
-    assert shown.returncode == 2
-    message = shown.stderr.replace("\n", "")
-    for name in (*others, "vocab.json (a FIFO)", "more (a link)"):
-        assert name in message, name
-    assert run("push", str(run_dir)).returncode == 2
-    assert hub.repos == {}
+    assert refuse(str(run_dir)) == refuse(str(run_dir), "--dry-run") == snapshot(name="others")
     (run_dir / "model").rename(tmp_path / "elsewhere")
     (run_dir / "model").symlink_to(tmp_path / "elsewhere")
-    assert "is a link; nothing was uploaded" in run("push", str(run_dir), "--dry-run").stderr
+    assert refuse(str(run_dir), "--dry-run") == snapshot(name="a link")
+    assert hub.repos == {}
 
 
 def test_what_an_export_writes_is_published(run_dir: Path) -> None:
@@ -361,8 +339,7 @@ def test_what_an_export_writes_is_published(run_dir: Path) -> None:
         (model / name).write_bytes(WEIGHTS if name.endswith(".safetensors") else b"{}")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm": names[0]}}))
     (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling_mine.M"}}))
-    shown = run("push", str(run_dir), "--dry-run", "--format", "json")
-    assert shown.returncode == 0, shown.stderr
+    shown = succeed("push", str(run_dir), "--dry-run", "--format", "json")
     paths = {file["path"] for file in json.loads(shown.stdout)["files"]}
     assert paths == {*names, "config.json", "model.safetensors", "README.md"}
     for tokenizer in sorted({name for kind in find_tokenizers() for name in kind.vocab_files_names.values()}):
