@@ -76,8 +76,14 @@ def test_other_words_are_not_masked(text: str) -> None:
 
 def test_names_of_settings() -> None:
     hidden = {"api_key": "a", "db_pwd": "b", "smtp_pass": "c", "x_auth": "d", "gpg_passphrase": "e", "pin_pass": 12345}
-    shown = {"path": "a", "author": "b", "pad_token_id": 3, "tokenizer": "bytes", "num_tokens": 4}
+    hidden |= {"hf_token": "abc", "HF_TOKEN": "abc", "wandb_api_key": "abc", "apiKey": 12345, "password": 12345}
+    shown = {"path": "Qwen/Qwen3-8B", "author": "b", "pad_token_id": 0, "tokenizer": "bytes", "num_tokens": 4}
+    shown |= {"tokenizers": "0.22.1", "num_key_value_heads": 8, "max_tokens": 4096, "enabled_token": True}
+    shown |= {"url": "https://host/x?v=1"}
     assert mask_secrets({**hidden, **shown}) == {**dict.fromkeys(hidden, MASK), **shown}
+    assert mask_secrets({"client_secret": ["a", "b"]}) == {"client_secret": [MASK, MASK]}
+    token = "hf_QwErTyUiOpAsDfGhJkLzXcVb"
+    assert mask_secrets([{"secrets": {"a": {"b": "x"}}, token: 1}]) == [{"secrets": {"a": {"b": MASK}}, MASK: 1}]
 
 
 def test_a_document_is_masked_across_its_parts() -> None:
