@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.checkpoints import make_checkpoint
 from support.recipes import load
+from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -58,16 +59,11 @@ def test_the_newest_checkpoint_comes_back_byte_for_byte(bucket: Bucket, tmp_path
     assert bring(bucket, tmp_path / "there") == []
 
 
-def test_a_newer_checkpoint_of_the_run_folder_is_kept(bucket: Bucket, tmp_path: Path) -> None:
+def test_the_newest_valid_checkpoint_of_both_places_is_kept(bucket: Bucket, tmp_path: Path) -> None:
     upload(bucket, tmp_path / "here", 2)
     make_checkpoint(tmp_path / "there", 3)
     assert bring(bucket, tmp_path / "there") == []
     assert list_local(tmp_path / "there") == ["step-3"]
-
-
-def test_a_damaged_checkpoint_of_the_run_folder_is_replaced_by_the_one_in_the_bucket(
-    bucket: Bucket, tmp_path: Path
-) -> None:
     upload(bucket, tmp_path / "here", 4)
     damaged = make_checkpoint(tmp_path / "there", 4)
     (damaged / SHARES[0]).write_bytes(b"short")
@@ -75,37 +71,33 @@ def test_a_damaged_checkpoint_of_the_run_folder_is_replaced_by_the_one_in_the_bu
     assert find_damage(damaged) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        (SHARES[1], None, f"{SHARES[1]} is missing"),
-        (SHARES[1], b"x", f"{SHARES[1]} has 1 bytes instead of 700"),
-        ("state.json", b"{}", "state.json has 2 bytes"),
-        ("manifest.json", b"{", "manifest.json cannot be read"),
-        ("manifest.json", FORGED, "outside the checkpoint"),
-    ],
-)
 def test_a_damaged_checkpoint_of_the_bucket_is_skipped_with_its_reason(
-    bucket: Bucket, tmp_path: Path, name: str, content: bytes | None, reason: str
+    bucket: Bucket, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     upload(bucket, tmp_path / "here", 2, 4)
-    damaged = f"checkpoints/step-4/{name}"
-    bucket.delete(damaged) if content is None else bucket.put_bytes(content, damaged)
-    lines = bring(bucket, tmp_path / "there")
-    assert [line[:40] for line in lines[::2]] == [f"downloading BUCKET/checkpoints/step-{n}" for n in (4, 2)]
-    assert lines[1].startswith("BUCKET/checkpoints/step-4 is skipped: ")
-    assert reason in lines[1]
-    assert list_local(tmp_path / "there") == ["step-2"]
-
-
-def test_a_flipped_byte_is_found_by_its_hash(bucket: Bucket, tmp_path: Path) -> None:
-    upload(bucket, tmp_path / "here", 4)
-    content = bytearray(bucket.read(f"checkpoints/step-4/{SHARES[0]}"))
-    content[7] ^= 1
-    bucket.put_bytes(bytes(content), f"checkpoints/step-4/{SHARES[0]}")
-    with pytest.raises(CheckpointError, match=r"of 1 checkpoint in .* none is valid"):
-        bring(bucket, tmp_path / "there")
-    assert list_local(tmp_path / "there") == []
+    flipped = bytearray(bucket.read(f"checkpoints/step-4/{SHARES[0]}"))
+    flipped[7] ^= 1
+    damages = {
+        "missing": (SHARES[1], None),
+        "short": (SHARES[1], b"x"),
+        "flipped": (SHARES[0], bytes(flipped)),
+        "state": ("state.json", b"{}"),
+        "torn manifest": ("manifest.json", b"{"),
+        "forged manifest": ("manifest.json", FORGED),
+    }
+    said = {}
+    for damage, (name, content) in damages.items():
+        Sending(bucket).send_checkpoint(tmp_path / "here" / "checkpoints" / "step-4", SHARES, 0, 1)
+        damaged = f"checkpoints/step-4/{name}"
+        bucket.delete(damaged) if content is None else bucket.put_bytes(content, damaged)
+        said[damage] = bring(bucket, tmp_path / damage)
+        assert list_local(tmp_path / damage) == ["step-2"]
+    assert said == snapshot(name="skipped")
+    bucket.delete("checkpoints/step-2/state.json")
+    with pytest.raises(CheckpointError) as caught:
+        bring(bucket, tmp_path / "nothing")
+    assert str(caught.value) == snapshot(name="none is valid")
+    assert list_local(tmp_path / "nothing") == []
 
 
 def test_an_unfinished_upload_is_no_checkpoint(bucket: Bucket, tmp_path: Path) -> None:
@@ -115,10 +107,11 @@ def test_an_unfinished_upload_is_no_checkpoint(bucket: Bucket, tmp_path: Path) -
     assert bring(bucket, tmp_path / "there") == ["downloading BUCKET/checkpoints/step-2"]
 
 
-def test_the_manifest_waits_for_every_machine(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_checkpoints, "POLL_SECONDS", 0.01)
+def test_the_manifest_waits_for_every_machine(bucket: Bucket, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "here", 2)
-    first = threading.Thread(target=lambda: Sending(bucket).send_checkpoint(folder, SHARES[:1], 0, 2))
+    first = threading.Thread(
+        target=lambda: Sending(bucket, poll_seconds=0.01).send_checkpoint(folder, SHARES[:1], 0, 2)
+    )
     first.start()
     first.join(0.2)
     assert first.is_alive()
@@ -134,7 +127,7 @@ def test_an_upload_that_fails_on_another_machine_fails_on_the_first(bucket: Buck
     folder = make_checkpoint(tmp_path / "here", 2)
     with pytest.raises(FileNotFoundError):
         Sending(bucket).send_checkpoint(folder, [name_share(9)], 1, 2)
-    with pytest.raises(BucketError, match="No such file"):
+    with pytest.raises(BucketError, match=name_share(9)):
         Sending(bucket).send_checkpoint(folder, SHARES[:1], 0, 2)
     assert list_remote_steps(bucket) == []
 
@@ -168,7 +161,7 @@ def test_a_call_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest.Mo
         return real(*args)
 
     monkeypatch.setattr(bucket.files, "pipe_file", pipe)
-    with pytest.raises(BucketError, match="ConnectionError: reset"):
+    with pytest.raises(BucketError, match="reset"):
         bucket.put_bytes(b"content", "name")  # one pause, two attempts
     bucket.put_bytes(b"content", "name")
     assert bucket.read("name") == b"content"
@@ -186,20 +179,17 @@ def test_a_model_is_complete_when_its_step_is_there(bucket: Bucket, tmp_path: Pa
     assert bucket.list_names("model") == ["model/base/config.json", "model/model.safetensors", "model/ulysses.json"]
 
 
-def test_preflight_tries_the_address(tmp_path: Path) -> None:
-    def look(address: str, starts_anew: bool = True) -> list[str]:
-        recipe = load(f"run.checkpoint_uri={address}").recipe
+def test_preflight_tries_the_address(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    def look(name: str, starts_anew: bool = True) -> list[str]:
+        recipe = load(f"run.checkpoint_uri=file://{tmp_path}/{name}").recipe
         return [problem.message for problem in check_bucket(recipe, starts_anew=starts_anew)]
 
-    assert look(f"file://{tmp_path}/new") == []
+    assert look("new") == []
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").touch()
-    (message,) = look(f"file://{tmp_path}/file/below")
-    assert "it cannot be written to: NotADirectoryError" in message
     upload(Bucket(f"file://{tmp_path}/used"), tmp_path / "here", 2)
-    (message,) = look(f"file://{tmp_path}/used")
-    assert "holds checkpoints of an earlier run, the newest of step 2" in message
-    assert look(f"file://{tmp_path}/used", starts_anew=False) == []
+    assert look("file/below") + look("used") == snapshot
+    assert look("used", starts_anew=False) == []
 
 
 def make_recipe(address: str) -> str:
@@ -250,28 +240,28 @@ def test_a_model_and_data_are_downloaded_once(home: Path, tmp_path: Path) -> Non
     assert load_recipe(str(recipe), []).recipe.model.name_or_path == "~/.cache/ulysses/gs/mine/model"
 
 
-def test_what_cannot_be_downloaded_is_named_with_its_place(home: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_downloaded_is_named_with_its_place(
+    home: Path, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(make_recipe("gs://mine"))
     with pytest.raises(RecipeError) as raised:
         downloads.bring_inputs(str(recipe), [], lambda _: None)
-    texts = [str(problem) for problem in raised.value.problems]
-    assert texts[0].startswith(f"{recipe}:2:17: model.name_or_path: gs://mine/model could not be downloaded: ")
-    assert "GOOGLE_APPLICATION_CREDENTIALS" in texts[0]
-    assert texts[1].startswith(f"{recipe}:5:13: data.datasets.0.path: gs://mine/texts.jsonl could not be downloaded: ")
+    assert str(raised.value) == snapshot
     assert not any(path.is_file() for path in home.rglob("*"))
 
 
-def test_a_copy_that_is_not_there_is_explained_without_a_network(home: Path, tmp_path: Path) -> None:
+def test_a_copy_that_is_not_there_is_explained_without_a_network(
+    home: Path, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(make_recipe("gs://mine"))
-    (problem,) = validate_recipe(str(recipe)).problems
-    assert problem.key == "model.name_or_path"
-    assert problem.message == "gs://mine/model is not on this machine yet"
-    assert problem.hint == "ulysses prepare and train download it"
+    assert list(map(str, validate_recipe(str(recipe)).problems)) == snapshot
 
 
-def test_data_of_a_bucket_or_the_hub_are_not_looked_at_and_the_plan_says_so(home: Path, tmp_path: Path) -> None:
+def test_data_of_a_bucket_or_the_hub_are_not_looked_at_and_the_plan_says_so(
+    home: Path, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "model: {name_or_path: Qwen/Qwen3-8B}\ndata:\n  max_length: 1024\n"
@@ -279,15 +269,11 @@ def test_data_of_a_bucket_or_the_hub_are_not_looked_at_and_the_plan_says_so(home
         "  eval_datasets: [{path: owner/chats, split: test}]\n"
     )
     done = CliRunner().invoke(app, ["validate-config", str(recipe)])
-    assert done.exit_code == 0
-    line = "data        not looked at: s3://mine/texts.jsonl, owner/chats; prepare and train download them\n"
-    assert line in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.startswith("data ")] == snapshot(name="plan")
     copy = home / ".cache/ulysses/s3/mine/texts.jsonl"
     copy.parent.mkdir(parents=True)
     copy.touch()
-    done = CliRunner().invoke(app, ["validate-config", str(recipe)])
-    assert "data.datasets.0.path: " in done.stderr
-    assert "texts.jsonl is empty" in done.stderr
+    assert CliRunner().invoke(app, ["validate-config", str(recipe)]).stderr == snapshot(name="an empty copy")
 
 
 @pytest.mark.parametrize(
@@ -314,21 +300,20 @@ def test_bytes_on_their_way_are_told_with_rate_and_time_left(
     assert format_transfer(0, (1 << 20) - 1, 3.0) == "0.00 of 1.00 MiB"
     assert format_transfer(700, 700, 7.0) == "700 of 700 B, 100 B/s"
     upload(bucket, tmp_path / "here", 4)
-    get_file = Bucket.get_file
     lines: Queue[str] = Queue()
 
-    def get_part(self: Bucket, name: str, file: Path) -> None:
-        """Of a share, half arrives; the rest follows when that has been told."""
-        if name.endswith(SHARES[0]):
-            file.write_bytes(b"x" * (self.get_size(name) // 2))
-            while " s left" not in (line := lines.get(timeout=60)):
-                assert file.exists()
-            assert line.startswith(f"{bucket.address}/checkpoints/step-4: ")
-        get_file(self, name, file)
+    class SlowBucket(Bucket):
+        def get_file(self, name: str, file: Path) -> None:
+            """Of a share, half arrives; the rest follows when that has been told."""
+            if name.endswith(SHARES[0]):
+                file.write_bytes(b"x" * (self.get_size(name) // 2))
+                while " s left" not in (line := lines.get(timeout=60)):
+                    assert file.exists()
+                assert line.startswith(f"{bucket.address}/checkpoints/step-4: ")
+            super().get_file(name, file)
 
-    monkeypatch.setattr(Bucket, "get_file", get_part)
     monkeypatch.setattr(transfers, "REPORT_SECONDS", 0.01)
-    bring_newest(bucket, tmp_path / "there", lines.put)
+    bring_newest(SlowBucket(bucket.address), tmp_path / "there", lines.put)
     assert list_local(tmp_path / "there") == ["step-4"]
 
 

@@ -69,8 +69,10 @@ def list_remote_steps(bucket: Bucket) -> list[int]:
 class Sending:
     """Files of one machine on their way into a bucket. `num_bytes` of `total_bytes` have arrived."""
 
-    def __init__(self, bucket: Bucket, is_cancelled: Callable[[], bool] = lambda: False) -> None:
-        self.bucket, self.is_cancelled = bucket, is_cancelled
+    def __init__(
+        self, bucket: Bucket, is_cancelled: Callable[[], bool] = lambda: False, poll_seconds: float = POLL_SECONDS
+    ) -> None:
+        self.bucket, self.is_cancelled, self.poll_seconds = bucket, is_cancelled, poll_seconds
         self.total_bytes = 0
         self.counts: dict[str, int] = {}
 
@@ -120,7 +122,7 @@ class Sending:
             try:
                 answer = self.bucket.read(mark)
             except FileNotFoundError:
-                time.sleep(POLL_SECONDS)
+                time.sleep(self.poll_seconds)
                 continue
             if answer != ALL:
                 self.bucket.delete(mark)
