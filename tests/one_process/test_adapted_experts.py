@@ -12,8 +12,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from support.families import has_experts
 from support.hybrids import HYBRIDS
+from support.raised import read_error
 from support.tiers import sample_every
 from support.training import make_recipe
+from syrupy.assertion import SnapshotAssertion
 from test_families import LAYERS, make_config, make_hybrid_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -126,7 +128,7 @@ def adapt(kind: str, *words: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.check)])
-def test_peft_reads_the_files_and_so_does_a_run(kind: str, tmp_path: Path) -> None:
+def test_peft_reads_the_files_and_so_does_a_run(kind: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """peft's forward adds the adapters to the weights."""
     recipe, shape, adapted = adapt(kind)
     settings = adapted.peft_config["default"]
@@ -143,16 +145,20 @@ def test_peft_reads_the_files_and_so_does_a_run(kind: str, tmp_path: Path) -> No
     load_adapters(other, make_adapter_config(recipe, shape), str(tmp_path))
     assert all(torch.equal(*pair) for pair in zip(other.parameters(), adapted.parameters(), strict=True))
     *_, other = adapt(kind, "lora.expert_r=3")
-    with pytest.raises(BuildError, match=r"has the shape \(16, \d+\), and here \(12, \d+\): .*another lora\.expert_r"):
-        load_adapters(other, make_adapter_config(recipe, shape), str(tmp_path))
+    assert (
+        read_error(BuildError, lambda: load_adapters(other, make_adapter_config(recipe, shape), str(tmp_path)))
+        == snapshot
+    )
 
 
-def test_experts_that_a_model_does_not_have_are_an_error() -> None:
+def test_experts_that_a_model_does_not_have_are_an_error(snapshot: SnapshotAssertion) -> None:
     """Of a shape that is not the model's: peft would adapt the others and say nothing."""
     content = json.loads(make_model("nemotron_h").config.to_json_string(use_diff=False))
     recipe = make_recipe("lora.target_modules=[q_proj]", "lora.experts=[gate_up, down]", config=content)
-    with pytest.raises(BuildError, match=r"lora\.experts: this model has no experts\.up_proj"):
-        add_adapters(recipe, read_model_shape(content, "tiny"), make_model("qwen3_moe"))
+    assert (
+        read_error(BuildError, lambda: add_adapters(recipe, read_model_shape(content, "tiny"), make_model("qwen3_moe")))
+        == snapshot
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("nemotron_h", marks=pytest.mark.check)])

@@ -48,15 +48,6 @@ def test_blocks_without_weight_add_nothing() -> None:
     assert torch.equal(lse, empty[1])
 
 
-def test_blocks_of_bfloat16_are_summed_in_float32() -> None:
-    """64 blocks of equal weight, where a sum in bfloat16 would lose what the later blocks add."""
-    values = torch.randn(64, 5, 1, 4).bfloat16()
-    out, lse = values[0].float(), torch.zeros(1, 5)
-    for part in values[1:]:
-        merge(out, lse, part, torch.zeros(1, 5))
-    torch.testing.assert_close(out, values.float().mean(0), rtol=1e-5, atol=1e-6)
-
-
 NEEDS = [
     Need(16, has_softcap=True, dtype="float32", has_more_keys=True),
     Need(16, has_window=True, has_sinks=True, dtype="float32", has_more_keys=True),
@@ -78,8 +69,8 @@ def test_the_probe_of_a_ring_has_rounds(need: Need, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setitem(operators.KERNELS, "sdpa", operators.Kernel(kernel.forward, backward))
     obstacle = trial.try_kernel("sdpa", search).obstacle
-    assert "differs from the reference" in obstacle
-    assert need.has_sinks or "keys in rounds" in obstacle, "with sinks its backward is wrong in one round too"
+    assert obstacle.startswith("differs ")
+    assert need.has_sinks or "in rounds" in obstacle, "with sinks its backward is wrong in one round too"
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -10,6 +10,7 @@ import torch
 from support.families import ATTENTION_ONLY, make_config
 from support.other_thread import backward_in_another_thread, run_in_thread
 from support.tiers import sample
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor, library, nn
 from torch._decomp import decomposition_table
 from torch._inductor import metrics
@@ -35,10 +36,9 @@ from ulysses_cli.train.elementwise.interface import (
     _computes_rotation,
     find_norm_widths,
     recognise_norm,
-    recognise_norm_class,
     serve_elementwise,
 )
-from ulysses_cli.train.elementwise.operators import Gate, Normalize, Rotate
+from ulysses_cli.train.elementwise.operators import Normalize, Rotate
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.tiling import tile_norms
 
@@ -105,13 +105,8 @@ def test_torchs_norm_returns_what_the_formula_does(dtype: torch.dtype) -> None:
         assert ours.shape == right.shape
         check_close(ours, right, right.dtype)
     assert results[0][1].shape == (2, 37, 1)
-    with pytest.raises(AssertionError, match="by the weight alone"):
+    with pytest.raises(AssertionError):
         operators.normalize(hidden, weight, 1e-3, "offset", "torch")
-
-
-def test_a_norms_formula_is_found_by_running_it() -> None:
-    for kind, norm_class in NORMS.items():
-        assert recognise_norm_class(norm_class) == kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,18 +136,6 @@ def test_another_rotation_is_not_taken_for_this_one() -> None:
     assert not _computes_rotation(rotate_interleaved)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gate_equals_transformers_own(dtype: torch.dtype) -> None:
-    gates, values = (draw(2, 37, 48, dtype=dtype, seed=seed).requires_grad_() for seed in (0, 1))
-    dout = draw(2, 37, 48, dtype=dtype, seed=2)
-    expected = nn.functional.silu(gates.float()) * values.float()
-    expected_grads = torch.autograd.grad(expected, (gates, values), dout.float())
-    out = Gate.apply(gates, values, "blocks")
-    grads = torch.autograd.grad(out, (gates, values), dout)
-    for ours, right in zip((out, *grads), (expected, *expected_grads), strict=True):
-        check_close(ours, right, dtype)
-
-
 def make_pair(model_type: str) -> tuple[Any, Any]:
     models = []
     for _ in range(2):
@@ -179,19 +162,6 @@ def test_a_served_model_keeps_its_values(model_type: str) -> None:
         torch.testing.assert_close(ours.grad, right.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_another_model_of_the_process_keeps_transformers_code() -> None:
-    plain, served = make_pair("llama")
-    serve_elementwise(served, ALL_BLOCKS)
-    before, Rotate_forward = [], Rotate.forward
-    ids = torch.arange(24)[None]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rotate, "forward", staticmethod(lambda *args: before.append(1) or Rotate_forward(*args)))
-        plain(ids)
-        assert not before
-        served(ids)
-        assert len(before) == 4  # queries and keys of two layers
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", ATTENTION_ONLY)
 def test_the_norms_of_families_are_recognised(model_type: str) -> None:
@@ -209,21 +179,15 @@ def test_a_norm_of_two_dtypes_keeps_transformers_code() -> None:
     assert not serve_elementwise(LlamaRMSNorm(48), NO_IMPLEMENTATIONS).norms
 
 
-def test_a_fused_norm_runs_in_no_tiles_and_frozen_weights_get_no_gradient() -> None:
-    norm = LlamaRMSNorm(48)
+def test_a_fused_norm_saves_its_input_and_one_number_for_each_row() -> None:
+    """It runs in no tiles, and a frozen weight gets no gradient."""
+    norm = LlamaRMSNorm(48).bfloat16().requires_grad_(False)
     serve_elementwise(norm, ALL_BLOCKS)
     assert tile_norms(norm, lambda _: 4) == 0
-    norm.weight.requires_grad_(False)
-    norm(draw(7, 48).requires_grad_()).sum().backward()
-    assert norm.weight.grad is None
-
-
-def test_a_norm_saves_its_input_and_one_number_for_each_row() -> None:
-    norm = LlamaRMSNorm(48).bfloat16()
-    serve_elementwise(norm, ALL_BLOCKS)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        norm(draw(7, 48, dtype=torch.bfloat16).requires_grad_())
+        norm(draw(7, 48, dtype=torch.bfloat16).requires_grad_()).sum().backward()
+    assert norm.weight.grad is None
     assert [(tensor.dtype, tensor.numel()) for tensor in saved] == [(torch.bfloat16, 7 * 48), (torch.float32, 7)]
 
 
@@ -389,12 +353,13 @@ class FakeTrial:
         ({"torch": float("nan")}, {"transformers": 3, "torch": 1}, "transformers"),
     ],
 )
-def test_a_gpu_takes_the_fastest_way_that_is_exact(errors: Any, seconds: Any, expected: str) -> None:
+def test_a_gpu_takes_the_fastest_way_that_is_exact(
+    errors: Any, seconds: Any, expected: str, snapshot: SnapshotAssertion
+) -> None:
     trial: Any = FakeTrial(errors, {way: value / 1e3 for way, value in seconds.items()})
     choice = _choose_part(("transformers", *CANDIDATES["rounded"]), [trial])
     assert choice.name == expected
-    assert "transformers " in choice.reason
-    assert ("no compiler" in choice.reason) == ("compiled" not in errors)
+    assert choice.reason == snapshot
     assert choice.is_lasting == ("compiled" in errors), "a difference comes again, a failure may not"
 
 
@@ -445,7 +410,7 @@ def test_a_choice_is_kept_by_widths_and_rows(monkeypatch: pytest.MonkeyPatch, tm
     [("gemma2", "offset", "transformers", 0), ("olmo2", "precise", "torch", 9), ("qwen3", "rounded", "torch", 9)],
 )
 def test_each_kind_of_norm_has_a_way_of_its_own(
-    model_type: str, part: Any, way: str, num_served: int, monkeypatch: pytest.MonkeyPatch
+    model_type: str, part: Any, way: str, num_served: int, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     """Where the compiler fails, a norm that torch has no kernel for keeps transformers' code."""
     seconds = {"transformers": 2e-3, "torch": 1e-3}
@@ -454,9 +419,7 @@ def test_each_kind_of_norm_has_a_way_of_its_own(
     widths = Widths(32, 4, 8, 48, find_norm_widths(model))
     choice = choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 64)
     assert choice.implementations[part] == way
-    assert f"{part} norm by {way} (" in choice.reason
-    assert choice.reason.count(" norm by ") == 1, "of the model's own kind"
-    assert "compiled failed: no compiler" in choice.reason
+    assert choice.reason == snapshot, "of norms, the model's own kind alone is named"
     assert serve_elementwise(model, choice.implementations).norms == num_served
 
 
@@ -469,11 +432,12 @@ def test_a_cpu_takes_what_was_measured_there() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", CANDIDATES)
-def test_trials_compare_with_transformers_formula(part: Any) -> None:
-    trial = choosing._Trial(part, torch.device("cpu"), torch.float32, ROWS.get(part, (48,)))
-    assert trial.compare("blocks") < 1e-5
-    assert trial.compare("transformers") == 0.0
+def test_trials_compare_with_transformers_formula(part: Any, dtype: torch.dtype) -> None:
+    trial = choosing._Trial(part, torch.device("cpu"), dtype, ROWS.get(part, (48,)))
+    assert trial.compare("blocks") < ROUNDING[dtype]
+    assert trial.compare("transformers") <= (0.0 if dtype == torch.float32 else ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("kind", NORMS)

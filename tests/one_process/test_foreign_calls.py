@@ -21,7 +21,9 @@ from support.foreign_calls import (
     make_module,
 )
 from support.paths import ROOT
+from support.raised import read_error
 from support.tiers import sample_every
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import flash, native
@@ -95,7 +97,7 @@ def test_each_release_takes_the_calls(kernel: str, version: str, kind: str, monk
         assert backward["deterministic"] is False
 
 
-def test_a_release_without_an_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_without_an_argument_is_refused(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     """A future release that drops the softcap must not compute without it."""
     version = next(iter(load_signatures()["flash_attention_3"]))
     module = make_module("flash_attention_3", version, [], answer)
@@ -106,8 +108,10 @@ def test_a_release_without_an_argument_is_refused(monkeypatch: pytest.MonkeyPatc
     module._flash_attn_forward = forward
     monkeypatch.setattr(flash, "_load", lambda *_: module)
     tensors = make_tensors()
-    with pytest.raises(TypeError, match="takes no softcap"):
-        flash.forward_3(*(tensors[name] for name in "qkv"), DOCUMENTS, RULES["softcap"])
+    assert (
+        read_error(TypeError, lambda: flash.forward_3(*(tensors[name] for name in "qkv"), DOCUMENTS, RULES["softcap"]))
+        == snapshot
+    )
 
 
 def test_the_stand_in_refuses_a_wrong_call() -> None:

@@ -33,7 +33,9 @@ from support.levers import (
     run_alone,
 )
 from support.other_thread import backward_in_another_thread
+from support.raised import read_error
 from support.tiers import count_examples, mark_by, sample, sample_every
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor, nn
 
 from ulysses_cli.plan.levers import SWAP_CHUNK_BYTES, SWAP_THREADS
@@ -42,7 +44,7 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.failure import describe_failure
 from ulysses_cli.train.memory import offload, tiling
-from ulysses_cli.train.memory.checkpointing import SavedResults, checkpoint_layers, list_layers, save_for_recompute
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
 from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, DiskFile, Extents, HostPool, OffloadDiskError, Offloader
 from ulysses_cli.train.memory.tiled_mlp import TiledBlock, tile_mlps
 from ulysses_cli.train.memory.tiling import split_tokens
@@ -82,11 +84,6 @@ def test_a_family(kind: str, levers: Levers) -> None:
     assert compare(Case(kind, levers)) < TOLERANCE
 
 
-@pytest.mark.parametrize("levers", sample(LEVERS, quick=LEVERS[::2]), ids=str)
-def test_a_lever(levers: Levers) -> None:
-    assert compare(Case("llama", levers)) < 1e-12
-
-
 QUICK = [("llama", ALL), ("qwen3_moe", Levers(checkpointing="full", mlp_tiles=3))]
 
 
@@ -109,21 +106,22 @@ def test_a_backward_in_another_thread_changes_no_bit(kind: str, levers: Levers) 
     assert max(measure_difference(result, expected).values()) == 0
 
 
-@settings(max_examples=count_examples(16))
+@settings(max_examples=count_examples(32))
 @given(
     st.sampled_from(["llama", "gemma3_text", "qwen3_moe"]),
     st.lists(st.integers(1, 20), min_size=1, max_size=4),
     st.builds(
         Levers,
-        st.sampled_from([None, 1, 6]),
-        st.sampled_from([None, 2, 7]),
+        st.sampled_from([None, 1, 6, 1000]),
+        st.sampled_from([None, 2, 7, 64, 1000]),
         st.sampled_from(["save_attention", "full"]),
         st.sampled_from([None, 0, 1, 2]),
         st.sampled_from([1, 2]),
     ),
 )
 def test_any_combination(kind: str, lengths: list[int], levers: Levers) -> None:
-    assert compare(Case(kind, levers, tuple(lengths), z_loss_weight=0.01)) < TOLERANCE
+    difference = compare(Case(kind, levers, tuple(lengths), z_loss_weight=0.01))
+    assert difference < (1e-12 if kind == "llama" else TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma4_text"])
@@ -302,30 +300,6 @@ def test_several_rows_in_a_batch() -> None:
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("learns", [(True, True, True), (False, True, False), (False, False, True)], ids=str)
-def test_indices_and_weights_are_cut_with_their_tokens(learns: tuple[bool, bool, bool]) -> None:
-    """Experts, tokens and weights may need a gradient or not."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
-
-    torch.manual_seed(0)
-    config = make_config("gemma4_text", experts_implementation="eager", **SHAPES["gemma4_text"])
-    experts = Gemma4TextExperts(config).double().requires_grad_(learns[0])
-    for weight in experts.parameters():
-        nn.init.normal_(weight, std=0.1)
-    hidden = torch.randn(23, 32, dtype=torch.float64, requires_grad=learns[1])
-    index = torch.stack([torch.randperm(4)[:2] for _ in range(23)])
-    shares = torch.rand(23, 2, dtype=torch.float64, requires_grad=learns[2])
-    leaves = [leaf for leaf in (*experts.parameters(), hidden, shares) if leaf.requires_grad]
-
-    def run() -> list[Tensor]:
-        out = experts(hidden, index, shares)
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-
-    expected = run()
-    TiledBlock(experts, lambda _: 4)
-    torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-14)
-
-
 def test_a_tile_without_an_expert_leaves_its_gradient_zero() -> None:
     """Every weight gets a gradient on every rank, also an adapter or expert that no token reached."""
 
@@ -360,41 +334,13 @@ def test_evaluation_saves_no_tensor() -> None:
         for is_training in (True, False):
             model.train(is_training)
             torch.testing.assert_close(model(**row, documents=documents), expected(**row, documents=documents))
-        losses = model.loss.per_token(
-            model.model.get_decoder()(
-                input_ids=row["input_ids"], position_ids=row["positions"], documents=documents, use_cache=False
-            ).last_hidden_state,
-            row["labels"],
-        )
-    torch.testing.assert_close(losses.sum()[None], expected(**row, documents=documents))
 
 
-def test_noise_in_place_is_refused() -> None:
-    model = make_loss_model(Case("mixtral", changes={"router_jitter_noise": 0.1}), make_sequence_axis(None)).model
-    with pytest.raises(ValueError, match="adds noise to its input in place"):
-        tile_mlps(model, lambda _: 2)
-
-
-def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="no layers that can be checkpointed"):
-        checkpoint_layers(nn.Linear(2, 2), "full")
-
-
-def test_saved_results_are_returned_once_and_in_order() -> None:
-    results = SavedResults(Offloader(torch.device("cpu"), 1).make_storage(0))
-    made = []
-
-    def layer() -> list[Tensor]:
-        return [save_for_recompute(lambda n=n: (made.append(n), (torch.full((2,), n),))[1])[0] for n in (1.0, 2.0)]
-
-    first = results.call(layer)
-    again = results.call(layer)
-    assert made == [1.0, 2.0]
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(RuntimeError, match="has had"):
-        results.call(layer)
-    assert save_for_recompute(lambda: (torch.ones(1),))[0] == 1
+def test_models_that_no_lever_serves_are_refused(snapshot: SnapshotAssertion) -> None:
+    noisy = make_loss_model(Case("mixtral", changes={"router_jitter_noise": 0.1}), make_sequence_axis(None)).model
+    said = [read_error(ValueError, lambda: tile_mlps(noisy, lambda _: 2))]
+    said.append(read_error(ValueError, lambda: checkpoint_layers(nn.Linear(2, 2), "full")))
+    assert said == snapshot
 
 
 def run_with_offload(offloaded: int, num_layers: int = 4, disk: DiskFile | None = None) -> tuple[Offloader, int]:
@@ -410,11 +356,12 @@ def run_with_offload(offloaded: int, num_layers: int = 4, disk: DiskFile | None 
     return offloader, held[0]
 
 
+KEPT = [8 * sum(LENGTHS) * width for width in (32, 4 * 16, 4)]  # input, attention's output, log-sum-exp
+KEPT_PER_LAYER = sum(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in KEPT)
+
+
 def test_host_memory_holds_what_layers_save() -> None:
-    tokens, hidden, heads, dim = sum(LENGTHS), 32, 4, 16
-    kept = [8 * tokens * width for width in (hidden, heads * dim, heads)]  # input, attention's output, log-sum-exp
-    per_layer = sum(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in kept)
-    assert [run_with_offload(n)[1] for n in (0, 1, 3, 9)] == [0, per_layer, 3 * per_layer, 4 * per_layer]
+    assert [run_with_offload(n)[1] for n in (0, 1, 3, 9)] == [n * KEPT_PER_LAYER for n in (0, 1, 3, 4)]
 
 
 def test_what_all_layers_read_stays_on_the_device_and_is_copied_once() -> None:
@@ -435,12 +382,10 @@ def test_what_all_layers_read_stays_on_the_device_and_is_copied_once() -> None:
 
 def test_a_disk_holds_what_layers_save_and_host_memory_a_chunk_for_each_thread(tmp_path: Path) -> None:
     """The file has no name, and two steps keep the same places in it."""
-    tokens, hidden, heads, dim = sum(LENGTHS), 32, 4, 16
-    per_layer = sum(-(-8 * tokens * width // mmap.PAGESIZE) * mmap.PAGESIZE for width in (hidden, heads * dim, heads))
     disk = DiskFile(tmp_path)
     offloader, _ = run_with_offload(9, 6, disk)
     assert offloader.pool.num_bytes <= SWAP_THREADS * SWAP_CHUNK_BYTES
-    assert disk.num_bytes == 6 * per_layer
+    assert disk.num_bytes == 6 * KEPT_PER_LAYER
     assert list(tmp_path.iterdir()) == []
 
 
@@ -462,34 +407,29 @@ def test_two_forwards_before_their_backwards(tmp_path: Path) -> None:
         assert all(map(torch.equal, grads[2], grads[1]))
 
 
-def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+def test_a_full_disk_is_an_error_that_says_so(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    """Also where a file system has promised too much."""
+
     def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    disk = DiskFile(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fill)
-        with pytest.raises(OffloadDiskError, match=r"memory.nvme_path: .*No space left on device.*fewer layers"):
-            run_with_offload(4, disk=disk)
-    monkeypatch.setattr(os, "pwrite", fill)  # such as a file system that has promised too much
-    with pytest.raises(OffloadDiskError, match="No space left on device"):
-        run_with_offload(4, disk=disk)
+    monkeypatch.setattr(os, call, fill)
+    with pytest.raises(OffloadDiskError) as full:
+        run_with_offload(4, disk=DiskFile(tmp_path))
+    assert str(full.value) == snapshot
 
 
-def test_a_failing_disk_is_a_foreseen_end_of_a_run(tmp_path: Path) -> None:
+def test_a_missing_disk_is_a_foreseen_end_of_a_run(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A restart in place would meet the same disk."""
-    with pytest.raises(OffloadDiskError) as caught:
+    with pytest.raises(OffloadDiskError) as gone:
         DiskFile(tmp_path / "gone")
-    failure = describe_failure(caught.value)
-    assert failure["message"].startswith(f"memory.nvme_path: {tmp_path / 'gone'}: ")
-    assert "No such file or directory" in failure["message"]
-    assert failure["message"].endswith("or set memory.activation_offload_device: cpu")
+    failure = describe_failure(gone.value)
     assert (failure["is_cause"], failure["is_final"]) == (True, True)
-
-
-def test_a_run_that_offloads_to_a_disk_needs_a_folder_there() -> None:
-    with pytest.raises(BuildError, match="there is no folder for it"):
-        open_disk(torch.device("cpu"), None)
+    assert failure["message"] == snapshot
+    assert read_error(BuildError, lambda: open_disk(torch.device("cpu"), None)) == snapshot(name="no folder")
 
 
 def test_threads_begin_on_their_ranks_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,15 +526,14 @@ def test_a_forward_without_backward_frees_its_buffers() -> None:
     assert offloader.pool.num_bytes == 0
 
 
-def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     page, pool = mmap.PAGESIZE, HostPool(is_pinned=False)
     monkeypatch.setattr(offload, "GROWS_WITHIN_SECONDS", 0.0)
     monkeypatch.setattr(offload, "count_free_bytes", lambda: LEFT_FREE_BYTES + 10 * page - pool.num_bytes)
     small, large = pool.take(10), pool.take(4 * page - 9)
     assert (small.numel(), large.numel()) == (page, 4 * page), "whole pages, which can be locked one by one"
     assert small.data_ptr() % page == large.data_ptr() % page == 0
-    with pytest.raises(MemoryError, match="offload fewer layers"):
-        pool.take(6 * page)
+    assert read_error(MemoryError, lambda: pool.take(6 * page)) == snapshot
     pool.give_back(small)
     pool.give_back(large)
     assert pool.take(3 * page) is large
@@ -624,7 +563,7 @@ def test_memory_that_a_machine_shows_only_when_it_is_used(
     before = 0
     before = count_used()
     monkeypatch.setattr(offload, "count_free_bytes", count_free_bytes)
-    with nullcontext() if fits else pytest.raises(MemoryError, match="offload fewer layers"):
+    with nullcontext() if fits else pytest.raises(MemoryError):
         assert pool.take(20 * piece).numel() == 20 * piece
     assert pool.num_bytes == (20 * piece if fits else 0)
 
@@ -643,9 +582,8 @@ def test_host_buffers_are_private_and_ask_for_huge_pages() -> None:
         assert "hg" in flags
 
 
-def test_a_second_backward_through_a_layer_is_refused() -> None:
+def test_a_second_backward_through_a_layer_is_refused(snapshot: SnapshotAssertion) -> None:
     model = make_loss_model(Case("llama", Levers(checkpointing="save_attention")), make_sequence_axis(None))
     loss = model(**make_row(LENGTHS), documents=make_documents(LENGTHS))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="has had"):
-        loss.backward()
+    assert read_error(RuntimeError, lambda: loss.backward()) == snapshot

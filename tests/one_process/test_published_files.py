@@ -123,24 +123,21 @@ def test_a_published_recipe_is_one_and_stays_the_same(tmp_path: Path) -> None:
     assert parse_recipe(json.dumps(public), "published").recipe.data.max_length == 64
 
 
-@pytest.mark.parametrize(
-    ("name", "public"),
-    [
-        ("owner/base", "owner/base"),
-        ("bytes", "bytes"),
-        (None, None),
-        ("/models/base", None),
-        ("~/base", None),
-        ("./base", None),
-        (".base", None),
-        ("data/texts.jsonl", None),
-        ("hf://owner/base", "owner/base"),
-        ("s3://bucket/base", None),
-        ("~/.cache/ulysses/hf/owner/base", "owner/base"),
-        ("~/.cache/ulysses/s3/bucket/base", None),
-        ("/x/.cache/huggingface/hub/models--owner--a--b/snapshots/12ab", "owner/a--b"),
-        ("/x/.cache/huggingface/hub/models--gpt2/snapshots/12ab/", "gpt2"),
-    ],
-)
-def test_public_names(name: str | None, public: str | None) -> None:
-    assert find_public_name(name) == public
+CACHE = "/x/.cache/huggingface/hub"
+PRIVATE = (
+    None, "/models/base", "~/base", "./base", ".base", "data/texts.jsonl", "s3://bucket/base",
+    "~/.cache/ulysses/s3/bucket/base",
+)  # fmt: skip
+PUBLIC = {
+    "owner/base": ("owner/base", "hf://owner/base", "~/.cache/ulysses/hf/owner/base"),
+    "bytes": ("bytes",),
+    "owner/a--b": (f"{CACHE}/models--owner--a--b/snapshots/12ab",),
+    "gpt2": (f"{CACHE}/models--gpt2/snapshots/12ab/",),
+}
+
+
+def test_public_names() -> None:
+    assert {find_public_name(name) for name in PRIVATE} == {None}
+    assert {name: {find_public_name(each) for each in PUBLIC[name]} for name in PUBLIC} == {
+        name: {name} for name in PUBLIC
+    }

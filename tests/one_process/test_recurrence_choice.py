@@ -13,6 +13,7 @@ import torch
 from support.hybrids import describe_hybrid, make_hybrid
 from support.tiers import sample
 from support.training import make_recipe
+from syrupy.assertion import SnapshotAssertion
 from test_recurrence_kernels import get_torch_code, run_here, run_packed
 from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
@@ -101,34 +102,15 @@ def choose(name: str, run: Package | None, monkeypatch: pytest.MonkeyPatch, *ove
     return parts._choose_recurrence(name, wrapper, plan, CPU, find_missing(wrapper), run_here)
 
 
-@pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION]))
-def test_a_missing_package_is_named_with_the_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
-    choice = choose(name, None, monkeypatch)
-    assert choice.name == "torch"
-    cost, _, why = choice.reason.partition("; pip install 'ulysses-cli[recurrent]'; ")
-    assert f"can't keep packed sequences apart without `{KERNELS[name][3]}`" in why
-    max_length = make_plan(KERNELS[name][0]).resolved.max_length
-    found = re.match(
-        r"at least ([\d,.]+) s in a step for each million tokens of a row, ([\d,.]+) s for each row of ([\d,]+) tokens",
-        cost,
-    )
-    assert found, cost
-    assert float(found[1].replace(",", "")) > 0
-    assert found[3] == f"{max_length:,}"
-
-
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_cost_is_that_of_all_layers_for_this_runs_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_cost_of_all_layers_for_this_runs_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     """A convolution is split by tokens; the heads of a rule are split by what times it."""
     monkeypatch.setattr(parts, "time_torch", lambda *_: 140.0 if name == CONVOLUTION else 70.0)
     longer = ("parallel.sp_size=2", "data.max_length=100000", "data.pad_to_multiple_of=2")
-    reason = choose(name, None, monkeypatch, *longer).reason
-    layers = {DELTA_RULE: 3, KIMI_RULE: 2, SCAN: 2, CONVOLUTION: 3}[name]
-    assert reason.startswith(
-        f"at least {layers * 70}.0 s in a step for each million tokens of a row, {layers * 7:.2f} s for each row of "
-        "100,000 tokens of this run, and float32 copies of whole rows; "
-    )
+    choice = choose(name, None, monkeypatch, *longer)
+    assert (choice.name, choice.reason) == ("torch", snapshot)
 
 
 @pytest.mark.parametrize("name", sample(KERNELS, quick=[SCAN, CONVOLUTION], checked=[DELTA_RULE]))
@@ -137,7 +119,7 @@ def test_an_installed_kernel_is_used(name: str, monkeypatch: pytest.MonkeyPatch)
     assert choose(name, run_packed, monkeypatch) == Choice(expected, "equals torch's code on packed documents")
 
 
-def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     """A rank of a delta net's run, where neither package is installed."""
     monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
     model, plan, lines = make_hybrid("qwen3_5_text", "eager"), make_plan("qwen3_5_text", "parallel.zero_stage=1"), []
@@ -154,13 +136,7 @@ def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatc
         }
 
     parts.serve_layers(model, plan, groups, CPU, choose_all, lines.append)
-    by_name = {line.partition(":")[0]: line for line in lines}
-    assert list(by_name) == [f"{CONVOLUTION} torch", f"{DELTA_RULE} torch"]
-    for name, package in ((CONVOLUTION, "causal_conv1d"), (DELTA_RULE, "flash-linear-attention")):
-        line = by_name[f"{name} torch"]
-        assert line.startswith(f"{name} torch: at least ")
-        assert "tokens of this run, and float32 copies of whole rows; pip install" in line
-        assert f"`{KERNELS[name][2]}` can't keep packed sequences apart without `{package}`" in line
+    assert [re.sub(r"[\d.,]+ s ", "SECONDS ", line) for line in lines] == snapshot
 
 
 @pytest.mark.check

@@ -5,18 +5,20 @@ import io
 import os
 import pickle
 import queue
-import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.networks import list_listening
+from support.raised import read_error
+from syrupy.assertion import SnapshotAssertion
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -70,7 +72,7 @@ def read_state(backend: RendezvousBackend) -> None:
     _BackendRendezvousStateHolder(backend, settings).sync()
 
 
-def test_a_state_without_the_runs_seal_is_not_unpickled(tmp_path: Path) -> None:
+def test_a_state_without_the_runs_seal_is_not_unpickled(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """torch's own backend unpickles the state, which shows that the attack is real."""
     evil, store = pickle.dumps(Payload(tmp_path / "ran")), dist.HashStore()
     plain, sealed = C10dRendezvousBackend(store, "x"), SealedBackend(store, OURS, "x")
@@ -79,32 +81,28 @@ def test_a_state_without_the_runs_seal_is_not_unpickled(tmp_path: Path) -> None:
         read_state(plain)
     assert (tmp_path / "ran").exists()
     (tmp_path / "ran").unlink()
-    for text in (evil, base64.b64encode(evil), base64.b64encode(THEIRS.close("rendezvous", evil)), b"\xff", b""):
+    others = (THEIRS.close("rendezvous", evil), OURS.close("a value gathered from all ranks", evil))
+    said = set()
+    for text in (evil, *map(base64.b64encode, (evil, *others)), b"\xff", b""):
         store.set(sealed.key, text)
-        with pytest.raises(MeetingError, match="was not written by this run"):
-            read_state(sealed)
-    sealed_elsewhere = base64.b64encode(OURS.close("a value gathered from all ranks", evil))
-    store.set(sealed.key, sealed_elsewhere)
-    with pytest.raises(MeetingError):
-        read_state(sealed)
+        said.add(read_error(MeetingError, lambda: read_state(sealed)))
+    assert said == snapshot
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_end_of_a_run_on_one_machine_ends_it_on_the_others() -> None:
+@pytest.mark.parametrize("seal", [OURS, THEIRS], ids=["told", "forged"])
+def test_the_end_of_a_run_on_one_machine_ends_it_on_the_others(seal: Seal, snapshot: SnapshotAssertion) -> None:
     """They get some time to notice it by themselves."""
     store, now = dist.HashStore(), [0.0]
-    first, second = (SharedEnd(store, OURS, number, lambda: now[0]) for number in (1, 2))
     watching = SharedEnd(store, OURS, 0, lambda: now[0])
     watching.check()
-    first.tell()
-    second.tell()
-    now[0] = ASK_SECONDS
-    watching.check()
-    now[0] += END_SECONDS - 0.1
-    watching.check()
-    now[0] += 0.1
-    with pytest.raises(MeetingError, match="failed on machine number 1, and ranks of this machine did not end"):
+    for number in (1, 2):
+        SharedEnd(store, seal, number).tell()
+    for seconds in (ASK_SECONDS, ASK_SECONDS + END_SECONDS - 0.1):
+        now[0] = seconds
         watching.check()
+    now[0] += 0.1
+    assert read_error(MeetingError, watching.check) == snapshot
 
 
 class GoneStore:
@@ -115,28 +113,15 @@ class GoneStore:
         raise dist.DistNetworkError("Connection reset by peer")
 
 
-def test_a_lost_store_has_one_message() -> None:
+def test_a_lost_store_has_one_message(snapshot: SnapshotAssertion) -> None:
     """The agent asks for a failure of another machine before torch asks for the state."""
     store: Any = GoneStore()
     watching = SharedEnd(store, OURS, 0, lambda: END_SECONDS)
+    said = set()
     for known_since in (None, 0.0):
         watching.known_since = known_since
-        with pytest.raises(RendezvousConnectionError, match="the machines' store is gone"):
-            watching.check()
-
-
-def test_an_agent_is_silent_by_this_machines_clock_alone() -> None:
-    now = [100.0]
-    heartbeats = Heartbeats(lambda: now[0])
-    assert heartbeats.find_longest({}) == 0.0
-    assert heartbeats.find_longest({"a": "12:00", "b": "11:00"}) == 0.0
-    now[0] += 4.0
-    assert heartbeats.find_longest({"a": "12:04", "b": "11:00"}) == 4.0
-    now[0] += 4.0
-    assert heartbeats.find_longest({"a": "12:08"}) == 8.0, "torch forgets agents that it takes for dead"
-    assert heartbeats.find_longest({"a": "12:08", "b": None}) == 8.0
-    now[0] += 4.0
-    assert heartbeats.find_longest({"a": "12:08", "b": "11:12"}) == 4.0
+        said.add(read_error(RendezvousConnectionError, watching.check))
+    assert said == snapshot
 
 
 SETTINGS = RendezvousSettings("x", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
@@ -189,16 +174,6 @@ def test_a_clock_that_is_set_back_silences_no_machine() -> None:
     assert _should_keep_alive(_RendezvousContext(own, holder.state, SETTINGS))
 
 
-def test_a_forged_end_of_a_run_is_told_apart() -> None:
-    store, now = dist.HashStore(), [0.0]
-    SharedEnd(store, THEIRS, 1).tell()
-    watching = SharedEnd(store, OURS, 0, lambda: now[0])
-    watching.check()
-    now[0] = END_SECONDS
-    with pytest.raises(MeetingError, match="no machine of this run has written"):
-        watching.check()
-
-
 def test_a_state_is_set_only_by_one_that_read_the_newest() -> None:
     store = dist.HashStore()
     first, second = SealedBackend(store, OURS, "x"), SealedBackend(store, OURS, "x")
@@ -214,16 +189,17 @@ def test_a_state_is_set_only_by_one_that_read_the_newest() -> None:
     assert first.get_state() == two[:2]
 
 
-def test_messages_of_agents_belong_to_a_key_and_a_round() -> None:
+def test_messages_of_agents_belong_to_a_key_and_a_round(snapshot: SnapshotAssertion) -> None:
     store = dist.HashStore()
     ours = SealedStore(store, OURS, "round 1")
     ours.multi_set(["a", "b"], ["1", b"\xff"])
     assert ours.multi_get(["a", "b"]) == [b"1", b"\xff"]
     assert ours.add("count", 2) == 2
     store.set("b", store.get("a"))
+    said = []
     for other, key in ((ours, "b"), (SealedStore(store, THEIRS, "round 1"), "a"), (SealedStore(store, OURS, "2"), "a")):
-        with pytest.raises(MeetingError, match="was not written by an agent of this run"):
-            other.get(key)
+        said.append(read_error(MeetingError, partial(other.get, key)))
+    assert said == snapshot
     with pytest.raises(AttributeError):
         ours.append("a", "x")
 
@@ -232,7 +208,7 @@ def test_an_agent_stops_waiting_when_the_state_is_not_valid() -> None:
     store, messages = dist.HashStore(), list[MeetingError]()
     backend = SealedBackend(store, OURS, "x", messages.append)
     agents = SealedStore(store, OURS, "round 1", backend.get_state)
-    with pytest.raises(dist.DistStoreError, match="timed out waiting for the others"):
+    with pytest.raises(dist.DistStoreError):
         agents.wait(["the others"], timedelta(seconds=0.1))
     store.set(backend.key, "spoilt")
     with pytest.raises(MeetingError):
@@ -282,12 +258,14 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     made.done.set()
 
 
-def test_machines_with_one_key_meet_in_order_and_another_key_is_refused(machines: Machines) -> None:
+def test_machines_with_one_key_meet_in_order_and_another_key_is_refused(
+    machines: Machines, snapshot: SnapshotAssertion
+) -> None:
     machines.start(1, 0)
     assert sorted(machines.results.get(timeout=60) for _ in range(2)) == [(0, 0, 2, b"1"), (1, 1, 2, b"0")]
-    with pytest.raises(MeetingError, match=f"another key than the run at 127.0.0.1:{machines.port}") as refused:
+    with pytest.raises(MeetingError) as refused:
         open_store(f"127.0.0.1:{machines.port}", THEIRS, None, 60.0)
-    assert "ULYSSES_RUN_KEY" in refused.value.hint
+    assert (str(refused.value).replace(str(machines.port), "PORT"), refused.value.hint) == snapshot
 
 
 class CuttableStore:
@@ -334,41 +312,42 @@ def test_signs_name_the_machine_that_is_lost(monkeypatch: pytest.MonkeyPatch) ->
         end.is_cut = True
 
 
-def test_ranks_may_end_by_themselves_before_a_lost_machine_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_may_end_by_themselves_before_a_lost_machine_ends_them(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    """Where nothing is done, machines that give no sign may come back."""
     handler = object.__new__(rendezvous.SealedHandler)
     handler.lost_seconds, handler.node_rank, handler.signs = 100.0, 0, None
-    called, silent = [0.0], [0.0]
-    monkeypatch.setattr(rendezvous.CALLS, "find_longest", lambda: called[0])
-    handler.find_quietest = lambda: (silent[0], 2)  # type: ignore[method-assign]
-    for seconds, with_ranks, without in ((99.0, "", "has not answered for 99 s"), (101.0, "for 101 s", "for 101 s")):
-        called[0] = seconds
-        assert handler.find_lost(has_ranks=True).endswith(with_ranks)
-        assert bool(handler.find_lost(has_ranks=True)) == bool(with_ranks)
-        assert handler.find_lost(has_ranks=False).endswith(without)
-    called[0], silent[0] = 0.0, 101.0
-    assert handler.find_lost(has_ranks=True) == "the machine with number 2 has given no sign for 101 s"
-    assert handler.find_lost(has_ranks=False) == "", "machines may come back while nothing is done"
+    said = {}
+    for called, silent in ((99.0, 0.0), (101.0, 0.0), (0.0, 101.0)):
+        monkeypatch.setattr(rendezvous.CALLS, "find_longest", lambda called=called: called)
+        handler.find_quietest = lambda silent=silent: (silent, 2)  # type: ignore[method-assign, misc]
+        for has_ranks in (True, False):
+            said[f"{called} s, {silent} s, ranks: {has_ranks}"] = handler.find_lost(has_ranks=has_ranks)
+    assert said == snapshot
 
 
 @pytest.mark.check
-def test_two_machines_with_one_rank_are_refused(machines: Machines) -> None:
+def test_two_machines_with_one_rank_are_refused(machines: Machines, snapshot: SnapshotAssertion) -> None:
     master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1", 60.0)
     machines.start(1, 1)
-    assert str(machines.results.get(timeout=60)) == "two machines have --node-rank 1"
+    assert str(machines.results.get(timeout=60)) == snapshot
     assert master.port == machines.port
 
 
 @pytest.mark.check
-def test_an_address_without_a_master_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_master_is_reported(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
-    with pytest.raises(MeetingError, match=r"nothing answers at 127.0.0.1:[0-9]+ within 0.1 s"):
-        open_store(f"127.0.0.1:{find_port()}", OURS, None, 0.1)
+    said = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(MeetingError, match="is not the master of a run"):
-            open_store(f"127.0.0.1:{silent.getsockname()[1]}", OURS, None, 0.1)
-        with pytest.raises(MeetingError, match=r"no store can listen at .*: Address already in use") as messages:
-            open_store(f"x:{silent.getsockname()[1]}", OURS, "127.0.0.1", 60.0)
-        assert "--master-port" in messages.value.hint
+        own = silent.getsockname()[1]
+        for host, port, listens_at, seconds in (
+            ("127.0.0.1", find_port(), None, 0.1), ("127.0.0.1", own, None, 0.1), ("x", own, "127.0.0.1", 60.0)
+        ):  # fmt: skip
+            with pytest.raises(MeetingError) as failed:
+                open_store(f"{host}:{port}", OURS, listens_at, seconds)
+            said.append(f"{failed.value}: {failed.value.hint}".replace(str(port), "PORT"))
+    assert said == snapshot
 
 
 def test_a_store_listens_at_one_address() -> None:
@@ -399,7 +378,7 @@ def test_a_store_that_does_not_answer_is_timed() -> None:
     assert calls.find_longest() == 0.0
 
 
-def test_who_waits_says_for_whom() -> None:
+def test_who_waits_says_for_whom(snapshot: SnapshotAssertion) -> None:
     lines: list[str] = []
     said = threading.Event()
 
@@ -410,8 +389,10 @@ def test_who_waits_says_for_whom() -> None:
     with report_waiting(lambda: name_missing([1, 3], 4), say, 0.01):
         assert said.wait(60)
     num_lines = len(lines)
-    assert re.fullmatch(r"of 4 machines, numbers 1, 3 have not come, after \d+ s", lines[0])
-    assert name_missing([2], 4) == "of 4 machines, number 2 has not come"
-    assert name_missing(range(9), 9).endswith("7, ... have not come")
-    assert "do not agree" in name_missing([], 2)
+    assert [
+        lines[0].rpartition(",")[0],
+        name_missing([2], 4),
+        name_missing(range(9), 9),
+        name_missing([], 2),
+    ] == snapshot
     assert len(lines) == num_lines, "the block is over"

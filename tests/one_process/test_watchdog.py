@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.served import ServedPopen
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.problem import FAILED
 from ulysses_cli.train import agent
@@ -38,27 +39,20 @@ WAITS = RankStatus(0, 7, "update", "ulysses_cli/train/engine.py:50", is_waiting=
 HANGS = RankStatus(1, 7, "micro-step 1 of 2", "ulysses_cli/data/store.py:9", is_waiting=False)
 
 
-def test_the_rank_outside_the_collective_is_named() -> None:
-    for seen, own in (([WAITS, HANGS], WAITS), ([HANGS, WAITS], HANGS)):
-        messages = explain_hang(seen, own, 2, 60.0)
-        assert messages["rank"] == 1
-        assert messages["phase"] == "step 7, micro-step 1 of 2"
-        assert messages["message"] == (
-            "step 7 takes longer than run.step_timeout (60 s): rank 1 hangs in micro-step 1 of 2 "
-            "at ulysses_cli/data/store.py:9"
-        )
-    assert "rank 2 does not answer, the others wait for it in update" in str(
-        explain_hang([WAITS, HANGS], WAITS, 3, 60.0)["message"]
+def test_the_rank_outside_the_collective_is_named(snapshot: SnapshotAssertion) -> None:
+    first, second = (
+        explain_hang(seen, own, 2, 60.0) for seen, own in (([WAITS, HANGS], WAITS), ([HANGS, WAITS], HANGS))
     )
-    assert "all ranks wait for each other in update" in str(explain_hang([WAITS], WAITS, 1, 60.0)["message"])
+    assert first == second == snapshot
+    assert explain_hang([WAITS, HANGS], WAITS, 3, 60.0)["message"] == snapshot(name="one is silent")
+    assert explain_hang([WAITS], WAITS, 1, 60.0)["message"] == snapshot(name="all wait")
 
 
-def test_a_rank_in_another_collective_is_named() -> None:
+def test_a_rank_in_another_collective_is_named(snapshot: SnapshotAssertion) -> None:
     """All stacks end in a collective, one of them in one that the other ranks never enter."""
     others = [replace(WAITS, rank=rank) for rank in (0, 1, 3)]
     alone = replace(WAITS, rank=2, phase="evaluation", place="ulysses_cli/train/evaluation.py:54")
-    message = str(explain_hang([*others, alone], others[0], 4, 60.0)["message"])
-    assert message.endswith("rank 2 waits alone in evaluation at ulysses_cli/train/evaluation.py:54")
+    assert explain_hang([*others, alone], others[0], 4, 60.0)["message"] == snapshot
     assert find_odd_rank([WAITS, alone]) is None, "of two, neither is the odd one"
     assert find_odd_rank([*others, alone, replace(alone, rank=4, step=9)]) is None
 
@@ -158,8 +152,8 @@ def test_a_process_that_hangs_ends_itself(tmp_path: Path, phase: str, moves: str
         assert process.wait(60) == 1
     assert time.monotonic() - began < 9, "ten time-outs are over after 10 s"
     step = 8 if phase == "update" else 1
-    record = (tmp_path / "logs" / "rank-0.error.json").read_text()
-    assert f"step {step} takes longer than run.step_timeout (1 s)" in record
+    record = json.loads((tmp_path / "logs" / "rank-0.error.json").read_text())
+    assert record["phase"].startswith(f"step {step}, ")
 
 
 def test_a_rank_within_its_own_time_limit_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support.checkpoints import save_as_ranks
 from support.families import make_config
@@ -57,6 +58,11 @@ def save_trained(model: Any, to: Path, std: float = 0.1) -> Path:
 def export(checkpoint: Path, to: Path, config: Any, **options: Any) -> Path:
     made: dict[str, Any] = {"tokenizer": make_bytes_tokenizer(), "adapter_config": None, "dtype": torch.float32}
     return export_model(checkpoint, to, config=config, **{**made, "card": "a card", "step": 1, **options})
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Reads all files of weights."""
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def run_export(words: Sequence[object], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[dict[str, Any]]]:
