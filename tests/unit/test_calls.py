@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.refusals import explain
 from support.tokenizers_trained import train, wrap
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.scoring import read_calls, score_calls, score_names, write_calls
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.readers.columns import read_sample
 from ulysses_cli.train.generation.questions import make_call_prompts
 
@@ -113,10 +114,10 @@ def make_documents(template: str = TEMPLATE) -> tuple[Any, list[Any]]:
     return tokenizer, encoder.encode_documents(sample)
 
 
-def test_turns_with_calls_that_are_targets_are_asked_by_their_own_prompt() -> None:
+def test_turns_with_calls_that_are_targets_are_asked_by_their_own_prompt(snapshot: SnapshotAssertion) -> None:
     tokenizer, documents = make_documents()
     prompts, notes = make_call_prompts(documents, tokenizer, 5, seed=0, limit=0)
-    assert notes == ["calls are asked at 2 of 2 turns with calls"]
+    assert notes == snapshot
     for prompt, count, path in zip(prompts, (1, 5), ("a", "b"), strict=True):
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in CHAT[:count]]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -131,13 +132,9 @@ def test_turns_with_calls_that_are_targets_are_asked_by_their_own_prompt() -> No
     assert prompter.read_answer(drawn.sample, answer) == ("<tool_call>", True)
 
 
-def test_chats_without_a_call_to_ask_for_are_refused() -> None:
+def test_chats_without_a_call_to_ask_for_are_refused(snapshot: SnapshotAssertion) -> None:
     tokenizer, documents = make_documents()
-    with pytest.raises(RecipeError, match="each of 2 turns with calls is longer than 20 tokens"):
-        make_call_prompts(documents, tokenizer, 5, seed=0, limit=20)
-    tokenizer, documents = make_documents(TEMPLATE.replace("(call.function | tojson)", "call.function.name + ' !'"))
-    with pytest.raises(RecipeError, match="the 2 turns with calls have them in a form that is not known here"):
-        make_call_prompts(documents, tokenizer, 5, seed=0, limit=0)
+    _, unknown = make_documents(TEMPLATE.replace("(call.function | tojson)", "call.function.name + ' !'"))
     plain = [(np.zeros(4, np.uint16), None), (np.zeros(2, np.uint16), np.array([0, 5], np.uint8))]
-    with pytest.raises(RecipeError, match="no turn of the chats has a call that is a target"):
-        make_call_prompts(plain, tokenizer, 5, seed=0, limit=0)
+    asked = ((documents, 20), (unknown, 0), (plain, 0))
+    assert [explain(make_call_prompts, given, tokenizer, 5, seed=0, limit=limit) for given, limit in asked] == snapshot

@@ -1,14 +1,16 @@
 """Tests the shipped chat templates, whose texts are in prepared.txt, and templates of the user."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.messages import PREPARED
+from support.refusals import explain
 from support.tokenizers_trained import train, wrap
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.models.model_files import FOLDER, SHIPPED, read_template
-from ulysses_cli.plan.problem import RecipeError
 
 CHAT = [
     {"role": "user", "content": "Hi "},
@@ -45,24 +47,12 @@ def test_chatml_begins_with_the_tokenizers_bos() -> None:
     assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False) == "<|im_start|>user\nHi <|im_end|>\n"
 
 
-def complain(value: str) -> str:
-    with pytest.raises(RecipeError) as caught:
-        read_template(value)
-    (problem,) = caught.value.problems
-    return str(problem).strip()
-
-
-def test_text_that_is_no_template_is_refused(tmp_path: Any) -> None:
-    file = tmp_path / "a.jinja"
-    file.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}\n")
-    assert complain(str(file)) == (
-        f"data.chat_template: {file}:2: unexpected '}}'\n\n"
-        "hint: fix it: a chat template is Jinja, as transformers reads it"
-    )
-    file.write_text("model: {}\n")
-    assert f"{file} never reads `messages`" in complain(str(file))
-    file.write_bytes(b"{{ \xff }}")
-    assert "is not UTF-8 text" in complain(str(file))
+def test_text_that_is_no_template_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    file, problems = tmp_path / "a.jinja", []
+    for content in (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}\n", b"model: {}\n", b"{{ \xff }}"):
+        file.write_bytes(content)
+        problems.append(explain(read_template, str(file)))
+    assert problems == snapshot
 
 
 def test_features_of_transformers_templates_work() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import make_checkpoint
+from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -43,42 +44,29 @@ def test_weights_are_read_from_the_end_of_a_name(tmp_path: Path, monkeypatch: py
     assert parse_parts(["a", "v:2"]) == [MergedModel("a", 0.5), MergedModel("v:2", 0.5)]
 
 
-def test_models_of_other_kinds_are_refused(tmp_path: Path) -> None:
+def test_models_of_other_kinds_are_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     first = make_model(tmp_path / "first")
-    others = {
-        "shape": (make_model(tmp_path / "shape", {**TENSORS, "b": ("BF16", [5])}),
-                  f"1 tensor differs in shape: b is [5] in {tmp_path}/shape and [4] in {first}"),
-        "dtype": (make_model(tmp_path / "dtype", {name: ("F32", shape) for name, (_, shape) in TENSORS.items()}),
-                  f"2 tensors differ in dtype: a is F32 in {tmp_path}/dtype and BF16 in {first}"),
-        "names": (make_model(tmp_path / "names", {**TENSORS, "c": ("BF16", [1])}), f"{tmp_path}/names alone holds c"),
-        "type": (make_model(tmp_path / "type", model_type="qwen3"), f"{tmp_path}/type is of the type qwen3"),
-        "quantized": (make_model(tmp_path / "quantized", {"a": ("I8", [1])}), "holds a as I8: quantized weights"),
-        "nothing": (tmp_path / "nothing", f"{tmp_path}/nothing does not exist"),
-        "run": (make_checkpoint(tmp_path / "run", 4).parent.parent, "is a run or a checkpoint, not a model"),
-    }  # fmt: skip
-    adapters = make_model(tmp_path / "adapters")
-    (adapters / "adapter_config.json").write_text("{}")
-    others["adapters"] = (adapters, f"{adapters} holds adapters, not a model")
-    for other, words in others.values():
-        assert words in refuse(str(first), str(other), "--to", str(tmp_path / "to"))
-    every = refuse(*(str(other) for other, _ in others.values()), str(first), "--to", str(first))
+    others = [
+        make_model(tmp_path / "shape", {**TENSORS, "b": ("BF16", [5])}),
+        make_model(tmp_path / "dtype", {name: ("F32", shape) for name, (_, shape) in TENSORS.items()}),
+        make_model(tmp_path / "names", {**TENSORS, "c": ("BF16", [1])}),
+        make_model(tmp_path / "type", model_type="qwen3"),
+        make_model(tmp_path / "quantized", {"a": ("I8", [1])}),
+        tmp_path / "nothing",
+        make_checkpoint(tmp_path / "run", 4).parent.parent,
+        make_model(tmp_path / "adapters"),
+    ]
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    assert [refuse(str(first), str(other), "--to", str(tmp_path / "to")) for other in others] == snapshot
+    every = refuse(*map(str, others), str(first), "--to", str(first))
     assert every.endswith("\n10 problems\n"), "all at once: one of them differs in two ways, and --to exists"
 
 
-def test_weights_that_are_no_shares_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_no_shares_are_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     a, b = (str(make_model(tmp_path / name)) for name in "ab")
-    to = ("--to", str(tmp_path / "to"))
-    assert refuse(f"{a}:0.9", f"{b}:0.2", *to) == (
-        "MODEL: the weights add up to 1.1, not to 1\n\nhint: write weights such as 0.9 and 0.1: any other sum scales "
-        "every weight of the model\n\n1 problem\n"
-    )
-    assert f"{b} has no weight, others have" in refuse(f"{a}:0.9", b, *to)
-    assert f"{a} is named twice" in refuse(f"{a}:0.5", f"{a}:0.5", *to)
-    assert f"{b} has the weight 0" in refuse(f"{a}:1", f"{b}:0", *to)
-    assert f"{a} alone: there is nothing to merge it with" in refuse(a, *to)
-    assert "--last: takes one run, not 2 models" in refuse(a, b, "--last", "3", *to)
-    assert "--last: 1 is no number of checkpoints to merge" in refuse(a, "--last", "1", *to)
-    assert f"CHECKPOINT: {a} is already a model" in refuse(a, "--last", "2", *to)
+    merges = [(f"{a}:0.9", f"{b}:0.2"), (f"{a}:0.9", b), (f"{a}:0.5", f"{a}:0.5"), (f"{a}:1", f"{b}:0"), (a,)]
+    merges += [(a, b, "--last", "3"), (a, "--last", "1"), (a, "--last", "2")]
+    assert [refuse(*words, "--to", str(tmp_path / "to")) for words in merges] == snapshot
 
 
 def test_a_head_that_is_the_embedding_may_be_in_one_models_files_alone(tmp_path: Path) -> None:
