@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,10 +109,3 @@ def test_facts_differ_where_plans_do() -> None:
     plans = [plan_step(rows, Batching(2, 1, 1, 4), position, 4) for position in (0, 2)]
     assert plans[0].list_facts() == plan_step(rows, Batching(2, 1, 1, 4), 0, 4).list_facts()
     assert plans[0].list_facts()["rows"] != plans[1].list_facts()["rows"]
-
-
-def test_a_position_outside_the_stream_is_refused() -> None:
-    plan = plan_step(Rows([[3]]), Batching(1, 1, 2, 4), 1, 2)
-    assert plan.shares == (((0,), (NO_ROW,)),)
-    with pytest.raises(AttributeError):
-        plan.rows = ()  # type: ignore[misc]
