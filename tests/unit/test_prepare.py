@@ -16,6 +16,7 @@ import pytest
 from support.paths import ROOT
 from support.prepared import PREPARING
 from support.recipes import make_plan
+from support.refusals import explain
 from support.served import ServedPopen
 from support.tokenizers_trained import train, wrap
 from syrupy.assertion import SnapshotAssertion
@@ -25,7 +26,6 @@ from ulysses_cli.data.store import open_rows
 from ulysses_cli.data.tokenizing import tokenizer
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.data.transaction import lock
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.readers.problems import DataError
@@ -241,9 +241,7 @@ def test_empty_text_files_are_counted(tmp_path: Path, snapshot: SnapshotAssertio
     for name in ("a.txt", "d.md"):
         (folder / name).write_text(" ")
     for path in (folder, folder / "a.txt"):
-        with pytest.raises(RecipeError) as caught:
-            prepare(tmp_path, f"data.datasets.0.path={path}")
-        assert str(caught.value) == snapshot(name=path.name)
+        assert explain(prepare, tmp_path, f"data.datasets.0.path={path}") == snapshot(name=path.name)
 
 
 def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
@@ -302,17 +300,12 @@ def test_chats_without_a_template_are_one_problem(
     wrap(train("gpt2")).save_pretrained(tmp_path / "t")
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = {"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}
+    words = f"model.tokenizer={tmp_path / 't'}"
     for each, more in zip(row, (("data.num_workers=2",), ("data.num_workers=1", "data.on_bad_row=skip")), strict=True):
         write_rows(tmp_path, *[each] * 40)
-        with pytest.raises(RecipeError) as caught:
-            prepare(tmp_path, f"model.tokenizer={tmp_path / 't'}", *more)
-        assert list(map(str, caught.value.problems)) == snapshot(name="no template")
-    with pytest.raises(RecipeError) as caught:
-        prepare(
-            tmp_path, f"model.tokenizer={tmp_path / 't'}", "data.chat_template=phi", "data.num_workers=1",
-            'data.added_tokens=["<|system|>", "<|assistant|>"]',
-        )  # fmt: skip
-    assert list(map(str, caught.value.problems)) == snapshot(name="no tokens")
+        assert explain(prepare, tmp_path, words, *more) == snapshot(name="no template")
+    more = ("data.chat_template=phi", "data.num_workers=1", 'data.added_tokens=["<|system|>", "<|assistant|>"]')
+    assert explain(prepare, tmp_path, words, *more) == snapshot(name="no tokens")
 
 
 def test_a_secret_in_a_document_is_masked_in_the_sample_and_reported(
@@ -377,9 +370,8 @@ def test_data_sets_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert prepared.report["sources"][0]["name"] == "json [train]"
     datasets.Dataset.from_json(str(file), cache_dir=str(tmp_path / "cache")).save_to_disk(tmp_path / "saved")
     assert read_documents(prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'saved'}}}]")) == expected
-    with pytest.raises(RecipeError) as caught:
-        prepare(tmp_path, by_name.replace("streaming: STREAMING", "split: nonsense"))
-    assert str(caught.value).partition(": Unknown")[0] == snapshot
+    said = explain(prepare, tmp_path, by_name.replace("streaming: STREAMING", "split: nonsense"))
+    assert said.partition(": Unknown")[0] == snapshot
 
 
 def test_a_folder_from_end_to_end(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -394,12 +386,9 @@ def test_a_folder_from_end_to_end(tmp_path: Path, snapshot: SnapshotAssertion) -
         again = prepare(tmp_path, tree, inside)
         assert read_documents(again) == read_documents(prepared)
         assert again.path.name == prepared.path.name
-    with pytest.raises(RecipeError) as unsplit:
-        prepare(tmp_path, tree, "data.eval_split=0.1")
+    unsplit = explain(prepare, tmp_path, tree, "data.eval_split=0.1")
     (tmp_path / "tree" / "c.py").write_bytes(b"c = 1\nd = '\xe4'\n")
-    with pytest.raises(DataError) as other_text:
-        prepare(tmp_path, tree)
-    assert [str(unsplit.value), str(other_text.value)] == snapshot
+    assert [unsplit, explain(prepare, tmp_path, tree, error=DataError)] == snapshot
 
 
 def start(tmp_path: Path, *overrides: str) -> "subprocess.Popen[str]":
@@ -456,9 +445,7 @@ def test_leftovers_of_killed_processes_are_deleted_unless_locked(tmp_path: Path)
 def test_a_store_that_cannot_be_written_gets_a_hint(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     write_texts(tmp_path)
     (tmp_path / "store").write_text("a file")
-    with pytest.raises(DataError) as caught:
-        prepare(tmp_path)
-    assert str(caught.value) == snapshot
+    assert explain(prepare, tmp_path, error=DataError) == snapshot
 
 
 @pytest.mark.check

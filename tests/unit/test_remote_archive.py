@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.checkpoints import make_checkpoint
 from support.recipes import load
+from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.plan.files import find_address, name_local_copy
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.run import bucket as transfers
 from ulysses_cli.run import downloads, remote_checkpoints
@@ -94,9 +94,8 @@ def test_a_damaged_checkpoint_of_the_bucket_is_skipped_with_its_reason(
         assert list_local(tmp_path / damage) == ["step-2"]
     assert said == snapshot(name="skipped")
     bucket.delete("checkpoints/step-2/state.json")
-    with pytest.raises(CheckpointError) as caught:
-        bring(bucket, tmp_path / "nothing")
-    assert str(caught.value) == snapshot(name="none is valid")
+    said = explain(bring, bucket, tmp_path / "nothing", error=CheckpointError)
+    assert said == snapshot(name="none is valid")
     assert list_local(tmp_path / "nothing") == []
 
 
@@ -245,9 +244,7 @@ def test_what_cannot_be_downloaded_is_named_with_its_place(
 ) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(make_recipe("gs://mine"))
-    with pytest.raises(RecipeError) as raised:
-        downloads.bring_inputs(str(recipe), [], lambda _: None)
-    assert str(raised.value) == snapshot
+    assert explain(downloads.bring_inputs, str(recipe), [], print) == snapshot
     assert not any(path.is_file() for path in home.rglob("*"))
 
 

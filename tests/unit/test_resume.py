@@ -14,6 +14,7 @@ import pytest
 from support.checkpoints import make_checkpoint, make_state, write_contents
 from support.paths import ROOT, TINY_RECIPE
 from support.recipes import load
+from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
@@ -131,9 +132,8 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, snapshot: Sna
     truncate(good)
     errors = {"skipped": message}
     for choice in (str(bad), "auto"):
-        with pytest.raises(CheckpointError) as caught:
-            find_resume_point(tmp_path / name, choice, 0, messages.append)
-        errors[choice.replace(str(bad), "named")] = str(caught.value)
+        words = (tmp_path / name, choice, 0, print)
+        errors[choice.replace(str(bad), "named")] = explain(find_resume_point, *words, error=CheckpointError)
     assert errors == snapshot(name="errors")
 
 
@@ -156,9 +156,8 @@ def test_machines_share_all_settings_but_places_on_their_disks() -> None:
 
 
 def refuse(state: dict[str, Any], new: dict[str, Any], data: str = "d") -> str:
-    with pytest.raises(ResumeError) as caught:
-        check_changes({"data": "d", **state}, new, data, anyway=False, report=pytest.fail)
-    return str(caught.value)
+    options = {"anyway": False, "report": pytest.fail}
+    return explain(check_changes, {"data": "d", **state}, new, data, error=ResumeError, **options)
 
 
 def test_insisting_is_offered_where_it_can_work(snapshot: SnapshotAssertion) -> None:
@@ -304,12 +303,8 @@ def test_rows_per_step_are_kept(snapshot: SnapshotAssertion) -> None:
     assert fit(8, (1, 4), (1, 4), 1) == 8
     assert fit(8, (1, 4), (1, 4), 8) == 1
     assert fit(8, (1, 4), (2, 1), 4) == 1
-    refused = []
-    for saved, now, dp_size in (((1, 4), (1, 4), 3), ((3, 1), (3, 1), 1), ((1, 4), (1, 2), 2)):
-        with pytest.raises(ResumeError) as caught:
-            fit(8, saved, now, dp_size)
-        refused.append(str(caught.value))
-    assert refused == snapshot
+    refused = (((1, 4), (1, 4), 3), ((3, 1), (3, 1), 1), ((1, 4), (1, 2), 2))
+    assert [explain(fit, 8, *words, error=ResumeError) for words in refused] == snapshot
     assert fit(8, (1, 4), (1, 2), 2, anyway=True) == 2
 
 
