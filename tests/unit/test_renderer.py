@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.refusals import explain
 from support.tiers import count_examples, sample
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.store import TARGET
 from ulysses_cli.data.tokenizing import renderer
@@ -28,10 +30,13 @@ CHAT = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "
 MANY = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
 TEMPLATE = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}{{ messages[0].content }}"
 ENDLESS = {
-    "a loop": (MANY.replace("BODY", ""), "does not come to an end in 1 s"),
-    "a long text": (MANY.replace("BODY", "{{ 'x' * 1000000 }}"), "takes more than .* of memory"),
-    "one huge text": ("{{ 'x' * 10 ** 11 }}", "takes more than 3 GiB of memory"),
-    "a huge answer": ("{{ 'x' * 2000000 }}", "writes more than 1,048,576 characters"),
+    "a loop": MANY.replace("BODY", ""),
+    "a loop for the first messages alone": "{% if messages[-1].content != 'a' %}"
+    + MANY.replace("BODY", "")
+    + "{% endif %}{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
+    "a long text": MANY.replace("BODY", "{{ 'x' * 1000000 }}"),
+    "one huge text": "{{ 'x' * 10 ** 11 }}",
+    "a huge answer": "{{ 'x' * 2000000 }}",
 }
 
 # Jinja computes constants when it compiles a template: gigabytes, or minutes, before anything is rendered.
@@ -96,17 +101,21 @@ def test_no_use_of_a_template_takes_memory_or_time_of_this_process() -> None:
     assert refused["brackets"] == refused["digits"] == [True, False, True, True]
 
 
+def make_encoder(template: str) -> Encoder:
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.chat_template = template
+    return Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+
+
 def test_what_a_template_raises_is_one_short_line() -> None:
     tokenizer = make_bytes_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no\n' + 'x' * 10 ** 7) }}"
     with pytest.raises(TemplateRefusal) as caught:
         Renderer(tokenizer).render_text([{"role": "user", "content": "a"}])
     assert str(caught.value) == "no"
-    tokenizer.chat_template = "{{ raise_exception('x' * 10 ** 7) }}"
-    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
-    with pytest.raises(BadRow) as refused:
-        encoder.encode(Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]))
-    assert len(str(refused.value)) < 400
+    encoder = make_encoder("{{ raise_exception('x' * 10 ** 7) }}")
+    chat = Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+    assert len(explain(encoder.encode, chat, error=BadRow)) < 400
 
 
 def test_a_renderer_that_was_closed_starts_again() -> None:
@@ -120,39 +129,20 @@ def test_a_renderer_that_was_closed_starts_again() -> None:
         assert one.connection is None
 
 
-def make_encoder(template: str) -> Encoder:
-    tokenizer = make_bytes_tokenizer()
-    tokenizer.chat_template = template
-    return Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
-
-
 @pytest.mark.parametrize("name", sample(ENDLESS, quick=["a loop"]))
-def test_a_template_that_never_ends_is_one_problem(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    template, words = ENDLESS[name]
-    monkeypatch.setattr(renderer, "SECONDS", 1.0 if name == "a loop" else 20.0)
+def test_a_template_that_never_ends_is_one_problem(
+    monkeypatch: pytest.MonkeyPatch, name: str, snapshot: SnapshotAssertion
+) -> None:
+    monkeypatch.setattr(renderer, "SECONDS", 1.0 if "loop" in name else 20.0)
     monkeypatch.setattr(renderer, "MEMORY_BYTES", (3 << 30) if name == "one huge text" else (1 << 28))
     monkeypatch.setattr(renderer, "MAX_CHARS", 1 << 20)
-    encoder = make_encoder(template)
-    with pytest.raises(DataError, match=words) as caught:
-        encode_block(encoder, "chat", Block("d.jsonl", "lines", [CHAT, CHAT, CHAT], 1, 5))
-    (problem,) = caught.value.problems
-    assert str(problem).startswith("d.jsonl:5:1: the chat template ")
+    block = Block("d.jsonl", "lines", [CHAT, CHAT, CHAT], 1, 5)
+    assert explain(encode_block, make_encoder(ENDLESS[name]), "chat", block, error=DataError) == snapshot
 
 
-@pytest.mark.check
-def test_a_template_that_ends_for_the_first_rendering_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer, "SECONDS", 1.0)
-    body = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
-    odd = f"{{% if messages[-1]['content'] != 'a' %}}{MANY.replace('BODY', '')}{{% endif %}}{body}"
-    with pytest.raises(DataError, match="does not come to an end"):
-        encode_block(make_encoder(odd), "chat", Block("d.jsonl", "lines", [CHAT], 1, 1))
-
-
-def test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats() -> None:
-    tokenizer = make_bytes_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}\n{{ m.content }"
-    with pytest.raises(DataError, match=r"f:1:1: the chat template is not valid Jinja: line 2: unexpected '}'"):
-        encode_block(Encoder(tokenizer, EncoderSettings()), "chat", Block("f", "lines", [CHAT, CHAT], 0))
+def test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats(snapshot: SnapshotAssertion) -> None:
+    encoder = make_encoder("{% for m in messages %}\n{{ m.content }")
+    assert explain(encode_block, encoder, "chat", Block("f", "lines", [CHAT, CHAT], 0), error=DataError) == snapshot
 
 
 def test_refusals_and_texts_reach_the_caller() -> None:

@@ -23,11 +23,18 @@ from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.rules.training import find_address_fault
 from ulysses_cli.plan.secrets import collect_secrets, find_variable, mask_text
 
-COMMAND_SECONDS = 60
-ADDRESS_SECONDS = 10  # of one attempt, from the look-up of the name to the end of the answer's head
-PAUSES = (1.0, 4.0)  # seconds before each further attempt
 REFUSED = range(300, 500)  # asking again does not help
 MAX_COMPLAINT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: for the program; for one attempt at the address, from the look-up of the name to the end of the answer's
+    head; before each further attempt."""
+
+    command: float = 60
+    address: float = 10
+    pauses: tuple[float, ...] = (1.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -59,17 +66,17 @@ def find_unset_webhook(loaded: Loaded, environ: Mapping[str, str]) -> list[Probl
     return []
 
 
-def notify(end: RunEnd, command: str | None, webhook: str | None) -> list[str]:
+def notify(end: RunEnd, command: str | None, webhook: str | None, patience: Patience = Patience()) -> list[str]:
     """Returns what went wrong, without the address, which may be a secret."""
-    complaints = [_run(end, command)] if command else []
+    complaints = [_run(end, command, patience.command)] if command else []
     for name in find_variable(webhook or ""):
         webhook = os.environ.get(name, "")
-    complaints += [_post(end, webhook)] if webhook is not None else []
+    complaints += [_post(end, webhook, patience)] if webhook is not None else []
     known = collect_secrets({"webhook": webhook}, os.environ)
     return [mask_text(complaint, known) for complaint in complaints if complaint]
 
 
-def _run(end: RunEnd, command: str) -> str:
+def _run(end: RunEnd, command: str, seconds: float) -> str:
     """Runs a program, without a shell. It gets the facts as JSON on stdin and in ULYSSES_EVENT, ULYSSES_RUN_NAME,
     ULYSSES_RUN_DIR, ULYSSES_MESSAGE and ULYSSES_EXIT_CODE. It speaks to files: a process that it leaves behind would
     hold a pipe open. That process may go on; those of a program that takes too long are ended with it."""
@@ -83,14 +90,14 @@ def _run(end: RunEnd, command: str) -> str:
                 env={**os.environ, **facts}, start_new_session=True,
             )  # fmt: skip
             try:
-                code = program.wait(COMMAND_SECONDS)
+                code = program.wait(seconds)
             except BaseException as error:
                 with suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)
                 program.wait()
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
-                return f"run.notify_command did not end within {COMMAND_SECONDS} s"
+                return f"run.notify_command did not end within {seconds} s"
             said.seek(max(0, said.seek(0, os.SEEK_END) - MAX_COMPLAINT_BYTES))
             lines = said.read().decode(errors="replace").strip().splitlines()
     except (OSError, ValueError) as error:
@@ -104,19 +111,19 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """A redirect would be followed without the facts, which would then be told to nobody."""
 
 
-def _post(end: RunEnd, address: str) -> str:
+def _post(end: RunEnd, address: str, patience: Patience) -> str:
     """Sends the facts; failures that may pass are tried again. What is no HTTP error is named by its kind alone: its
     text may hold a part of the address."""
     complaint = ""
-    for pause in (*PAUSES, None):
-        complaint, is_final = _try_post(end, address)
+    for pause in (*patience.pauses, None):
+        complaint, is_final = _try_post(end, address, patience.address)
         if not complaint or is_final or pause is None:
             break
         time.sleep(pause)
     return f"run.notify_webhook was not reached: {complaint}" if complaint else ""
 
 
-def _try_post(end: RunEnd, address: str) -> tuple[str, bool]:
+def _try_post(end: RunEnd, address: str, seconds: float) -> tuple[str, bool]:
     """Returns what went wrong, and whether asking again is of no use. The look-up of a name heeds no time limit and
     bytes that come one by one renew a socket's, so a thread does it, which is left behind when the time is over."""
     ends: list[tuple[str, bool]] = []
@@ -127,7 +134,7 @@ def _try_post(end: RunEnd, address: str) -> tuple[str, bool]:
                 address, data=end.write_json().encode(), headers={"Content-Type": "application/json"}, method="POST"
             )
             opener = urllib.request.build_opener(_NoRedirect)
-            with opener.open(request, timeout=ADDRESS_SECONDS):
+            with opener.open(request, timeout=seconds):
                 ends.append(("", True))
         except urllib.error.HTTPError as error:
             moved = "; it redirects: write the address that it leads to" if error.code < 400 else ""
@@ -139,5 +146,5 @@ def _try_post(end: RunEnd, address: str) -> tuple[str, bool]:
 
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    thread.join(ADDRESS_SECONDS)
-    return ends[0] if ends else (f"no answer within {ADDRESS_SECONDS} s", False)
+    thread.join(seconds)
+    return ends[0] if ends else (f"no answer within {seconds} s", False)
