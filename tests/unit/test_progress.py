@@ -7,13 +7,12 @@ import select
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.report import live
 from ulysses_cli.report.live import make_display
@@ -41,18 +40,13 @@ def show(*events: dict[str, Any], seconds: float = 0, **options: Any) -> list[st
     return stream.getvalue().splitlines()
 
 
-def test_a_step_is_one_line_of_pairs() -> None:
-    (line,) = show(STEP, seconds=3600, price_per_gpu_hour=2.5, num_gpus=8)
-    assert line == (
-        "step=1/100 loss=2.5 grad_norm=0.75 learning_rate=1e-05 tokens_per_second=49944 step_seconds=20 "
-        "peak_memory_gib=94.00 communication=12.3% eta_seconds=1980 cost_usd=20.00"
-    )
-
-
-def test_every_event_has_its_line() -> None:
+def test_every_event_has_its_line(snapshot: SnapshotAssertion) -> None:
+    assert show(STEP, seconds=3600, price_per_gpu_hour=2.5, num_gpus=8) == snapshot(name="a step")
     lines = show(
         {"event": "plan", "lines": ["8 GPUs", "one row"], "note": "a\nb"},
         {"event": "phase", "name": "loading model", "detail": "Qwen/Qwen3-8B"},
+        {**STEP, "loss": float("nan")},
+        {**STEP, "step": 2, "loss": None},
         {"event": "eval", "step": 20, "loss": 1.5, "perplexity": 4.48, "tokens": 2000, "by_position": {"0-2K": {}}},
         {"event": "warning", "message": "two\nlines \x1b[31mred", "details": ["one", "and\ntwo"]},
         {"event": "saved", "path": "runs/a/checkpoints/step-20", "seconds": 61},
@@ -62,12 +56,7 @@ def test_every_event_has_its_line() -> None:
         {"event": "weather", "sky": "blue", "degrees": 20.5},
         {},
     )
-    assert lines == [
-        "8 GPUs", "one row", "a", "b", "phase loading model (Qwen/Qwen3-8B)",
-        "eval step=20 loss=1.5 perplexity=4.48 tokens=2000", "warning: two lines \\x1b[31mred", "  one", "  and two",
-        "saved runs/a/checkpoints/step-20 in 1 min 1 s", "stopped: max_hours", "done model_dir=runs/a/model",
-        "done, but the loss diverged: model_dir=runs/a/model", "weather sky=blue degrees=20.5", "event",
-    ]  # fmt: skip
+    assert lines == snapshot(name="others")
 
 
 def test_steps_between_logging_steps_are_silent_but_the_last_is_not() -> None:
@@ -79,11 +68,6 @@ def test_the_time_left_counts_evaluations_and_saves() -> None:
     steps = [{**STEP, "step": step} for step in (41, 42, 43)]  # resumed
     lines = show(*steps, seconds=60)
     assert "eta_seconds=3420" in lines[-1]  # 57 steps of a minute, although a step takes 20 s
-
-
-def test_a_loss_that_is_no_number_is_shown() -> None:
-    lines = show({**STEP, "loss": float("nan")}, {**STEP, "step": 2, "loss": None})
-    assert all(" loss=nan " in line for line in lines)
 
 
 plain = (
@@ -115,22 +99,6 @@ def test_a_closed_stream_does_not_stop_the_run() -> None:
         display.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # the rest of the buffer must go somewhere
     display.emit(STEP)
-
-
-def measure(emit: Callable[[dict[str, Any]], None]) -> float:
-    """Returns the median seconds of an event."""
-    times = []
-    for step in range(500):
-        start = time.perf_counter()
-        emit({**STEP, "step": step})
-        times.append(time.perf_counter() - start)
-    return sorted(times)[250]
-
-
-def test_an_event_costs_less_than_a_millisecond() -> None:
-    display = make_display(io.StringIO(), 500, 2.5, 8)
-    assert measure(display.emit) < 1e-3
-    display.close()
 
 
 def test_sparks_show_the_losses() -> None:
@@ -224,15 +192,13 @@ def strip(text: str) -> str:
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text)
 
 
-def test_on_a_terminal_it_is_live() -> None:
+def test_on_a_terminal_it_is_live(snapshot: SnapshotAssertion) -> None:
     text, output = run_on_a_terminal(100)
     assert "loading model" in text
     plain = strip(text)
     for words in ("step 42/100  42%", "loss 2.16", "50k tokens/s", "94.0 GiB", "of about ", "━", "▁", "eval 1.5"):
         assert words in plain, words
-    for line in ("eval step=42 loss=1.5", "warning: café [bold]markup[/bold] is text", "said by a library"):
-        assert line in plain
-    assert [line.split(" ")[0] for line in render(text)] == ["said", "eval", "warning:", "step=42/100"]  # what stays
+    assert [re.sub(r" (eta_seconds|cost_usd)=.*", "", line) for line in render(text)] == snapshot  # what stays
     assert text.rindex("\x1b[?25h") > text.find("\x1b[?25l")  # the cursor is visible
     assert output.startswith("slowest ")
     assert float(output.split()[-1]) < 1e-3

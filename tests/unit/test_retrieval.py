@@ -6,7 +6,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.page_words import list_words as list_page
 from support.prompters import make_prompter
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.prompts import TaskPrompt
@@ -29,7 +32,6 @@ from ulysses_cli.evaluate.retrieval import (
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.report.proofs import format_quality, make_quality_page
 
 PROMPTER = make_prompter(make_bytes_tokenizer(), with_template=False)
@@ -137,11 +139,13 @@ def make_result(way: str, index: int, score: float, recall: float | None = None)
     }  # fmt: skip
 
 
+RESULTS = [make_result("whole", at, float(at < 3)) for at in range(4)]
+RESULTS += [make_result("none", at, float(at == 0), 0.0) for at in range(4)]
+RESULTS += [make_result("bm25-256-4096", at, float(at < 2), 0.5 * (at < 2)) for at in range(4)]
+
+
 def test_a_summary_has_accuracy_recall_and_cost() -> None:
-    results = [make_result("whole", at, float(at < 3)) for at in range(4)]
-    results += [make_result("none", at, float(at == 0), 0.0) for at in range(4)]
-    results += [make_result("bm25-256-4096", at, float(at < 2), 0.5 * (at < 2)) for at in range(4)]
-    summary = summarize_retrieval(results, 4, 9.0)
+    summary = summarize_retrieval(RESULTS, 4, 9.0)
     assert summary["answered_without_context"] == ["qa/8192/0"]
     none, found, whole = summary["rows"]
     assert [row["way"] for row in (none, found, whole)] == ["none", "bm25-256-4096", "whole"]
@@ -153,26 +157,19 @@ def test_a_summary_has_accuracy_recall_and_cost() -> None:
     assert whole["difference"] is None
     assert (found["prompt_tokens"], whole["prompt_tokens"]) == (500, 8000)
     assert whole["usd"] == pytest.approx(2.0 * 4 * 9.0 / 3600)
-    assert summarize_retrieval(results, 4, None)["rows"][0]["usd"] is None
+    assert summarize_retrieval(RESULTS, 4, None)["rows"][0]["usd"] is None
 
 
-def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     bare = Sample("ruler", "text and question", ("7",), "all", 8)
     assert check_retrieval([], True) == []
-    assert "ruler is asked with its whole prompt alone" in check_retrieval([bare], True)[0]
-    with pytest.raises(RecipeError, match="no question can be parted from its context"):
-        check_retrieval([bare], False)
+    said = [*check_retrieval([bare], True), explain(check_retrieval, [bare], False)]
     monkeypatch.setattr("ulysses_cli.evaluate.retrieval.find_spec", lambda _: None)
-    with pytest.raises(RecipeError, match="bm25s, which is not installed"):
-        check_retrieval([], True)
+    assert [*said, explain(check_retrieval, [], True)] == snapshot
 
 
-def test_losses_retrieval_and_lm_evals_tasks_are_shown() -> None:
-    results = [make_result("whole", at, float(at < 3)) for at in range(4)]
-    results += [make_result("none", at, float(at == 0), 0.0) for at in range(4)]
-    results += [make_result("bm25-256-4096", at, float(at < 2), 0.5) for at in range(4)]
-    for result in results:
-        result.update(depths=[], answer="x", is_greedy=None)
+def test_losses_retrieval_and_lm_evals_tasks_are_shown(snapshot: SnapshotAssertion) -> None:
+    results = [{**result, "depths": [], "answer": "x", "is_greedy": None} for result in RESULTS]
     bucket = {"length": 300, "from": 0, "to": 300, "n": 2, "loss": 1.5, "low": 1.25, "high": 1.75}
     parts = [{**bucket, "to": 256, "loss": 1.75}, {**bucket, "from": 256, "low": None, "high": None}]
     metric = {"task": "own", "metric": "acc", "filter": "none", "n": 5, "value": 0.5, "stderr": 0.1}
@@ -183,12 +180,5 @@ def test_losses_retrieval_and_lm_evals_tasks_are_shown() -> None:
         "retrieval": summarize_retrieval(results, 2, None), "lm_eval": [metric],
         "against": {"lm_eval": [{**metric, "value": 0.25}]},
     }  # fmt: skip
-    shown = format_quality(findings)
-    for words in (
-        "BM25, 256 of 4Ki", "no context", "whole context", "1 question answered right with no context: qa/8192/0",
-        "1.5000", "1.2500 to 1.7500", "0 to 256", "-0.2500", "lm-eval's tasks", "0.25", "note: a note",
-    ):  # fmt: skip
-        assert words in shown
-    page = make_quality_page(findings)
-    for words in ("Loss by position", "BM25, 256 of 4Ki", "standard error", "document by document"):
-        assert words in page
+    assert format_quality(findings).splitlines() == snapshot(name="text")
+    assert list_page(make_quality_page(findings)) == snapshot(name="page")

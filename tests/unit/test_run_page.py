@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support import commands
 from support.json_page import find_undocumented
+from support.page_words import list_words
 from support.run_directory import FACTS, SECRET, write_run
 from syrupy.assertion import SnapshotAssertion
 
@@ -33,12 +34,8 @@ def make(folder: Path) -> tuple[dict[str, Any], str]:
     return summary, run_page.make_run_page(run, summary)
 
 
-def list_words(page: str, start: str = "Summary", end: str = "Automatic choices") -> list[str]:
-    """What sections of a page say: of a drawing its title and its description, and not the table of its numbers."""
-    page = re.sub(r"<svg.*?<title[^>]*>(.*?)</title><desc[^>]*>(.*?)</desc>.*?</svg>", r"\1: \2\n", page, flags=re.S)
-    page = re.sub(r"<style>.*?</style>|<details.*?</details>", "", page, flags=re.S)
-    words = [line.strip() for line in re.sub(r"<[^>]+>", "\n", page).splitlines() if line.strip()]
-    return words[words.index(start) : words.index(end) if end in words else -1]
+def list_sections(page: str) -> list[str]:
+    return list_words(page, "Summary", "Automatic choices")
 
 
 def write_lines(folder: Path, *lines: Any, name: str = "metrics.jsonl") -> Path:
@@ -75,7 +72,7 @@ def test_a_run_on_a_cpu_speaks_of_processes(tmp_path: Path, snapshot: SnapshotAs
 
 def test_the_page_shows_every_section_and_no_secret(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     _, page = make(write_run(tmp_path / "run"))
-    assert list_words(page, "Qwen/Qwen3-8B: run", "") == snapshot(name="1000 steps")
+    assert list_words(page) == snapshot(name="1000 steps")
     assert "sp_size: 8" in page
     assert re.findall(r"<th[^>]*>\s*</th>", page) == []
     for secret in (SECRET, "correct horse", "123456", "deadbeefcafe"):
@@ -93,7 +90,7 @@ def test_the_score_of_questions_between_steps_is_a_curve(tmp_path: Path, snapsho
         for step, own in scores.items()
     ]
     write_lines(tmp_path / "run", *lines, {"step": 12, "mean": "torn"}, name="quality.jsonl")
-    assert list_words(make(write_lines(tmp_path / "run", {"step": 1, "loss": 2.0}))[1]) == snapshot
+    assert list_sections(make(write_lines(tmp_path / "run", {"step": 1, "loss": 2.0}))[1]) == snapshot
 
 
 SHORT = {"step": 9, "texts": 2, "tokens": 300, "loss": 2.25, "difference": 0.05, "models": [
@@ -109,7 +106,7 @@ def test_what_short_texts_lose_is_a_figure_and_a_table(tmp_path: Path, snapshot:
     summary, page = make(write_lines(tmp_path / "run", {"step": 4, "loss": 1.0}))
     assert summary["short_check"] == lines[-1]
     assert not find_undocumented("ulysses report", {"short_check": summary["short_check"]})
-    assert list_words(page) == snapshot
+    assert list_sections(page) == snapshot
     assert run_summary.tabulate_short_check(lines[-1])[1] == [
         ("base", "2.2000", "2.1000 to 2.3000", "", ""), ("trained", "2.2500", "", "+0.0500", "+0.0100 to +0.0900")
     ]  # fmt: skip
@@ -129,7 +126,7 @@ def test_pairs_of_answers_have_charts_of_their_rewards(tmp_path: Path, snapshot:
     write_lines(tmp_path, *lines)
     write_lines(tmp_path, {"step": 2, "loss": 0.6, "rewards/accuracies": 0.625, **rewards}, name="eval.jsonl")
     summary, page = make(tmp_path)
-    assert (summary["accuracy"], list_words(page)) == (0.625, snapshot)
+    assert (summary["accuracy"], list_sections(page)) == (0.625, snapshot)
 
 
 def test_planted_markup_stays_text(tmp_path: Path) -> None:
@@ -157,7 +154,7 @@ def test_odd_metrics_are_said_on_the_page(tmp_path: Path, snapshot: SnapshotAsse
     begun.mkdir()
     (begun / "run.json").write_text(json.dumps(FACTS))
     made = {folder.name: make(folder) for folder in (torn, nan, begun)}
-    assert {name: list_words(page) for name, (_, page) in made.items()} == snapshot(name="pages")
+    assert {name: list_sections(page) for name, (_, page) in made.items()} == snapshot(name="pages")
     assert run_summary.format_summary(made["nan"][0]).splitlines() == snapshot(name="summary")
     assert "<title>not a number</title>" in made["nan"][1]
     assert [made["torn"][0]["last_step"], made["nan"][0]["num_bad_steps"], made["nan"][0]["loss"]["last"]] == [5, 4, 2]
@@ -169,7 +166,7 @@ def test_a_loss_that_diverged_is_said_with_its_steps(tmp_path: Path, snapshot: S
     marks: dict[int, dict[str, Any]] = {3: {"diverged": True}, 5: {"diverged": False}, 1_200: {"diverged": True}}
     lines = [{"step": step, "loss": 3.0, **marks.get(step, {})} for step in (1, 2, 3, 4, 5, 1_200)]
     folder = write_lines(tmp_path / "run", *lines)
-    assert list_words(make(folder)[1]) == snapshot
+    assert list_sections(make(folder)[1]) == snapshot
     assert has_diverged(folder / "metrics.jsonl")
     assert not has_diverged(write_lines(tmp_path / "other", *lines[:5]) / "metrics.jsonl")
 
@@ -191,7 +188,7 @@ def test_one_evaluation_of_chats_is_bars_by_class_and_by_turn(tmp_path: Path, sn
         "by_turn": {"1": {"loss": 2.0, "tokens": 4}, "over 64": {"loss": 0.25, "tokens": 9}},
     }
     write_lines(tmp_path / "run", {"step": 3, "loss": 2.0, **parts}, name="eval.jsonl")
-    assert list_words(make(write_lines(tmp_path / "run", {"step": 3, "loss": 2.0}))[1]) == snapshot
+    assert list_sections(make(write_lines(tmp_path / "run", {"step": 3, "loss": 2.0}))[1]) == snapshot
 
 
 plain = st.recursive(
