@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers import count_examples, sample
 from support.tokenizers_trained import CORPUS, KINDS, train, wrap
+from syrupy.assertion import SnapshotAssertion
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from ulysses_cli.data.tokenizing import encoder as encoder_module
 from ulysses_cli.data.tokenizing.encoder import Encoder
 from ulysses_cli.data.tokenizing.pieces import find_cut_rule
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
@@ -22,22 +22,18 @@ PIECES = [
 TEXT = st.lists(st.text(ALPHABET, max_size=6) | st.sampled_from(PIECES), max_size=60).map("".join)
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes pieces so short that small texts are cut many times."""
-    from ulysses_cli.data.tokenizing.pieces import CutRule
+class ShortPieces(Encoder):
+    """Cuts small texts many times, by the rule alone."""
 
-    monkeypatch.setattr(encoder_module, "PIECE_CHARS", 12)
-    monkeypatch.setattr(encoder_module, "NEIGHBOURHOOD", 1)
-    find = CutRule.find_cuts
-    monkeypatch.setattr(CutRule, "find_cuts", lambda self, text, target=12: find(self, text, target))
-    monkeypatch.setattr(Encoder, "_is_exact", lambda *_: True)  # tests the rule alone
+    piece_chars = 12
+
+    def _is_exact(self, text: str, at: int) -> bool:
+        return True
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
 def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
-    encoder = Encoder(wrap(train(kind)))
+    encoder = ShortPieces(wrap(train(kind)))
     assert encoder.rule.before, encoder.rule.reason
     num_cut = 0
 
@@ -56,11 +52,10 @@ def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
     assert num_cut > 5
 
 
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("with_bounds", [False, True])
-def test_the_library_gets_few_pieces_at_a_time(with_bounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_gets_few_pieces_at_a_time(with_bounds: bool) -> None:
     """What it returns takes about 150 bytes per token: 64 pieces of a row of bytes took 2.4 GB."""
-    encoder, sizes = Encoder(make_bytes_tokenizer()), list[int]()
+    encoder, sizes = ShortPieces(make_bytes_tokenizer()), list[int]()
     text = "a row of many words " * 100
 
     class Counted:
@@ -112,20 +107,12 @@ def make_odd(name: str) -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("pattern", "splits by a pattern that is not known"),
-        ("normalizer", "normalizer Replace is not known"),
-        ("unigram", "reads the text as one word"),
-        ("added", "'new york' holds a letter and white space"),
-    ],
-)
-def test_an_unknown_tokenizer_keeps_documents_whole_and_says_why(name: str, reason: str) -> None:
-    rule = find_cut_rule(make_odd(name).to_str())
-    assert not rule.before
-    assert reason in rule.reason
-    assert rule.find_cuts("a b " * 1_000_000) == []
+def test_an_unknown_tokenizer_keeps_documents_whole_and_says_why(snapshot: SnapshotAssertion) -> None:
+    rules = {name: find_cut_rule(make_odd(name).to_str()) for name in ("pattern", "normalizer", "unigram", "added")}
+    assert {name: rule.reason for name, rule in rules.items()} == snapshot
+    for rule in rules.values():
+        assert not rule.before
+        assert rule.find_cuts("a b " * 1_000_000) == []
 
 
 def test_no_cut_before_letters_that_a_token_joins_to_a_space() -> None:
@@ -135,9 +122,12 @@ def test_no_cut_before_letters_that_a_token_joins_to_a_space() -> None:
 
 
 @pytest.mark.check
-def test_a_cut_that_changes_tokens_around_it_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder(wrap(train("gpt2")))
-    monkeypatch.setattr(Encoder, "_is_exact", lambda *_: False)
+def test_a_cut_that_changes_tokens_around_it_is_not_made() -> None:
+    class NeverExact(Encoder):
+        def _is_exact(self, text: str, at: int) -> bool:
+            return False
+
+    encoder = NeverExact(wrap(train("gpt2")))
     text = "word " * 200_000
     ids, _ = encoder.encode_long(text)
     assert (encoder.num_in_pieces, encoder.num_whole) == (0, 1)

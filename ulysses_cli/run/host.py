@@ -182,9 +182,6 @@ def read_gpus(table: str) -> list[FoundGpu]:
 
 FOLDER = "TORCH_EXTENSIONS_DIR"  # torch's own variable
 BUILD_SECONDS = 600  # no operator takes this long to build
-WATCH_SECONDS = 2.0
-SIGN_SECONDS = 30.0  # commands give a sign of the builds on their machine each WATCH_SECONDS
-FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10.0, 30.0
 PORTABLE = "ULYSSES_PORTABLE_OPERATORS"  # set: operators are built for all CPUs with AVX2, as an image needs them
 COMMON_CPU = "x86-64-v3"  # the compiler's name of those; train/processes/host.py reads it in the folder's name
 COMMON_FLAGS = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
@@ -273,16 +270,29 @@ def list_dead_locks(environ: Mapping[str, str], seconds: float = BUILD_SECONDS) 
     return [lock for lock in locks if _identify(lock) not in held]
 
 
+@dataclass(frozen=True)
+class BuildTimes:
+    """Seconds: between looks, each of which gives a sign of the builds on this machine; without a sign, until a builder
+    counts as gone; until the first word of a build, and from each word to the next."""
+
+    look: float = 2.0
+    sign: float = 30.0
+    first_word: float = 10.0
+    next_word: float = 30.0
+
+
 @contextmanager
-def watch_builds(environ: Mapping[str, str], say: Callable[[str], object]) -> Iterator[None]:
+def watch_builds(
+    environ: Mapping[str, str], say: Callable[[str], object], times: BuildTimes = BuildTimes()
+) -> Iterator[None]:
     """Removes the locks of dead builders before the block begins: its ranks would wait for them, and fail once they are
     removed, since whoever waits for a lock takes the operator for built. Says, while the block runs, which operators
     are being built, by this run or by another process."""
     is_over = threading.Event()
-    watcher = BuildWatch(environ, say)
+    watcher = BuildWatch(environ, say, times)
 
     def watch() -> None:
-        while not is_over.wait(WATCH_SECONDS):
+        while not is_over.wait(times.look):
             watcher.look(time.monotonic())
 
     watcher.settle()
@@ -299,8 +309,10 @@ class BuildWatch:
     """What was seen and said of the builds that go on. A lock's time is the sign of its builder: each command renews
     it for the builders on its own machine, which hold their locks open. Other machines and containers see the sign."""
 
-    def __init__(self, environ: Mapping[str, str], say: Callable[[str], object]) -> None:
-        self.environ, self.say = environ, say
+    def __init__(
+        self, environ: Mapping[str, str], say: Callable[[str], object], times: BuildTimes = BuildTimes()
+    ) -> None:
+        self.environ, self.say, self.times = environ, say, times
         self.begun: dict[Path, float] = {}
         self.next_word: dict[Path, float] = {}
         self.signs: dict[Path, tuple[float, float]] = {}  # a lock's time, and since when it has been that
@@ -310,10 +322,10 @@ class BuildWatch:
         unknown = set(self.list_unheld())
         if unknown:
             names = ", ".join(sorted(lock.parent.name for lock in unknown))
-            self.say(f"DeepSpeed's {names}: a build was begun, and its builder is looked for ({SIGN_SECONDS:.0f} s)")
+            self.say(f"DeepSpeed's {names}: a build was begun, and its builder is looked for ({self.times.sign:.0f} s)")
         first = {lock: self._read_sign(lock) for lock in unknown}
         while unknown:
-            time.sleep(WATCH_SECONDS)
+            time.sleep(self.times.look)
             self.look(time.monotonic())
             unknown = {
                 lock for lock in unknown.intersection(self.list_unheld()) if self._read_sign(lock) == first[lock]
@@ -324,16 +336,16 @@ class BuildWatch:
             sign = self._read_sign(lock)
             if self.signs.get(lock, (None,))[0] != sign:
                 self.signs[lock] = sign, now
-            if now - self.signs[lock][1] > SIGN_SECONDS or _is_older(lock, BUILD_SECONDS):
+            if now - self.signs[lock][1] > self.times.sign or _is_older(lock, BUILD_SECONDS):
                 lock.unlink(missing_ok=True)
                 self.say(f"removed the lock of DeepSpeed's operator {lock.parent.name}: its builder is gone")
         going_on = set(list_locks(self.environ))
         self.begun = {lock: began for lock, began in self.begun.items() if lock in going_on}
         for lock in sorted(going_on):
             if lock not in self.begun:
-                self.begun[lock], self.next_word[lock] = now, now + FIRST_WORD_SECONDS
+                self.begun[lock], self.next_word[lock] = now, now + self.times.first_word
             elif now >= self.next_word[lock]:
-                self.next_word[lock] = now + NEXT_WORD_SECONDS
+                self.next_word[lock] = now + self.times.next_word
                 seconds = now - self.begun[lock]
                 self.say(
                     f"DeepSpeed's operator {lock.parent.name} is being built, once per environment: {seconds:.0f} s"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,7 @@ class Encoder:
     that ends a text. Counts the long texts encoded in pieces and whole. Of the last chat,
     `lost` is what the assistant said and the template does not show, and `counts` its turns of each kind."""
 
+    piece_chars: ClassVar[int] = PIECE_CHARS
     tokenizer: Any
     settings: EncoderSettings = field(default_factory=EncoderSettings)
     stops: tuple[str, ...] = ()
@@ -108,13 +109,13 @@ class Encoder:
     def encode_texts(self, texts: Sequence[str]) -> list[Ids]:
         """Encodes whole documents, with the tokenizer's special tokens at their ends and an end-of-sequence token."""
         if self.backend is None:
-            self.num_whole += sum(len(text) > 2 * PIECE_CHARS for text in texts)
+            self.num_whole += sum(len(text) > 2 * self.piece_chars for text in texts)
             return [self._append_eos(np.asarray(self.tokenizer(text)["input_ids"], self.dtype)) for text in texts]
-        short = [text for text in texts if len(text) <= 2 * PIECE_CHARS]
+        short = [text for text in texts if len(text) <= 2 * self.piece_chars]
         encodings = iter(self.backend.encode_batch_fast(short, add_special_tokens=False))
         documents = []
         for text in texts:
-            if len(text) <= 2 * PIECE_CHARS:
+            if len(text) <= 2 * self.piece_chars:
                 ids = np.asarray(next(encodings).ids, self.dtype)
             else:
                 ids = self.encode_long(text)[0]
@@ -123,7 +124,7 @@ class Encoder:
 
     def encode_long(self, text: str, *, with_bounds: bool = False) -> tuple[Ids, Bounds]:
         """Encodes one text without special tokens, in pieces where the cut rule allows that."""
-        cuts = self._find_cuts(text) if len(text) > 2 * PIECE_CHARS else []
+        cuts = self._find_cuts(text) if len(text) > 2 * self.piece_chars else []
         spans = list(pairwise([0, *cuts, len(text)]))
         encode = "encode_batch" if with_bounds else "encode_batch_fast"
         place_type = np.dtype(np.int32 if len(text) <= np.iinfo(np.int32).max else np.int64)
@@ -143,7 +144,7 @@ class Encoder:
 
     def _find_cuts(self, text: str) -> list[int]:
         """The rule's cuts, without those that change the tokens of the text around them."""
-        cuts = [at for at in self.rule.find_cuts(text) if self._is_exact(text, at)]
+        cuts = [at for at in self.rule.find_cuts(text, self.piece_chars) if self._is_exact(text, at)]
         self.num_in_pieces += bool(cuts)
         self.num_whole += not cuts
         return cuts
