@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from support.recipes import load
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.sources import open_source
 from ulysses_cli.data.transaction import FileHashes
 from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.files import expand_pattern
 from ulysses_cli.plan.models.model_files import find_weight_problem
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.rules.files import check_datasets
 from ulysses_cli.readers import blocks
 from ulysses_cli.readers.files import list_files, walk_blocks
@@ -46,7 +47,7 @@ def test_patterns_match_as_in_a_shell(tmp_path: Path) -> None:
         os.chdir(before)
 
 
-def test_links_that_lead_in_circles(tmp_path: Path) -> None:
+def test_links_that_lead_in_circles(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """Two links to a folder above make 2^40 paths."""
     make_tree(tmp_path)
     for name in ("one", "two", "a/three"):
@@ -56,33 +57,31 @@ def test_links_that_lead_in_circles(tmp_path: Path) -> None:
     assert names == {"x.jsonl", "y.jsonl", "z.jsonl"}
     assert {file.name for file in list_files(str(tmp_path), ["**/*.jsonl"]).files} == names
     recipe = load(f"data.datasets=[{{path: {tmp_path}, data_files: ['**/*.nothing']}}]").recipe
-    assert "does not exist" in str(next(iter(check_datasets(recipe))))
+    assert str(next(iter(check_datasets(recipe)))) == snapshot
 
 
-def test_special_files_are_named_and_not_opened(tmp_path: Path) -> None:
+def test_special_files_are_named_and_not_opened(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    os.mkfifo(model / "config.json")
+    config, weights = model / "config.json", model / "model.safetensors"
     recipe = load(f"model.name_or_path={model}").recipe
-    with pytest.raises(RecipeError, match=r"model.name_or_path: .*config.json is a FIFO, not a file"):
-        find_model_shape(recipe)
-    (model / "config.json").unlink()
-    (model / "config.json").symlink_to("/dev/zero")
-    with pytest.raises(RecipeError, match=r"config.json is a device, not a file"):
-        find_model_shape(recipe)
-    (model / "config.json").unlink()
-    os.mkfifo(model / "model.safetensors")
-    assert find_weight_problem(model).endswith("model.safetensors cannot be read: it is a FIFO, not a file")
-    (model / "model.safetensors").unlink()
+    os.mkfifo(config)
+    said = [explain(find_model_shape, recipe)]
+    config.unlink()
+    config.symlink_to("/dev/zero")
+    said.append(explain(find_model_shape, recipe))
+    os.mkfifo(weights)
+    said.append(find_weight_problem(model))
+    weights.unlink()
     os.mkfifo(model / "model.safetensors.index.json")
-    assert find_weight_problem(model).endswith("index.json cannot be read: it is a FIFO, not a file")
+    said.append(find_weight_problem(model))
     os.mkfifo(tmp_path / "d.jsonl")
     (tmp_path / "e.jsonl").write_text('{"text": "a"}\n')
     hashes = FileHashes(tmp_path / "hashes.json")
     for name in ("d.jsonl", "/dev/zero"):
         dataset = load(f"data.datasets=[{{path: {tmp_path / name}}}]").recipe.data.datasets[0]
-        with pytest.raises(RecipeError, match=r"data.datasets.0.path: .* is a (FIFO|device), not a file"):
-            open_source(dataset, "data.datasets.0", 0, hashes)
+        said.append(explain(open_source, dataset, "data.datasets.0", 0, hashes))
+    assert said == snapshot
     dataset = load(f"data.datasets=[{{path: {tmp_path}, data_files: ['*.jsonl']}}]").recipe.data.datasets[0]
     source = open_source(dataset, "data.datasets.0", 0, hashes)
     assert source.facts["left_out"] == {"special file": {"count": 1, "example": str(tmp_path / "d.jsonl")}}
@@ -91,26 +90,22 @@ def test_special_files_are_named_and_not_opened(tmp_path: Path) -> None:
 PACKED = ["d.jsonl.gz", "d.json.gz", "d.csv.gz", "d.txt.gz", "d.parquet.gz", "d.arrow.gz", "d.jsonl.zst"]
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_a_file_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
-    content = b'{"text": "' + b" " * (8 << 20) + b'"}\n'
-    if name.endswith(".zst"):
-        import pyarrow
+def test_a_file_that_expands_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    import pyarrow
 
-        packed = pyarrow.compress(content, "zstd", asbytes=True)
-    else:
-        packed = gzip.compress(content)
-    (tmp_path / name).write_bytes(packed)
-    with pytest.raises(DataError) as caught:
-        list(walk_blocks([tmp_path / name]))
-    (problem,) = caught.value.problems
-    limit = max(1 << 20, 200 * len(packed)) / 2**20
-    assert str(problem).startswith(f"{tmp_path / name}: expands to more than {limit:,.0f} MiB")
-    assert "hint: leave it out, or unpack it" in str(problem)
-    monkeypatch.setattr(blocks, "FREE_BYTES", 16 << 20)
-    if name.startswith("d.jsonl"):
-        assert sum(len(block.content) for block in walk_blocks([tmp_path / name])) == 1
+    content = b'{"text": "' + b" " * (8 << 20) + b'"}\n'
+    for name in PACKED:
+        monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
+        packed = pyarrow.compress(content, "zstd", asbytes=True) if name.endswith(".zst") else gzip.compress(content)
+        (tmp_path / name).write_bytes(packed)
+        said = explain(lambda file: list(walk_blocks([file])), tmp_path / name, error=DataError)
+        limit = max(1 << 20, 200 * len(packed)) / 2**20
+        assert said.replace(name, "FILE").replace(f" {limit:,.0f} MiB", " LIMIT") == snapshot(name="each")
+        if name.startswith("d.jsonl"):
+            monkeypatch.setattr(blocks, "FREE_BYTES", 16 << 20)
+            assert sum(len(block.content) for block in walk_blocks([tmp_path / name])) == 1
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -132,25 +127,24 @@ def test_an_arrow_file_that_is_truncated_while_it_is_read(tmp_path: Path, is_str
     if is_stream:  # a file that ends between two parts is complete by its format
         assert not any("x" in str(block.content) for block in blocks)
         return
-    with pytest.raises(DataError, match="cannot be read: ") as caught:
+    with pytest.raises(DataError) as caught:
         list(blocks)
     assert str(caught.value.problems[0].where) == str(file)
 
 
-@pytest.mark.parametrize(
-    ("header", "words"),
-    [
-        (b"[" * 100_000, "recursion limit"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 2e80992]}}', "a.data_offsets.1"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}', "a.data_offsets: List should have at least 2"),
-        (b'{"a": {"dtype": 1, "shape": [2], "data_offsets": [0, 8]}}', "a.dtype"),
-        (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', "a.shape.0"),
-        (json.dumps({"__metadata__": 3}).encode(), "not a table of tensors"),
-    ],
-)
-def test_a_header_that_makes_no_sense(tmp_path: Path, header: bytes, words: str) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    match = find_weight_problem(tmp_path)
-    assert match.startswith(f"{file} is damaged: ")
-    assert words in match
+HEADERS = {
+    "nested": b"[" * 100_000,
+    "infinite offset": b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 2e80992]}}',
+    "one offset": b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}',
+    "kind": b'{"a": {"dtype": 1, "shape": [2], "data_offsets": [0, 8]}}',
+    "negative shape": b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+    "metadata": json.dumps({"__metadata__": 3}).encode(),
+}
+
+
+def test_a_header_that_makes_no_sense(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    said = {}
+    for name, header in HEADERS.items():
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        said[name] = find_weight_problem(tmp_path)
+    assert said == snapshot

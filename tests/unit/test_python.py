@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli import api
 from ulysses_cli.api import RecipeError, estimate, plan, train, validate
@@ -60,38 +63,34 @@ def test_a_plan_is_what_the_command_finds() -> None:
 def test_ranks_must_be_able_to_import_a_loss() -> None:
     assert api.name_function(open_listener) == "ulysses_cli.run.launcher:open_listener"
     assert api.name_function(test_ranks_must_be_able_to_import_a_loss).startswith(os.path.abspath(__file__) + ":test_")
-    for function in (lambda losses: losses, StepListener.follow, print):
-        with pytest.raises(ValueError, match="define it at the top"):
-            api.name_function(function)
+    for name, function in {"lambda": lambda losses: losses, "follow": StepListener.follow, "print": print}.items():
+        assert name in explain(api.name_function, function, error=ValueError)
     keys = {text: [problem.key for problem in validate(TINY, {"train.token_loss": text}).problems] for text in
             ("losses.focal", "none.py:focal", "a b:c", "losses:focal")}  # fmt: skip
     assert keys == {"losses.focal": ["train.token_loss"], "none.py:focal": ["train.token_loss"],
                     "a b:c": ["train.token_loss"], "losses:focal": []}  # fmt: skip
 
 
-def test_training_refuses_other_threads() -> None:
-    errors: list[BaseException] = []
+def test_training_refuses_other_threads(snapshot: SnapshotAssertion) -> None:
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(explain, train, TINY, error=RuntimeError).result() == snapshot
 
-    def call() -> None:
-        try:
-            train(TINY)
-        except RuntimeError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
+def follow(script: str, call: Callable[[str, dict[str, Any]], object], *words: str) -> tuple[StepListener, list[str]]:
+    """Runs a script in place of an agent. Returns who asked it to stop, too."""
+    asked: list[str] = []
+    with open_listener(call) as listener:
+        environ = {**os.environ, **listener.environ}
+        agent = subprocess.Popen([sys.executable, "-c", script, *words], env=environ)
+        assert listener.follow(agent, lambda: asked.append(name_asker("a signal", listener.environ))) == 0
+    return listener, asked
 
 
 @pytest.mark.parametrize(("answer", "stops"), [(None, 0), (True, 1), (1, 0)])
 def test_a_callback_that_returns_true_stops_the_run_once(answer: object, stops: int) -> None:
     calls: list[Any] = []
     script = "import json, os; f = open(os.environ['ULYSSES_LINES'], 'w')\nfor i in range(3): print(json.dumps({'split': 'train', 'step': i}), file=f)"  # noqa: E501
-    with open_listener(lambda split, line: calls.append((split, line["step"])) or answer) as listener:
-        agent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **listener.environ})
-        asked: list[str] = []
-        assert listener.follow(agent, lambda: asked.append(name_asker("a signal", listener.environ))) == 0
+    _, asked = follow(script, lambda split, line: calls.append((split, line["step"])) or answer)
     assert set(asked) <= {"the program's on_step"}, "the run's end says who asked"
     assert calls == [("train", 0), ("train", 1), ("train", 2)]
     assert len(asked) <= stops  # an agent that has ended is not asked
@@ -123,9 +122,7 @@ def test_a_callback_that_raises_is_not_called_again() -> None:
         raise ZeroDivisionError
 
     script = "import os; open(os.environ['ULYSSES_LINES'], 'w').write('{\"split\": \"eval\", \"step\": 7}\\n' * 2)"
-    with open_listener(fail) as listener:
-        agent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **listener.environ})
-        listener.follow(agent, lambda: None)
+    listener, _ = follow(script, fail)
     assert calls == [7]
     assert isinstance(listener.error, ZeroDivisionError)
 
@@ -134,9 +131,7 @@ def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over() -> None:
     calls: list[int] = []
     script = "import os, sys; open(os.environ['ULYSSES_LINES'], 'w').write(sys.argv[1])"
     lines = '{"split": "tr\n{"split": "train", "step": 7}\n'
-    with open_listener(lambda _, line: calls.append(line["step"])) as listener:
-        agent = subprocess.Popen([sys.executable, "-c", script, lines], env={**os.environ, **listener.environ})
-        assert listener.follow(agent, lambda: None) == 0
+    listener, _ = follow(script, lambda _, line: calls.append(line["step"]), lines)
     assert (calls, listener.error) == ([7], None)
 
 
