@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.json_page import find_undocumented
 from support.paths import TINY_RECIPE
-from support.recipes import VALID
 from support.served import ServedPopen
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.facts import compare_length, count_lengths
 from ulysses_cli.data.prepare import prepare_data
@@ -69,22 +70,17 @@ def test_every_token_is_accounted_for(tmp_path: Path) -> None:
     assert [sum(entry["tokens"] for entry in one) for one in bins] == [s["num_tokens"] for s in report["sources"]]
 
 
-def test_text_and_page_say_the_same(tmp_path: Path) -> None:
+def test_text_and_page_say_the_same(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     report = make_report(tmp_path)
     text, page = format_report(report), make_data_page(report)
-    outcomes = ("truncated, lost", "without a target, left out", "copies by weight or share")
-    for words in (*outcomes, "1 bad row", "1 blank line"):
-        assert words in text, words
-        assert words in page, words
-    assert f"{tmp_path}/a.jsonl:8: malformed JSON" in text
+    assert re.sub(" {3,}", "  ", re.sub(r"rows/\w{32}", "rows/HASH", text)) == snapshot
+    assert all(words in page for words in ("truncated, lost", "left out", "copies by", "1 bad row", "1 blank line"))
     assert "[[a&lt;|end|&gt;]]" in page
-    assert "[[a<|end|>]]" in text
-    assert "predicted over" in text
     assert page.count("<svg") == 2
     assert not re.search(r"(src|href)=", page)
 
 
-def test_tokens_of_an_epoch_are_tabled_by_source_and_length(tmp_path: Path) -> None:
+def test_tokens_of_an_epoch_are_tabled_by_source_and_length(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """By hand: 4 documents of 3,000 bytes, of which one is held to be too short, and one of 20,000."""
     (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (9, 2999, 2999, 2999)))
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "b" * 19_999}) + "\n")
@@ -94,25 +90,21 @@ def test_tokens_of_an_epoch_are_tabled_by_source_and_length(tmp_path: Path) -> N
     text = text.replace("  assistant_only_loss: true\n", "").replace("FOLDER", str(tmp_path))
     report = prepare_data(parse_recipe(text).recipe, 32, lambda _: None).report
     assert [entry["documents"] for entry in report["splits"]["train"]["sources"]] == [4, 1]
-    shown, page = format_report(report), make_data_page(report)
+    shown = format_report(report)
     lines = [line.split() for line in shown.split("\n\n")[2].splitlines()]
-    assert lines[0] == ["an", "epoch", "tokens", "share", "copies", "to", "4Ki", "to", "64Ki"]
     copies = [0.3 * 29_000 / 9_000, 0.7 * 29_000 / 20_000]
     assert [line[3] for line in lines[-2:]] == [f"{each:.3g}" for each in copies]
     assert [line[4:] for line in lines[-2:]] == [["9,000", "0"], ["0", "20,000"]]
-    assert "of other lengths, left out" in shown
-    assert "Tokens of an epoch by source and length" in page
-    assert f"{copies[1]:.3g} copies of its tokens stand in an epoch, as its share of 0.7 needs" in shown
+    assert [lines[0], [line for line in shown.splitlines() if "left out" in line or " copies of " in line]] == snapshot
+    assert "<h2>Tokens of an epoch " in make_data_page(report)
 
 
 def test_lengths_are_counted_and_compared() -> None:
-    import numpy as np
-
     lengths = np.asarray([1, 2, 3, 4, 5, 100])
-    values = {
-        (entry["from"], entry["to"]): entry["documents"] for entry in count_lengths(lengths) if entry["documents"]
-    }
-    assert values == {(0, 1): 1, (1, 2): 1, (2, 4): 2, (4, 8): 1, (64, 128): 1}
+    counts = {(entry["from"], entry["to"]): entry["documents"] for entry in count_lengths(lengths)}
+    assert {place: count for place, count in counts.items() if count} == {
+        (0, 1): 1, (1, 2): 1, (2, 4): 2, (4, 8): 1, (64, 128): 1,
+    }  # fmt: skip
     choice = compare_length(lengths, 50)
     assert (choice["long_documents"], choice["truncated_share"]) == (1, 50 / 115)
     assert choice["efficiency"] == 115 / 150
@@ -120,15 +112,11 @@ def test_lengths_are_counted_and_compared() -> None:
     assert alone["efficiency"] < choice["efficiency"], "one document per row leaves rows emptier"
 
 
-@pytest.mark.parametrize(
-    ("share", "text"), [(0, "0.0%"), (1e-6, "<0.1%"), (0.5, "50.0%"), (0.99999, ">99.9%"), (1, "100.0%")]
-)
-def test_a_share_is_never_rounded_to_0_or_100_percent(share: float, text: str) -> None:
-    assert format_share(share) == text
-
-
-def test_sizes_lines_and_progress() -> None:
+def test_sizes_shares_lines_and_progress() -> None:
+    """A share is never rounded to 0 or 100 percent."""
     assert [format_binary(2**power) for power in (4, 10, 17, 20)] == ["16", "1Ki", "128Ki", "1Mi"]
+    shares = [format_share(share) for share in (0, 1e-6, 0.5, 0.99999, 1)]
+    assert shares == ["0.0%", "<0.1%", "50.0%", ">99.9%", "100.0%"]
     line = "many words " * 30
     assert "".join(wrap_line(line)) == line
     assert max(map(len, wrap_line(line))) <= 100
@@ -159,16 +147,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.check
-def test_mistakes_end_with_their_codes(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(VALID.replace("sp_size: 4", "sp_size: 5"))
-    done = run(str(tmp_path / "r.yaml"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "data.max_length: 8192 is not a multiple of sp_size 5" in done.stderr
-    assert run("train.max_steps=3").returncode == 2
+def test_a_bad_row_ends_the_command(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     (tmp_path / "bad.jsonl").write_text("{\n")
-    tiny = str(TINY_RECIPE)
     sources = f"data.datasets=[{{path: {tmp_path / 'bad.jsonl'}}}]"
-    done = run(tiny, sources, "data.eval_split=0", "run.eval_steps=null", f"data.store_dir={tmp_path}")
-    assert done.returncode == 1, done.stderr
-    assert f"{tmp_path}/bad.jsonl:1:1: malformed JSON" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run(str(TINY_RECIPE), sources, "data.eval_split=0", "run.eval_steps=null", f"data.store_dir={tmp_path}")
+    assert (done.returncode, done.stderr) == (1, snapshot)

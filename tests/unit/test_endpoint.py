@@ -382,7 +382,8 @@ def test_the_key_is_sent_and_never_shown(served: Served, folder: Path) -> None:
 
 def test_another_models_tokenizer_is_noticed(served: Served, folder: Path, snapshot: SnapshotAssertion) -> None:
     train("wordpiece").save(str(folder / "own" / "tokenizer.json"))
-    assert find_notes(ask(served, folder, "--endpoint-requests", "1")) == snapshot
+    (note,) = find_notes(ask(served, folder, "--endpoint-requests", "1"))
+    assert re.sub(r"\d+ tokens", "N tokens", note) == snapshot
 
 
 def test_mistakes_are_said_before_a_question_is_asked(

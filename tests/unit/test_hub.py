@@ -142,7 +142,8 @@ def test_weights_that_ranks_cannot_download_stop_a_run_before_its_data_is_read(
     if len(files) == 2:
         assert str(done.exception) == "data were read"
     else:
-        assert (done.exit_code, done.stderr) == (2, snapshot)
+        said = [line for line in done.stderr.splitlines() if "out of reach" in line]
+        assert (done.exit_code, said) == (2, snapshot)
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -235,10 +236,8 @@ def test_what_cannot_be_downloaded_is_not_blamed_on_anything_else(tmp_path: Path
     (tmp_path / "empty").mkdir()
     assert [
         *(explain(load_hub_set, Dataset(path="owner/chats"), "data.datasets.0") for _ in range(2)),
-        *(
-            explain(load_tokenizer, Model(name_or_path=name))
-            for name in ("owner/model", f"{tmp_path}/broken", f"{tmp_path}/empty")
-        ),
+        explain(load_tokenizer, Model(name_or_path="owner/model")),
+        *(explain(load_tokenizer, Model(name_or_path=str(tmp_path / name))) for name in ("broken", "empty")),
     ] == snapshot
 
 

@@ -49,12 +49,8 @@ def test_six_empty_answers_make_a_recipe_that_validates(texts: Path, snapshot: S
     shown = invoke(answers="texts\n\n\n\n\n\n")
     assert (shown.returncode, shown.stderr) == (0, snapshot)
     assert shown.stdout.splitlines()[-1] == "my.yaml"
-    recipe = yaml.safe_load(Path("my.yaml").read_text())
-    assert recipe["data"] == {"datasets": [{"path": "texts"}], "eval_split": 0.05, "max_length": 1024}
-    assert recipe["train"]["num_train_epochs"] == 1
-    assert recipe["run"] == {"output_dir": "runs/my", "device": "cpu", "save_steps": 100}
+    assert Path("my.yaml").read_text() == snapshot(name="my.yaml")
     assert validate_recipe("my.yaml").problems == ()
-    assert Path("my.yaml").read_text().startswith("# yaml-language-server: $schema=ulysses.schema.json\n# Trains")
     assert Path("ulysses.schema.json").is_file()
 
 

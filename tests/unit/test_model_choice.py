@@ -8,10 +8,11 @@ from typing import Any, get_args
 
 import pytest
 from support.checkpoints import make_checkpoint
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.recipe.recipe import Run
 from ulysses_cli.plan.schedule import MEASURES, SCORE_MEASURE, choose_best, describe_stall
-from ulysses_cli.report.run_summary import list_figures, load_run, summarize_run
 from ulysses_cli.run.bucket import Bucket
 from ulysses_cli.run.checkpoints import (
     CheckpointError,
@@ -31,15 +32,19 @@ def dump_losses(losses: dict[int, float]) -> dict[str, float | None]:
     return {str(step): loss if math.isfinite(loss) else None for step, loss in losses.items()}
 
 
+def make_recipe(measure: str) -> dict[str, Any]:
+    train = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    return {"model": {}, "data": {}, "train": train, "run": {"seed": 0, "keep_best": measure}}
+
+
 def list_steps(run_dir: Path) -> list[str]:
     return sorted(path.name for path in run_dir.glob("checkpoints/*"))
 
 
 def write_evaluations(run_dir: Path, losses: dict[int, float]) -> None:
     run_dir.mkdir(exist_ok=True)
-    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in dump_losses(losses).items()]
-    text = "".join(line.replace('"step": "', '"step": ').replace('", "loss"', ', "loss"') + "\n" for line in lines)
-    (run_dir / "eval.jsonl").write_text(text)
+    lines = [{"step": int(step), "loss": loss} for step, loss in dump_losses(losses).items()]
+    (run_dir / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_the_best_is_the_lowest_finite_loss_of_those_that_are_there() -> None:
@@ -77,28 +82,23 @@ def test_a_resumed_run_knows_the_losses_of_its_state_and_of_its_file(tmp_path: P
     assert (other.measured["eval_loss"], other.best_step) == ({2: 2.0, 6: math.inf}, None)
 
 
-def test_the_best_of_a_run_is_chosen_for_export(tmp_path: Path) -> None:
-    lines: list[str] = []
+def test_the_best_of_a_run_is_chosen_for_export(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    said: list[str] = []
     for step in (2, 8):
         make_checkpoint(tmp_path, step, eval_losses=dump_losses(LOSSES))
-    assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-2"
-    assert lines[0] == "step 4 was the best by evaluation loss, but its checkpoint was not kept"
-    assert lines[1].endswith("checkpoints/step-2, with evaluation loss 2")
+    assert choose_checkpoint(tmp_path, said.append, wants_best=True).name == "step-2"
     (tmp_path / "checkpoints" / "step-2" / name_share(0)).unlink()
-    assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-8"
-    with pytest.raises(CheckpointError, match="name a run's output_dir to choose its best"):
-        choose_checkpoint(tmp_path / "checkpoints" / "step-8", lines.append, wants_best=True)
+    assert choose_checkpoint(tmp_path, said.append, wants_best=True).name == "step-8"
     make_checkpoint(tmp_path / "unmeasured", 2)
-    with pytest.raises(CheckpointError, match=r"has no valid checkpoint with an evaluation: set run\.keep_best"):
-        choose_checkpoint(tmp_path / "unmeasured", lines.append, wants_best=True)
+    for path in (tmp_path / "checkpoints" / "step-8", tmp_path / "unmeasured"):
+        said.append(explain(choose_checkpoint, path, said.append, wants_best=True, error=CheckpointError))
+    assert said == snapshot
 
 
 def test_the_best_stays_in_the_bucket_and_comes_back(tmp_path: Path) -> None:
     bucket, here, there = Bucket(f"file://{tmp_path}/bucket", pauses=(0.0,)), tmp_path / "here", tmp_path / "there"
-    recipe = {"model": {}, "data": {}, "train": {}, "run": {"seed": 0, "keep_best": "eval_loss"}}
-    recipe["train"] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     for step in LOSSES:
-        path = make_checkpoint(here, step, eval_losses=dump_losses(LOSSES), recipe=recipe)
+        path = make_checkpoint(here, step, eval_losses=dump_losses(LOSSES), recipe=make_recipe("eval_loss"))
         Sending(bucket).send_checkpoint(path, [name_share(0), name_share(1)], 0, 1)
         prune_remote(bucket, step, 1, LOSSES)
     assert list_remote_steps(bucket) == [8, 4]
@@ -107,13 +107,11 @@ def test_the_best_stays_in_the_bucket_and_comes_back(tmp_path: Path) -> None:
     assert find_resume_point(there, "auto", 0, lambda _: None).best_step == 4
 
 
-def test_a_score_decides_where_the_run_goes_by_it(tmp_path: Path) -> None:
+def test_a_score_decides_where_the_run_goes_by_it(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """Higher scores are better: loss and score disagree here."""
-    recipe = {"model": {}, "data": {}, "run": {"seed": 0, "keep_best": "eval_suite"}}
-    recipe["train"] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     for step in (2, 4, 8):
         state = {"eval_losses": dump_losses(LOSSES), "eval_scores": {"2": 0.25, "4": 0.5}}
-        make_checkpoint(tmp_path, step, recipe=recipe, **state)
+        make_checkpoint(tmp_path, step, recipe=make_recipe("eval_suite"), **state)
     (tmp_path / "quality.jsonl").write_text('{"step": 8, "score": 0.75}\n{"step": 9, "score": 1.0}\n')
     point = find_resume_point(tmp_path, "auto", 0, lambda _: None, "eval_suite")
     assert (point.measured["eval_suite"], point.best_step) == ({2: -0.25, 4: -0.5, 8: -0.75}, 8)
@@ -121,48 +119,28 @@ def test_a_score_decides_where_the_run_goes_by_it(tmp_path: Path) -> None:
     assert [point.has_stalled(patience, threshold) for patience, threshold in ((1, 0.0), (1, 0.3))] == [False, True]
     by_loss = find_resume_point(tmp_path, "auto", 0, lambda _: None, "eval_loss")
     assert (by_loss.best_step, by_loss.has_stalled(2, 0.0)) == (4, True)
-    lines: list[str] = []
-    assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-8"
-    assert lines[-1].endswith("checkpoints/step-8, with eval_suite score 0.75")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
-    (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": recipe}))
-    figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
-    assert figures["best model"] == ("step 9", "eval_suite score 1; its checkpoint is kept")
+    said: list[str] = []
+    assert choose_checkpoint(tmp_path, said.append, wants_best=True).name == "step-8"
+    assert said == snapshot
 
 
-@pytest.mark.parametrize(("measure", "value"), [("eval_rewards/accuracies", "0.875"), ("eval_rewards/margins", "2.5")])
-def test_the_highest_metric_of_pairs_decides_where_the_run_goes_by_it(tmp_path: Path, measure: str, value: str) -> None:
+@pytest.mark.parametrize(("measure", "value"), [("eval_rewards/accuracies", 0.875), ("eval_rewards/margins", 2.5)])
+def test_the_highest_metric_of_pairs_decides_where_the_run_goes_by_it(
+    tmp_path: Path, measure: str, value: float, snapshot: SnapshotAssertion
+) -> None:
     """The loss is lowest at step 4, and the base's metric is the highest. A metric that is none is never the best."""
-    recipe = {"model": {}, "data": {}, "run": {"seed": 0, "keep_best": measure}}
-    recipe["train"] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     kept = {"eval_accuracies": {"2": 0.875, "4": 0.5}, "eval_margins": {"2": 2.5, "4": 0.5}}
     for step in (2, 4, 8):
-        make_checkpoint(tmp_path, step, recipe=recipe, eval_losses=dump_losses(LOSSES), **kept)
+        make_checkpoint(tmp_path, step, recipe=make_recipe(measure), eval_losses=dump_losses(LOSSES), **kept)
     lines = [{"step": step, "loss": 1.0, measure.removeprefix("eval_"): one} for step, one in ((0, 9.0), (8, None))]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     point = find_resume_point(tmp_path, "auto", 0, lambda _: None, measure)
     assert point.best_step == 2
-    assert point.measured[measure] == {2: -float(value), 4: -0.5, 8: math.inf}
+    assert point.measured[measure] == {2: -value, 4: -0.5, 8: math.inf}
     assert [point.has_stalled(patience, 0.0) for patience in (2, 3)] == [True, False]
-    told: list[str] = []
-    assert choose_checkpoint(tmp_path, told.append, wants_best=True).name == "step-2"
-    assert told[-1].endswith(f"checkpoints/step-2, with {measure} {value}")
-    summary = summarize_run(load_run(write_run(tmp_path, {"keep_best": measure})))
-    assert (summary["best_step"], summary["best_measure"]) == (None, None), "the file of this folder has no good one"
-
-
-def write_run(run_dir: Path, settings: dict[str, Any]) -> Path:
-    (run_dir / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
-    (run_dir / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": {"run": settings}}))
-    return run_dir
-
-
-def test_the_report_names_the_highest_metric_of_pairs(tmp_path: Path) -> None:
-    margins = {0: 9.0, 2: 0.5, 4: 0.25, 8: 1.25}
-    lines = [{"step": step, "loss": 1 / (step + 1), "rewards/margins": one} for step, one in margins.items()]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = summarize_run(load_run(write_run(tmp_path, {"keep_best": "eval_rewards/margins"})))
-    assert (summary["best_step"], summary["best_measure"]) == (8, "eval_rewards/margins 1.25")
+    said: list[str] = []
+    assert choose_checkpoint(tmp_path, said.append, wants_best=True).name == "step-2"
+    assert said == snapshot
 
 
 def test_a_recipe_may_name_each_measure() -> None:
@@ -170,22 +148,6 @@ def test_a_recipe_may_name_each_measure() -> None:
     assert set(get_args(get_args(annotation)[0])) == set(MEASURES)
 
 
-def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path) -> None:
-    settings = {"keep_best": "eval_loss", "export_best": True}
-    settings |= {"early_stopping_patience": 2, "early_stopping_threshold": 0.0}
-    write_evaluations(tmp_path, {0: 0.5, **LOSSES})
-    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
-    (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": {"run": settings}}))
-    figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
-    assert figures["best model"] == ("step 4", "evaluation loss 1; it is exported")
-    assert "from 0.5 before step 1, lowest" in figures["eval loss"][1], "the base's loss, which no checkpoint has"
-    assert figures["stopped early"] == ("step 8", "evaluation loss had not improved for 2 evaluations")
-
-
-def test_an_end_without_enough_progress_names_the_threshold() -> None:
-    losses = {2: 3.5, 4: 3.2}
-    assert describe_stall(None, losses, 5.0) == "evaluation loss has not improved by more than 5 for 1 evaluation"
-    assert (
-        describe_stall(SCORE_MEASURE, {2: -0.5, 4: -0.5}, 0.0)
-        == "the score of eval_suite has not improved for 1 evaluation"
-    )
+def test_an_end_without_enough_progress_names_the_threshold(snapshot: SnapshotAssertion) -> None:
+    assert describe_stall(None, {2: 3.5, 4: 3.2}, 5.0) == snapshot
+    assert describe_stall(SCORE_MEASURE, {2: -0.5, 4: -0.5}, 0.0) == snapshot
