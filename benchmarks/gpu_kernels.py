@@ -18,7 +18,7 @@ import torch
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.attention import BACK_ENDS, Device, Need
-from ulysses_cli.plan.flops import count_pairs
+from ulysses_cli.plan.rows.ring import count_pairs
 from ulysses_cli.train.attention.kernels.operators import KERNELS
 from ulysses_cli.train.attention.kernels.trial import KernelSearch, KernelWorkload, try_kernel
 from ulysses_cli.train.choosing import try_in_child

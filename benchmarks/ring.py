@@ -27,9 +27,8 @@ from ring_links import measure_links
 from ring_peer import compare_with_peer
 from support import networks
 
-from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.rows.ring import Order, Ring, TokenRun, deal_row, plan_keys
+from ulysses_cli.plan.rows.ring import Order, Ring, TokenRun, count_pairs, deal_row, plan_keys
 from ulysses_cli.prove.ranks import run_on_ranks
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels.native import Rule

@@ -24,7 +24,7 @@ from ulysses_cli.plan.ledger.adapted_layers import LoraExperts
 from ulysses_cli.plan.ledger.depth import Depth
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.step import SizedRun, alone
-from ulysses_cli.plan.ledger.weights import read_weights
+from ulysses_cli.plan.ledger.weights import list_linear_modules, read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -117,7 +117,7 @@ def adapt(kind: str, *words: str) -> tuple[Any, Any, Any]:
     model = make_model(kind)
     content = json.loads(model.config.to_json_string(use_diff=False))
     shape = read_model_shape(content, "tiny")
-    targets = f"lora.target_modules=[{', '.join(shape.linear_modules)}]"
+    targets = f"lora.target_modules=[{', '.join(list_linear_modules(shape))}]"
     recipe = make_recipe("lora.r=8", targets, "lora.experts=[gate_up, down]", *words, config=content)
     adapted = add_adapters(recipe, shape, model)
     serve_adapted_experts(model)

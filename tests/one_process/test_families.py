@@ -16,6 +16,7 @@ from support.hybrids import HYBRIDS, make_hybrid_config
 from support.recipes import load
 from support.tiers import mark_by, sample_every
 from support.training import make_recipe
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -23,8 +24,9 @@ from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.ledger.adapted_layers import LoraLinear
 from ulysses_cli.plan.ledger.depth import Depth
 from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.products import count_products
 from ulysses_cli.plan.ledger.step import SizedRun, alone
-from ulysses_cli.plan.ledger.weights import read_weights
+from ulysses_cli.plan.ledger.weights import list_linear_modules, read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Trait
@@ -73,13 +75,27 @@ def test_all_linear_is_what_peft_adapts(model_type: str) -> None:
     """A family of which peft refuses all-linear, or adapts experts too, is told which names to write."""
     config = make_hybrid_config(model_type) if model_type in HYBRIDS else make_config(model_type, **LAYERS)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    able = set(list_linear_modules(shape))
     if refused := FAMILIES[model_type].refused_by_peft:
         with pytest.raises(ValueError, match=f"'{refused}' is incompatible"):
             list_adapted(config, "all-linear")
     if not shape.adapts_all:
-        assert list_adapted(config, list(shape.linear_modules)) == set(shape.linear_modules)
+        assert list_adapted(config, list(able)) == able
     else:
-        assert list_adapted(config, "all-linear") == set(shape.linear_modules)
+        assert list_adapted(config, "all-linear") == able
+
+
+@pytest.mark.parametrize("model_type", sample_every(8, sorted(FAMILIES)))
+def test_products_with_weights_are_those_that_torch_counts(model_type: str) -> None:
+    """Products of attention and of recurrences are batched; those with weights are not."""
+    config = make_hybrid_config(model_type) if model_type in HYBRIDS else make_config(model_type, **LAYERS)
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(8)[None])
+    counts = counter.get_flop_counts()["Global"]
+    found = sum(counts.get(name, 0) for name in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert found == 2 * 8 * (sum(count_products(shape)[:2]) + shape.vocab_size * shape.hidden_size)
 
 
 def test_each_family_has_its_proof_on_ranks() -> None:
@@ -135,18 +151,13 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
                 window = config.sliding_window
             assert layer.window_tokens == (window if getattr(attention, "is_sliding", True) else None)
             assert getattr(attention, "attention_dropout", 0.0) == shape.attention_dropout
-            if layer.latent is None:
+            if not layer.is_latent:
                 assert attention.scaling == pytest.approx(shape.attention_scale)
-    # where peft would adapt experts by the MLP's names, only attention's are offered
-    linear = {
-        name.split(".")[-1]
-        for name, module in model.model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and not (shape.adapts_experts and ".mlp." in name)
-        and not name.endswith(tuple(list_router_layers(model)))
-    }
-    experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
-    assert set(shape.linear_modules) == linear - experts - {FAMILIES[model_type].refused_by_peft}
+    # where peft would adapt experts by the MLP's names, no layer of such a name is offered
+    paths = [name for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linear = {path.split(".")[-1] for path in paths if not path.endswith(tuple(list_router_layers(model)))}
+    refused = {path.split(".")[-1] for path in paths if ".mlp." in path and shape.adapts_experts}
+    assert set(list_linear_modules(shape)) == linear - refused - {FAMILIES[model_type].refused_by_peft}
 
 
 BIASED: list[tuple[str, dict[str, Any]]] = [
@@ -178,7 +189,7 @@ def test_the_ledger_lists_every_weight_in_the_models_order(model_type: str, chan
 def test_the_ledger_counts_what_peft_trains_and_freezes(model_type: str, changes: dict[str, Any]) -> None:
     """Also what peft puts on copies of a shared block's adapters."""
     model, shape = make_biased(model_type, changes)
-    targets: Any = "all-linear" if shape.adapts_all else list(shape.linear_modules)
+    targets: Any = "all-linear" if shape.adapts_all else list(list_linear_modules(shape))
     get_peft_model(model, LoraConfig(r=2, target_modules=targets), autocast_adapter_dtype=False)
     counted = read_weights(shape, Lora(r=2, target_modules=targets if shape.adapts_all else tuple(targets)))
     trained = [each.numel() for each in model.parameters() if each.requires_grad]
@@ -210,7 +221,7 @@ def test_no_router_takes_an_adapter_on_ranks_or_on_sizes(model_type: str) -> Non
     router, plain, model = LINEAR_ROUTERS[model_type], make_model(config), make_model(config)
     content = json.loads(config.to_json_string(use_diff=False))
     shape = read_model_shape(content, "tiny")
-    targets: Any = "all-linear" if shape.adapts_all else list(shape.linear_modules)
+    targets: Any = "all-linear" if shape.adapts_all else list(list_linear_modules(shape))
     get_peft_model(plain, LoraConfig(r=2, target_modules="all-linear"), autocast_adapter_dtype=False)
     assert any(f"{router}.lora_A" in name for name, _ in plain.named_parameters())
     settings = choose_layers(LoraConfig(r=2, target_modules=targets), model)

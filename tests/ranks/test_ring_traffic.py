@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.layers import Latent
 from ulysses_cli.plan.rows.ring import MAX_SHARES
 from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes
 from ulysses_cli.train.attention import ring
@@ -112,8 +111,13 @@ def make_job(problem: Problem, layout: tuple[int, int], checkpointing: Checkpoin
     """One layer of that many heads, with numbers of one byte. With values of another width it has latents."""
     (kind,) = LLAMA.layer_kinds
     sizes = {"num_heads": problem.heads, "num_kv_heads": problem.kv_heads, "head_dim": problem.dim}
-    latent = Latent(None, 16, 4) if problem.value_dim else None
-    mixer = replace(kind.attention, **sizes, value_head_dim=problem.width, latent=latent, window_tokens=problem.window)
+    mixer = replace(
+        kind.attention,
+        **sizes,
+        value_head_dim=problem.width,
+        is_latent=problem.value_dim is not None,
+        window_tokens=problem.window,
+    )
     shape = replace(LLAMA, **sizes, layers=(replace(kind, mixers=(mixer,)),), num_layers=1)
     levers = Levers(gradient_checkpointing=checkpointing, head_chunks=problem.chunks)
     return Job(

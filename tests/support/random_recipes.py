@@ -22,10 +22,10 @@ from support.paths import ROOT
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.moments import find_fullest_ranks, join
+from ulysses_cli.plan.ledger.weights import list_linear_modules
 from ulysses_cli.plan.levers import explain_no_leaves, explain_no_overlap
-from ulysses_cli.plan.models.families import FAMILIES, list_traits
 from ulysses_cli.plan.models.family import Trait
-from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -40,6 +40,7 @@ DRAWN = (
     *("qwen3_moe", "smollm3"),
 )
 YARDSTICK = ROOT / "benchmarks" / "results" / "yardstick.json"  # the other families' sizes are of its recipes
+OF_ATTENTION = {"q_proj", "q_a_proj", "q_b_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "kv_b_proj"}
 WINDOWED = set(DRAWN) - {"llama", "granite", "olmo2"}
 
 TRACE_SECONDS = 900
@@ -190,7 +191,7 @@ def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
         "deepspeed": {"zero_optimization": _draw_engine(dice, config, stage)},
     }
     if dice.random() < 0.5:
-        settings["lora"] = _draw_adapters(dice, family)
+        settings["lora"] = _draw_adapters(dice, read_model_shape(config, "the drawn model"))
     if dice.random() < 0.3:
         settings["parallel"]["ring_size"] = dice.choice(list_divisors(settings["parallel"]["sp_size"]))
     if dice.random() < 0.15:
@@ -287,9 +288,10 @@ def _draw_engine(dice: random.Random, config: dict[str, Any], stage: int) -> dic
     return {name: size for name, size in drawn.items() if name == "reduce_bucket_size" or dice.random() < 0.8}
 
 
-def _draw_adapters(dice: random.Random, family: str) -> dict[str, Any]:
-    modules = FAMILIES[family].attention_modules
-    everything = list(modules) if Trait.EXPERTS_ADAPTED in list_traits(family) else "all-linear"
+def _draw_adapters(dice: random.Random, shape: ModelShape) -> dict[str, Any]:
+    able = list_linear_modules(shape)
+    modules = [name for name in able if name in OF_ATTENTION] or able
+    everything = list(modules) if Trait.EXPERTS_ADAPTED in shape.traits else "all-linear"
     return {
         "r": dice.choice((4, 8, 16, 64)),
         "dropout": dice.choice((0.0, 0.0, 0.05)),

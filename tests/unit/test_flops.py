@@ -17,11 +17,10 @@ from ulysses_cli.plan.flops import (
     compute_layers_flops,
     compute_model_flops,
     compute_pair_flops,
-    count_layer_weights,
-    count_pairs,
 )
 from ulysses_cli.plan.ledger.job import check_known, is_known, make_job
 from ulysses_cli.plan.ledger.ledger import weigh_ledger
+from ulysses_cli.plan.ledger.products import count_products
 from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
@@ -35,6 +34,7 @@ from ulysses_cli.plan.planner.generation import (
 )
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.rows.ring import count_pairs
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -80,7 +80,7 @@ def test_vectors_of_layers_and_keys_that_a_layer_makes_count() -> None:
     makes = 2 * (2 * 64 * 64 + 2 * 64 * 128) + 2 * 64 * 32 + 2 * 64 * 64  # q and out of all, k and v of the first two
     mlps = 2 * 3 * 64 * (96 + 192)
     vectors = 64 * 4 * 8 + 4 * 2 * 64 * 8  # their projection; a gate and an output in each layer
-    assert sum(count_layer_weights(shape, layer) for layer in shape.layers) == makes + mlps + vectors
+    assert count_products(shape)[:2] == (mlps, makes + vectors)
 
 
 def test_a_model_of_an_unknown_family_is_refused_by_name() -> None:
@@ -121,7 +121,7 @@ def test_experts_may_read_a_narrower_vector() -> None:
     shape = get_shape("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16")
     assert read_weights(shape, None).num_elements == pytest.approx(120.7e9, rel=1e-3)
     assert count_read_weights(shape) == pytest.approx(12.2e9, rel=0.01)
-    read = sum(count_layer_weights(shape, layer) for layer in shape.layers) + 2 * shape.vocab_size * shape.hidden_size
+    read = sum(count_products(shape)[:2]) + 2 * shape.vocab_size * shape.hidden_size
     assert read == pytest.approx(count_read_weights(shape) + shape.vocab_size * shape.hidden_size, rel=0.01)
 
 

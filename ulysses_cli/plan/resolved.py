@@ -211,7 +211,8 @@ def rank_experts(lora: Lora | None, shape: ModelShape) -> dict[str, int]:
     if lora is None or mlp is None:
         return {}
     rank = max(1, lora.r // max(1, mlp.num_per_token)) if lora.expert_r == "auto" else lora.expert_r
-    names = {"gate_up": "gate_up_proj" if mlp.is_gated else "up_proj", "down": "down_proj"}
+    gates = shape.family is None or shape.family.gates_experts
+    names = {"gate_up": "gate_up_proj" if gates else "up_proj", "down": "down_proj"}
     return {f"experts.{names[part]}": rank for part in lora.experts}
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, list_needs
-from ulysses_cli.plan.flops import count_mlp_weights, count_pair_flops, count_pairs, count_projected
+from ulysses_cli.plan.flops import count_pair_flops
 from ulysses_cli.plan.hardware import Gpu, HostCosts
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.parts import count_offloaded
+from ulysses_cli.plan.ledger.products import count_products
 from ulysses_cli.plan.ledger.states import (
     FLOAT_BYTES,
     compute_state_file_bytes,
@@ -24,16 +25,14 @@ from ulysses_cli.plan.ledger.weights import count_shard, get_weights
 from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles, swaps_activations
 from ulysses_cli.plan.models.layers import (
     Layer,
-    count_shared_norms,
 )
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.rows.ring import measure_ring
+from ulysses_cli.plan.rows.ring import count_pairs, measure_ring
 from ulysses_cli.plan.work import (
     compute_recurrence_flops,
     compute_recurrence_seconds,
     count_halos,
     count_latent_exchanged,
-    count_mlp_elements,
     count_norm_passes,
     count_recurrence_exchanged,
     count_spared,
@@ -174,15 +173,12 @@ def compute_attention_flops(job: Job) -> float:
 
 def compute_projection_flops(job: Job) -> float:
     """Forward."""
-    numbers = job.shape.numbers_of_kind
-    return 2.0 * sum(len(numbers[kind]) * count_projected(job.shape, kind) for kind in numbers) * job.local_tokens
+    return 2.0 * count_products(job.shape).others * job.local_tokens
 
 
 def compute_mlp_flops(job: Job) -> float:
     """Forward."""
-    numbers = job.shape.numbers_of_kind
-    weights = sum(len(numbers[kind]) * count_mlp_weights(job.shape, kind) for kind in numbers)
-    return float(weights * 2 * job.local_tokens)
+    return 2.0 * count_products(job.shape).mlp * job.local_tokens
 
 
 def compute_head_flops(job: Job) -> float:
@@ -238,7 +234,7 @@ def _count_heads_exchanged(job: Job, kind: Layer) -> float:
     if kind.attention is None:
         return 0.0
     of_widths = job.dtype_bytes * job.local_tokens * (num_ranks - 1) / num_ranks
-    if kind.attention.latent is not None:
+    if kind.attention.is_latent:
         return of_widths * count_latent_exchanged(job, kind.attention)
     q, r = job.query_width, job.exchanged_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
@@ -262,7 +258,7 @@ def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
 def _count_fetched(job: Job, kind: Layer) -> int:
     """Numbers of a key with its value, of all heads that chunks bring. Each head that latents are expanded to has keys
     of its own, with values of another width."""
-    if kind.attention is not None and kind.attention.latent is not None:
+    if kind.attention is not None and kind.attention.is_latent:
         return job.query_width + kind.attention.num_heads * kind.attention.value_head_dim
     return 2 * job.exchanged_kv_width
 
@@ -280,7 +276,7 @@ def compute_elementwise_bytes(job: Job) -> float:
         view = job.view(kind)
         heads = view.query_width + view.own_kv_width if kind.attention else 0
         norms = job.num_norms * h + count_normed(job.shape) + (heads if job.shape.query_key_norm else 0)
-        norms += count_shared_norms(h) if kind.shared else 0
+        norms += 3 * h if kind.shared_block else 0  # of both its inputs, and before its MLP
         gates = sum(map(count_norm_passes, kind.mixers))
         width = view.shape.intermediate_size if kind.mlp else 0
         if kind.num_experts:
@@ -291,7 +287,7 @@ def compute_elementwise_bytes(job: Job) -> float:
 
 def count_normed(shape: ModelShape) -> int:
     """Of a layer's own vectors: the norm of the projected ones, and that of what they make."""
-    return shape.per_layer_embeddings.size + shape.hidden_size if shape.per_layer_embeddings else 0
+    return shape.per_layer_size + shape.hidden_size if shape.per_layer_size else 0
 
 
 def compute_sum_bytes(job: Job) -> float:
@@ -303,7 +299,7 @@ def compute_sum_bytes(job: Job) -> float:
     num_bytes, levers = 0.0, job.levers
     if levers.tiled_mlp:
         num_tiles = compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size, is_large=levers.large_tiles)
-        num_bytes += num_tiles * sum(count_mlp_elements(job, layer) for layer in job.shape.layers)
+        num_bytes += num_tiles * count_products(job.shape).mlp_weights
     if job.levers.tiled_loss:
         tile = compute_loss_tile_tokens(
             job.local_tokens, job.shape.vocab_size, job.shape.hidden_size, is_large=job.levers.large_tiles

@@ -16,7 +16,6 @@ from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
     DeltaNetMixer,
-    ExpertsMlp,
     KimiDeltaMixer,
     Layer,
     Mamba2Mixer,
@@ -27,18 +26,6 @@ from ulysses_cli.plan.recipe.sections import Lora
 
 RecurrentMixer = DeltaNetMixer | Mamba2Mixer
 FLOAT_BYTES = 4
-
-
-def count_mlp_elements(job: Job, layer: Layer) -> int:
-    """Weights of a layer's MLP, with all its experts."""
-    block, hidden = layer.mlp, job.shape.hidden_size
-    if block is None:
-        return 0
-    elements = block.inner_size * hidden
-    if isinstance(block, ExpertsMlp):
-        width = block.latent_size or hidden
-        elements = block.num_experts * block.inner_size * width + block.shared_size * hidden
-    return (2 + int(block.is_gated)) * elements
 
 
 def count_spared(job: Job) -> int:

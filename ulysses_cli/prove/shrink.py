@@ -56,7 +56,7 @@ COMPUTED = (
 def shrink_mixers(small: dict[str, Any], layers: Sequence[Layer], hidden_size: int, expert_size: int) -> None:
     """Changes the content of a config.json whose other sizes are small already. `layers`: those that it keeps."""
     mixers = list(dict.fromkeys(mixer for layer in layers for mixer in layer.mixers))
-    if any(isinstance(mixer, AttentionMixer) and mixer.latent is not None for mixer in mixers):
+    if any(isinstance(mixer, AttentionMixer) and mixer.is_latent for mixer in mixers):
         small |= {"kv_lora_rank": LATENT_RANK, "qk_nope_head_dim": WIDTH, "qk_rope_head_dim": WIDTH}
         small |= {"v_head_dim": VALUE_WIDTH, "head_dim": WIDTH}  # which is the rotary part's
         if small.get("q_lora_rank"):
@@ -70,7 +70,7 @@ def shrink_mixers(small: dict[str, Any], layers: Sequence[Layer], hidden_size: i
         small["initializer_range"] = INITIALIZER_RANGE
     for mixer in recurrent:
         small |= _shrink_mixer(mixer, hidden_size)
-    for name in COMPUTED if any(layer.shared for layer in layers) else ():
+    for name in COMPUTED if any(layer.shared_block for layer in layers) else ():
         small.pop(name, None)
 
 
@@ -129,7 +129,7 @@ def _describe_layers(model_type: str, layers: Sequence[Layer], kinds: list[str],
     if Trait.NUMBERED_ATTENTION in list_traits(model_type):
         full = [index for index, kind in enumerate(kinds) if kind == FULL_ATTENTION]
         described = {"attn_layer_indices": full}
-    elif any(layer.shared for layer in layers):  # `layer_types` would be set after the numbers of such layers
+    elif any(layer.shared_block for layer in layers):  # `layer_types` would be set after the numbers of such layers
         described = {"layers_block_type": kinds}
     elif set(kinds) == {HYBRID}:  # all of its layers are alike
         described = {}
@@ -203,8 +203,8 @@ def pick_layers(shape: ModelShape) -> list[int]:
     kinds: dict[Any, int] = {}
     for index, layer in enumerate(shape.layers):
         borrows = layer.attention is not None and layer.attention.shares_kv
-        is_again = layer.shared is not None and layer in shape.layers[:index]
-        number = layer.shared.number if layer.shared else None
+        is_again = layer.shared_block > 0 and layer in shape.layers[:index]
+        number = layer.shared_block
         kinds.setdefault((name_kind(layer), layer.num_experts > 0, borrows, number, is_again), index)
     picked = set(kinds.values())
     for index in range(shape.num_layers):

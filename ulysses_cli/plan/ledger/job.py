@@ -14,7 +14,7 @@ from ulysses_cli.plan.layout import Layout, compute_kv_heads
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
-from ulysses_cli.plan.models.layers import AttentionMixer, DenseMlp, Layer, Mamba2Mixer, Mixer
+from ulysses_cli.plan.models.layers import DenseMlp, Layer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -220,31 +220,8 @@ def is_indexable(job: Job) -> bool:
 
 
 def is_known(shape: ModelShape) -> bool:
-    """Whether all of its weights are described, layer by layer."""
-    if shape.family is None:
-        return False
-    return all(_is_plain(layer, shape) for layer in shape.layer_kinds)
-
-
-def _is_plain(layer: Layer, shape: ModelShape) -> bool:
-    """At most one mixer that is known, or Mamba2 and attention, and at most one MLP of a kind that is."""
-    family = FAMILIES[shape.model_type]
-    are_known = len(layer.mixers) == 1 or [type(mixer) for mixer in layer.mixers] == [Mamba2Mixer, AttentionMixer]
-    if family.shares_blocks:
-        return layer.shared is not None or (len(layer.mixers) == 1 and layer.mlp is None)
-    has_both = are_known and layer.mlp is not None
-    if not (has_both if family.norms_per_layer > 1 else len(layer.mixers) < 2):
-        return False
-    return all(_is_plain_mixer(mixer, family) for mixer in layer.mixers)
-
-
-def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
-    """Attention, also with latent keys, whose gates, if any, are known; a convolution, a delta net or Mamba2."""
-    if not isinstance(mixer, AttentionMixer):
-        return True
-    gate_is_known = bool(mixer.gate_width) == bool(family.attention_gate)
-    is_usual = mixer.latent is not None or mixer.head_dim == mixer.value_head_dim
-    return gate_is_known and is_usual
+    """Whether its row says what a run on sizes cannot, such as whether rows are split exactly."""
+    return shape.family is not None
 
 
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:

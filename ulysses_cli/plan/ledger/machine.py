@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
 from ulysses_cli.plan.ledger.parts import count_offloaded
+from ulysses_cli.plan.ledger.products import count_products
 from ulysses_cli.plan.ledger.states import compute_reduce_flush
 from ulysses_cli.plan.ledger.weights import count_shard, get_weights
 from ulysses_cli.plan.levers import (
@@ -18,7 +19,6 @@ from ulysses_cli.plan.levers import (
     compute_num_mlp_tiles,
     swaps_activations,
 )
-from ulysses_cli.plan.models.layers import ExpertsMlp
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 
@@ -65,18 +65,13 @@ def compute_allocator(job: Job, allocated: int, *, expandable: bool) -> int:
 
 
 def _compute_widest_forward(job: Job) -> int:
-    """Of an MLP: three tensors of the inner width at once, the input and the residual; of one tile, where it has
-    some."""
+    """Of an MLP: at once a tensor as wide as each of its matrices, the input and the residual; of one tile, where it
+    has some."""
     tokens, hidden = job.local_tokens, job.shape.hidden_size
     if job.levers.tiled_mlp:
         tokens = -(-tokens // compute_num_mlp_tiles(tokens, hidden, is_large=job.levers.large_tiles))
-    width = 0
-    for kind in job.shape.layer_kinds:
-        if isinstance(kind.mlp, ExpertsMlp):
-            width = max(width, kind.mlp.inner_size * kind.mlp.num_per_token + kind.mlp.shared_size)
-        elif kind.mlp is not None:
-            width = max(width, kind.mlp.inner_size)
-    return job.dtype_bytes * (3 * width * tokens + 2 * hidden * job.local_tokens)
+    width = count_products(job.shape).widest_mlp // hidden
+    return job.dtype_bytes * (width * tokens + 2 * hidden * job.local_tokens)
 
 
 def compute_uncertainty(gpu_lines: Mapping[str, int]) -> int:

@@ -62,7 +62,7 @@ def alone() -> Iterator[None]:
     gc.disable()
     Running.meter, Running.device, Running.dtype = ByteMeter([]), DEVICE, FLOAT32
     Running.hooks, Running.grad, Running.sequence = [], True, 0
-    Running.sees_kernels = False
+    Running.sees_kernels, Running.product = False, None
     Unknown.running = True
     try:
         yield
@@ -91,6 +91,11 @@ def make_bare(shape: ModelShape, lora: Lora | None = None) -> Any:
     if lora is not None:
         put_adapters(sources, model, lora, shape)
     return model
+
+
+def load_own(name: str) -> Any:
+    """One of this package's modules below train, as runs execute it."""
+    return _open_sources(is_gpu=True)[0].load_own(f"ulysses_cli.train.{name}")
 
 
 def put_adapters(sources: ModelSources, model: Any, lora: Lora, shape: ModelShape) -> None:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from ulysses_cli.plan.ledger.adapted_layers import QuantizedLinear, quantize_layers
 from ulysses_cli.plan.ledger.depth import find_layers, find_number
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.step import DTYPES, alone, make_bare
+from ulysses_cli.plan.ledger.step import DTYPES, alone, load_own, make_bare
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.sections import Lora
+from ulysses_cli.plan.sizes.nn import Linear
 from ulysses_cli.plan.sizes.tensor import Running
 
 
@@ -89,6 +90,27 @@ def read_weights(shape: ModelShape, lora: Lora | None) -> Weights:
         tuple(each.num_elements for each in part) for part in (every[: inside[0]], every[inside[-1] + 1 :])
     )
     return Weights(every, (before, *layers, behind))
+
+
+@lru_cache(maxsize=64)
+def list_linear_modules(shape: ModelShape) -> tuple[str, ...]:
+    """Names of the linear layers that take an adapter, in the model's order. Experts are parts of one tensor and not
+    layers; where peft adapts them by the names of an MLP, no layer of such a name takes one. () of a model whose file
+    does not run on sizes."""
+    try:
+        with alone():
+            model = make_bare(shape)
+            routers = tuple(f".{end}" for end in load_own("model.routers").list_router_layers(model))
+            list_blocks = load_own("memory.tiled_mlp").list_blocks
+    except Exception:  # noqa: BLE001 - its code may ask for what nobody has foreseen
+        return ()
+    head, refused = model.get_output_embeddings(), {shape.refused_by_peft}
+    if shape.adapts_experts:
+        blocks = [block for layer in find_layers(model) or () for _, block in list_blocks(layer)]
+        refused |= {path.rpartition(".")[2] for block in blocks for path, _ in block.named_modules()}
+    layers = [path for path, layer in model.named_modules() if isinstance(layer, Linear) and layer is not head]
+    names = dict.fromkeys(path.rpartition(".")[2] for path in layers if not path.endswith(routers))
+    return tuple(name for name in names if name not in refused)
 
 
 def find_num_parameters(shape: ModelShape) -> int | None:

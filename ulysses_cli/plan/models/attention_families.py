@@ -5,13 +5,9 @@ from __future__ import annotations
 
 from ulysses_cli.plan.models.family import (
     FULL_ATTENTION,
-    FUSED_MLP,
-    LATENT_PROJECTIONS,
-    PLAIN_MLP,
     SLIDING_ATTENTION,
     Chooses,
     ConfigFacts,
-    Count,
     Family,
     Kind,
     Trait,
@@ -62,11 +58,7 @@ def center(facts: ConfigFacts) -> bool:
     return facts.find("rms_norm_eps") is None
 
 
-GEMMA_4_EXTRAS = (
-    *((name, "hidden_size_per_layer_input") for name in ("per_layer_input_gate", "per_layer_projection")),
-    ("per_layer_model_projection", "hidden_size_per_layer_input"),
-)
-LATENT = Family(attention_modules=LATENT_PROJECTIONS, latent=True)
+LATENT = Family(latent=True)
 
 DENSE: dict[str, Family] = {
     "llama": Family(),
@@ -86,12 +78,12 @@ DENSE: dict[str, Family] = {
         attention_scale="query_pre_attn_scalar",
         traits=(Trait.SPARING_CONFIGS,),
     ),
-    "phi3": Family(attention_modules=("qkv_proj", "o_proj"), mlp_modules=FUSED_MLP, kind_of_layer=slide),
+    "phi3": Family(kind_of_layer=slide),
     "olmo2": Family(query_key_norm="full"),
     "smollm3": Family(kind_of_layer=slide_without_rope),
     "granite": Family(attention_scale="attention_multiplier"),
-    "apertus": Family(query_key_norm="head", mlp_modules=PLAIN_MLP, is_mlp_gated=False),
-    "arcee": Family(mlp_modules=PLAIN_MLP, is_mlp_gated=False),
+    "apertus": Family(query_key_norm="head"),
+    "arcee": Family(),
     "cohere": Family(norms_per_layer=1, centers_norms=center, query_key_norm="full", norms_queries="use_qk_norm"),
     "cohere2": Family(norms_per_layer=1, centers_norms=center, kind_of_layer=slide_but_every(4)),
     "cohere_compass_text": Family(norms_per_layer=1, centers_norms=center),
@@ -100,7 +92,6 @@ DENSE: dict[str, Family] = {
     "exaone4": Family(query_key_norm="head", kind_of_layer=slide_but_every(4)),
     "gemma": Family(),
     "gemma4_text": Family(
-        linear_extras=GEMMA_4_EXTRAS,
         query_key_norm="head",
         norms_per_layer=4,
         kind_of_layer=slide_gemma_4,
@@ -109,7 +100,6 @@ DENSE: dict[str, Family] = {
         dense_size=find_wide_size,
         has_per_layer_embeddings=True,
         enables_experts="enable_moe_block",
-        shared_size=lambda facts: facts.get_count("intermediate_size"),
         traits=(Trait.BESIDE_MLP, Trait.SPARING_CONFIGS),
     ),
     "gemma4_unified_text": Family(
@@ -121,8 +111,8 @@ DENSE: dict[str, Family] = {
         dense_size=find_wide_size,
         traits=(Trait.SPARING_CONFIGS,),
     ),
-    "glm": Family(mlp_modules=FUSED_MLP),
-    "glm4": Family(mlp_modules=FUSED_MLP, norms_per_layer=4),
+    "glm": Family(),
+    "glm4": Family(norms_per_layer=4),
     "granite_swa": Family(has_sinks=True, kind_of_layer=slide_but_first_of(4), attention_scale="attention_multiplier"),
     "helium": Family(),
     "hunyuan_v1_dense": Family(query_key_norm="head"),
@@ -131,15 +121,15 @@ DENSE: dict[str, Family] = {
     ),
     "internlm3": Family(),
     "iquestcoder": Family(),
-    "jais2": Family(mlp_modules=PLAIN_MLP, is_mlp_gated=False),
+    "jais2": Family(),
     "minicpm3": LATENT,
     "ministral": Family(kind_of_layer=slide),
     "ministral3": Family(kind_of_layer=slide),
-    "nanochat": Family(mlp_modules=("fc1", "fc2"), is_mlp_gated=False, query_key_norm="head"),
+    "nanochat": Family(query_key_norm="head"),
     "olmo": Family(),
     "olmo3": Family(query_key_norm="full", kind_of_layer=slide_but_every(4, "")),
     "seed_oss": Family(),
-    "starcoder2": Family(mlp_modules=("c_fc", "c_proj"), is_mlp_gated=False, kind_of_layer=slide),
+    "starcoder2": Family(kind_of_layer=slide),
     "vaultgemma": Family(
         kind_of_layer=slide_but_every(2, ""),
         attention_scale="query_pre_attn_scalar",
@@ -147,15 +137,6 @@ DENSE: dict[str, Family] = {
     ),
     "youtu": LATENT,
 }
-
-
-def share_by_number(*fields: str) -> Count:
-    """So many experts, side by side, for every token."""
-    return lambda facts: (facts.find_count(*fields) or 0) * (facts.find_count("moe_intermediate_size") or 0)
-
-
-def share_by_size(field: str) -> Count:
-    return lambda facts: facts.find_count(field) or 0
 
 
 def follow_dense_layers(field: str, default: int) -> Chooses:
@@ -201,12 +182,9 @@ EXPERTS: dict[str, Family] = {
     "gpt_oss": Family(has_sinks=True, kind_of_layer=slide_but_every(2, "")),
     "afmoe": Family(
         query_key_norm="head",
-        attention_gate="elements",
-        linear_extras=("gate_proj",),
         norms_per_layer=4,
         kind_of_layer=slide_but_every(4, "global_attn_every_n_layers"),
         has_experts=follow_dense_layers("num_dense_layers", 1),
-        shared_size=share_by_number("num_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "cohere2_moe": Family(
@@ -214,41 +192,33 @@ EXPERTS: dict[str, Family] = {
         centers_norms=center,
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
-        shared_size=lambda facts: (facts.find_count("num_shared_experts") or 0) * facts.get_count("intermediate_size"),
         dense_size=find_prefix_size,
         traits=(Trait.EXPERTS_ADAPTED,),
     ),
     "deepseek_v2": Family(
-        attention_modules=LATENT_PROJECTIONS,
         latent=True,
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
-        shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.EXPERTS_ADAPTED,),
     ),
     "deepseek_v3": Family(
-        attention_modules=LATENT_PROJECTIONS,
         latent=True,
         has_experts=follow_dense_layers("first_k_dense_replace", 3),
-        shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "dots1": Family(
         query_key_norm="head",
         kind_of_layer=slide_from_max_window_layers,
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
-        shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "ernie4_5_moe": Family(
         has_experts=choose_ernie_layers,
-        shared_size=share_by_number("moe_num_shared_experts"),
         traits=(Trait.EXPERTS_ADAPTED,),
     ),
     "exaone_moe": Family(
         query_key_norm="head",
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
-        shared_size=share_by_number("num_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "flex_olmo": Family(query_key_norm="full", traits=(Trait.EXPERTS_ADAPTED,)),
@@ -257,59 +227,43 @@ EXPERTS: dict[str, Family] = {
         has_sinks=True,
         kind_of_layer=find_flint_kind,
         has_experts=choose_flint_layers,
-        shared_size=share_by_size("shared_expert_intermediate_size"),
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "glm4_moe": Family(
         query_key_norm="head",
         norms_queries="use_qk_norm",
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
-        shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "glm4_moe_lite": Family(
-        attention_modules=LATENT_PROJECTIONS,
         latent=True,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
-        shared_size=share_by_number("n_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED),
     ),
     "granitemoe": Family(attention_scale="attention_multiplier"),
     "granitemoe_swa": Family(
-        mlp_modules=("input_linear", "output_linear"),
         has_sinks=True,
         attention_scale="attention_multiplier",
         kind_of_layer=slide_but_first_of(4),
-        shared_size=share_by_size("shared_intermediate_size"),
     ),
     "granitemoeshared": Family(
-        mlp_modules=("input_linear", "output_linear"),
         attention_scale="attention_multiplier",
-        shared_size=share_by_size("shared_intermediate_size"),
     ),
-    "hunyuan_v1_moe": Family(
-        query_key_norm="head", shared_size=share_by_size("intermediate_size"), traits=(Trait.EXPERTS_ADAPTED,)
-    ),
+    "hunyuan_v1_moe": Family(query_key_norm="head", traits=(Trait.EXPERTS_ADAPTED, Trait.SHARED_EXPERT)),
     "hy_v3": Family(
         query_key_norm="head",
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
-        shared_size=share_by_number("num_shared_experts"),
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "kolibri1": Family(
         query_key_norm="head",
         norms_per_layer=4,
         kind_of_layer=slide_but_every(5, ""),
-        shared_size=share_by_size("shared_expert_intermediate_size"),
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "laguna": Family(
         query_key_norm="head",
-        attention_gate="heads",
-        is_gated="gating",
-        linear_extras=("g_proj",),
         has_experts=follow_dense_layers("", 1),
-        shared_size=share_by_size("shared_expert_intermediate_size"),
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "mellum": Family(query_key_norm="head", traits=(Trait.EXPERTS_ADAPTED,)),
@@ -318,10 +272,6 @@ EXPERTS: dict[str, Family] = {
     "qwen2_moe": Family(
         kind_of_layer=slide_qwen_2,
         hides_windows=True,
-        shared_size=share_by_size("shared_expert_intermediate_size"),
-        linear_extras=("shared_expert_gate",),
     ),
-    "solar_open": Family(
-        shared_size=share_by_number("n_shared_experts"), traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED)
-    ),
+    "solar_open": Family(traits=(Trait.SIGMOID_ROUTERS, Trait.EXPERTS_ADAPTED)),
 }

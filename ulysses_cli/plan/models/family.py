@@ -80,11 +80,6 @@ class ConfigFacts:
         return next((name for name in names if name in self.values), names[0])
 
 
-SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-LATENT_PROJECTIONS = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # besides those of queries
-SPLIT_MLP = ("gate_proj", "up_proj", "down_proj")
-FUSED_MLP = ("gate_up_proj", "down_proj")
-PLAIN_MLP = ("up_proj", "down_proj")
 FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
 CONVOLUTION = "conv"
 HYBRID = "hybrid"
@@ -96,7 +91,6 @@ RENAMED = {"mamba": LINEAR_ATTENTION, "attention": FULL_ATTENTION}
 Flag = bool | str  # a fact, or the field of config.json that decides
 Kind = Callable[[ConfigFacts, int], str]
 Chooses = Callable[[ConfigFacts, int], bool]
-Count = Callable[[ConfigFacts], int]
 
 
 def _attends_fully(facts: ConfigFacts, index: int) -> str:
@@ -123,6 +117,7 @@ class Trait(Enum):
     # Experts read the residual that the MLP beside them reads, and have norms of their own (modeling_gemma4.py:
     # Gemma4TextDecoderLayer.forward). That MLP is what all tokens go to, as in a block with a shared expert.
     BESIDE_MLP = auto()
+    SHARED_EXPERT = auto()  # in every block of experts, though no field says so (modeling_hunyuan_v1_moe.py)
     # Given all-linear or the MLP's names, peft adapts their experts and routers too, as it once found them: one matrix
     # each (utils/transformers_weight_conversion.py).
     EXPERTS_ADAPTED = auto()
@@ -134,35 +129,27 @@ class Family:
     """One `model_type`.
 
     `kind_of_layer`: by index, where config.json has no layer_types. `has_experts`: by index, in a model with experts,
-    where it has no mlp_layer_types. `linear_extras`: names of linear layers besides those of plain attention and MLP,
-    some with the field of config.json that has them made. `is_rotary`: whether any layer turns queries and keys by
-    their positions.
+    where it has no mlp_layer_types. `is_rotary`: whether any layer turns queries and keys by their positions.
     `attention_like`: the family as whose layers those with attention are built.
     `refused_by_peft`: a linear layer on which, and on all-linear with it, peft refuses an adapter
     (tuners/tuners_utils.py: _check_lora_target_modules_mamba). `refused`: why rows are not split over ranks, or ''."""
 
-    attention_modules: tuple[str, ...] = SPLIT_PROJECTIONS
-    mlp_modules: tuple[str, ...] = SPLIT_MLP
-    linear_extras: tuple[str | tuple[str, str], ...] = ()
     kind_of_layer: Kind = _attends_fully
     other_kinds: tuple[str, ...] = ()  # of layers, besides attention with and without a window
     query_key_norm: Literal["", "head", "full"] = ""  # normalised per head, or over all heads at once
     norms_queries: Flag = True
-    attention_gate: Literal["", "elements", "heads"] = ""
-    is_gated: Flag = True
     has_sinks: bool = False
     norms_per_layer: int = 2
     centers_norms: Callable[[ConfigFacts], bool] = lambda facts: False
-    is_mlp_gated: bool = True
+    gates_experts: bool = True
     has_experts: Chooses = _is_sparse
-    shared_size: Count | None = None
     enables_experts: Flag = True
     dense_size: Callable[[ConfigFacts, int], int] = _get_inner_size
     has_post_norms: Flag = False
     latent: bool = False
     has_global_heads: bool = False
     has_per_layer_embeddings: bool = False
-    shares_blocks: bool = False  # layers of kind HYBRID use a SharedBlock; the others have no MLP
+    shares_blocks: bool = False  # layers of kind HYBRID use a block that others use too; the rest have no MLP
     recurrence: Literal["", "delta_net", "kimi_delta", "mamba2"] = ""
     has_narrow_gates: bool = True  # Kimi's gates are made through a narrow vector
     norms_recurrence: Flag = True

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ulysses_cli.plan.models.attention_families import follow_dense_layers, share_by_number, share_by_size
+from ulysses_cli.plan.models.attention_families import follow_dense_layers
 from ulysses_cli.plan.models.family import (
     CONVOLUTION,
     FULL_ATTENTION,
     HYBRID,
-    LATENT_PROJECTIONS,
     LINEAR_ATTENTION,
     ONLY_EXPERTS,
     ONLY_MLP,
-    PLAIN_MLP,
     SLIDING_ATTENTION,
     ConfigFacts,
     Family,
@@ -108,27 +106,20 @@ QWEN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_p
 MAMBA_PROJECTIONS = ("in_proj", "out_proj")
 LFM_MLP = ("w1", "w3", "w2")
 QWEN_3_5 = Family(
-    linear_extras=QWEN_PROJECTIONS,
     query_key_norm="head",
     kind_of_layer=find_qwen_kind,
-    attention_gate="elements",
     recurrence="delta_net",
     other_kinds=(LINEAR_ATTENTION,),
 )
 QWEN_EXPERTS = replace(
     QWEN_3_5,
-    linear_extras=(*QWEN_PROJECTIONS, "shared_expert_gate"),
-    shared_size=share_by_size("shared_expert_intermediate_size"),
 )
 
 HYBRIDS: dict[str, Family] = {
-    "qwen3_next": replace(
-        QWEN_EXPERTS, linear_extras=("in_proj_qkvz", "in_proj_ba", "out_proj"), traits=(Trait.EXPERTS_ADAPTED,)
-    ),
+    "qwen3_next": replace(QWEN_EXPERTS, traits=(Trait.EXPERTS_ADAPTED,)),
     "qwen3_5_text": replace(QWEN_3_5),
     "qwen3_5_moe_text": replace(QWEN_EXPERTS, traits=()),
     "olmo_hybrid": Family(
-        linear_extras=("a_proj", "b_proj", "g_proj"),
         query_key_norm="full",
         kind_of_layer=find_olmo_kind,
         is_rotary=turn_olmo,
@@ -137,60 +128,42 @@ HYBRIDS: dict[str, Family] = {
         attention_like="olmo3",
     ),
     "kimi_linear": Family(
-        attention_modules=LATENT_PROJECTIONS,
-        linear_extras=("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
         latent=True,
         kind_of_layer=find_kimi_kind,
         is_rotary=turn_nothing,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
-        shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         other_kinds=(LINEAR_ATTENTION,),
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "bailing_hybrid": Family(
-        attention_modules=LATENT_PROJECTIONS,
-        linear_extras=("q_proj", "k_proj", "v_proj", "b_proj", "f_proj", "g_proj"),
         latent=True,
-        attention_gate="heads",
         kind_of_layer=find_bailing_kind,
         other_kinds=(LINEAR_ATTENTION,),
         has_experts=follow_dense_layers("first_k_dense_replace", 2),
-        shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         has_narrow_gates=False,
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "nemotron_h": Family(
-        mlp_modules=PLAIN_MLP,
-        linear_extras=(
-            *MAMBA_PROJECTIONS,
-            ("fc1_latent_proj", "moe_latent_size"),
-            ("fc2_latent_proj", "moe_latent_size"),
-        ),
         norms_per_layer=1,
-        is_mlp_gated=False,
+        gates_experts=False,
         kind_of_layer=find_nemotron_kind,
         is_rotary=turn_nothing,
-        shared_size=share_by_size("moe_shared_expert_intermediate_size"),
         recurrence="mamba2",
         other_kinds=(LINEAR_ATTENTION, ONLY_EXPERTS, ONLY_MLP),
         traits=(Trait.SIGMOID_ROUTERS,),
         refused_by_peft="out_proj",
     ),
     "granitemoehybrid": Family(
-        mlp_modules=("input_linear", "output_linear"),
-        linear_extras=MAMBA_PROJECTIONS,
         kind_of_layer=lambda facts, index: LINEAR_ATTENTION,
         is_rotary=turn_granite,
-        shared_size=share_by_size("shared_intermediate_size"),
         dense_size=lambda facts, index: facts.get_count("shared_intermediate_size"),
         attention_scale="attention_multiplier",
         recurrence="mamba2",
         other_kinds=(LINEAR_ATTENTION,),
     ),
     "falcon_h1": Family(
-        linear_extras=MAMBA_PROJECTIONS,
         kind_of_layer=lambda facts, index: HYBRID,
         recurrence="mamba2",
         norms_recurrence="mamba_rms_norm",
@@ -198,16 +171,13 @@ HYBRIDS: dict[str, Family] = {
         refused_by_peft="out_proj",
     ),
     "bamba": Family(
-        linear_extras=MAMBA_PROJECTIONS,
         kind_of_layer=find_bamba_kind,
         traits=(Trait.NUMBERED_ATTENTION,),
         recurrence="mamba2",
         other_kinds=(LINEAR_ATTENTION,),
     ),
     "zamba2": Family(
-        attention_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
-        mlp_modules=("gate_up_proj", "down_proj"),
-        linear_extras=(*MAMBA_PROJECTIONS, "linear", "0", "1"),  # the last two are its adapters
+        # the last two are its adapters
         norms_per_layer=1,
         kind_of_layer=find_zamba_kind,
         is_rotary=turn_zamba,
@@ -218,18 +188,12 @@ HYBRIDS: dict[str, Family] = {
         shares_blocks=True,
     ),
     "lfm2": Family(
-        attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),
-        mlp_modules=LFM_MLP,
-        linear_extras=("in_proj",),
         query_key_norm="head",
         kind_of_layer=find_lfm_2_kind,
         dense_size=find_lfm_2_size,
         other_kinds=(CONVOLUTION,),
     ),
     "lfm2_moe": Family(
-        attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),
-        mlp_modules=LFM_MLP,
-        linear_extras=("in_proj",),
         query_key_norm="head",
         kind_of_layer=find_lfm_2_kind,
         has_experts=follow_dense_layers("num_dense_layers", 2),
@@ -237,11 +201,7 @@ HYBRIDS: dict[str, Family] = {
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "lfm3": Family(
-        mlp_modules=LFM_MLP,
-        linear_extras=("in_proj", "out_proj", "g_proj"),
         query_key_norm="head",
-        attention_gate="heads",
-        is_gated="use_attention_gate",
         has_post_norms="use_sandwich_norm",
         kind_of_layer=find_lfm_3_kind,
         other_kinds=(CONVOLUTION,),

@@ -19,25 +19,14 @@ from ulysses_cli.plan.models.family import (
     SLIDING_ATTENTION,
     ConfigFacts,
     Family,
+    Trait,
 )
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (MLA): keys and values are made from `kv_rank` numbers per token, queries from
-    `query_rank` (None: from the hidden state). The last `rope_dim` numbers of a key are the same in all heads."""
-
-    query_rank: int | None
-    kv_rank: int
-    rope_dim: int
-
-
-@dataclass(frozen=True)
 class AttentionMixer:
-    """Softmax attention. `window_tokens`: None reaches back to the document's start. `keys_are_values`: one projection
-    makes both. `shares_kv`: an earlier layer's keys and values are used. `gate_width`: outputs are multiplied with
-    this many gates per token, made by a projection of their own. `num_inputs`: queries, keys and values are made from
-    as many vectors of the hidden size, 2 where the embedding stands beside the hidden state."""
+    """Softmax attention. `window_tokens`: None reaches back to the document's start. `shares_kv`: an earlier layer's
+    keys and values are used. `is_latent`: keys and values of all heads are made from a few numbers of each token."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,16 +34,8 @@ class AttentionMixer:
     value_head_dim: int
     window_tokens: int | None = None
     has_sinks: bool = False
-    keys_are_values: bool = False
     shares_kv: bool = False
-    gate_width: int = 0
-    latent: Latent | None = None
-    num_inputs: int = 1
-
-    @property
-    def num_made(self) -> int:
-        """Projections that make its keys and values."""
-        return 0 if self.shares_kv else 2 - self.keys_are_values
+    is_latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,69 +94,37 @@ class ConvolutionMixer:
     conv_tokens: int
 
 
-@dataclass(frozen=True)
-class PerLayerEmbeddings:
-    """A vector of `size` numbers that each layer has for each token, from an embedding of its own and from the model's,
-    which is projected to all of them at once."""
-
-    size: int
-    num_layers: int
-    vocab_size: int
-
-    @property
-    def width(self) -> int:
-        """Numbers per token for all layers."""
-        return self.num_layers * self.size
-
-
 Mixer = AttentionMixer | DeltaNetMixer | KimiDeltaMixer | Mamba2Mixer | ConvolutionMixer
 
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """`is_gated`: three matrices instead of two."""
-
     inner_size: int
-    is_gated: bool = True
 
 
 @dataclass(frozen=True)
 class ExpertsMlp:
-    """`shared_size`: the inner size of the expert that every token goes to; 0: there is none. `latent_size`: the width
-    to which tokens are projected for experts; 0: they are not."""
+    """`has_shared`: there is one that every token goes to."""
 
     num_experts: int
     num_per_token: int
     inner_size: int
-    shared_size: int = 0
-    is_gated: bool = True
-    latent_size: int = 0
-
-
-@dataclass(frozen=True)
-class SharedBlock:
-    """Attention and an MLP whose weights several layers use, before a mixer of their own (Zamba2). Block `number` of
-    the model. Each of these layers has narrow adapters, of `rank`, beside the MLP's first matrix and, where
-    `adapts_attention`, beside queries, keys and values."""
-
-    number: int
-    rank: int
-    adapts_attention: bool
+    has_shared: bool = False
 
 
 @dataclass(frozen=True)
 class Layer:
     """One decoder layer. Most have one mixer and an MLP; Falcon-H1 has two mixers side by side, Nemotron-H either a
-    mixer or an MLP. `shared`: its attention and MLP are a block that other layers use too, and run before its other
-    mixer."""
+    mixer or an MLP. `shared_block`: the number, from 1 on, of a block that other layers use too (Zamba2): its attention
+    and MLP, which run before its other mixer."""
 
     mixers: tuple[Mixer, ...]
     mlp: DenseMlp | ExpertsMlp | None
-    shared: SharedBlock | None = None
+    shared_block: int = 0
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up sizes by kind of layer, and a model has few kinds."""
-        return hash((len(self.mixers), type(self.mlp), self.shared is None))
+        return hash((len(self.mixers), type(self.mlp), self.shared_block))
 
     @cached_property
     def attention(self) -> AttentionMixer | None:
@@ -198,21 +147,11 @@ class Layer:
         return replace(self, mixers=tuple(mixers))
 
 
-def count_own_of_shared(layer: Layer, hidden: int) -> int:
-    """Of a layer that uses a shared block: its adapters, two matrices each, and the matrix behind the block."""
-    shared, attention, mlp = layer.shared, layer.attention, layer.mlp
-    if shared is None or attention is None or mlp is None:
-        return 0
-    width = 3 * (2 * hidden + 2 * hidden) * shared.adapts_attention + hidden + 2 * mlp.inner_size
-    return shared.rank * width + hidden * hidden
-
-
-def count_shared_norms(hidden: int) -> int:
-    """Of a shared block: the norm of both its inputs, and the one before its MLP."""
-    return 3 * hidden
-
-
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SHARED_EXPERTS = (  # how many, or how wide they are together
+    *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "shared_intermediate_size"),
+)
 NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 GLOBAL_HEAD_DIM = 512  # where config.json has none (configuration_gemma4.py)
 
@@ -227,11 +166,11 @@ class LayerReader:
         self.num_layers = num_layers
         self.num_heads = facts.get_count("num_attention_heads")
         self.num_kv_heads = facts.find_count("num_key_value_heads") or self.num_heads
-        self.latent = _read_latent(facts) if family.latent else None
-        nope = facts.find_count("qk_nope_head_dim") or 0
-        num_inputs = 1 + int(family.shares_blocks)
-        own_dim = facts.find_count("attention_head_dim", "head_dim") or num_inputs * hidden_size // self.num_heads
-        self.head_dim = nope + self.latent.rope_dim if self.latent else own_dim
+        self.is_latent = family.latent and bool(facts.find_count("kv_lora_rank"))
+        num_inputs = 1 + int(family.shares_blocks)  # Zamba2's attention reads the embedding, too
+        self.head_dim = facts.find_count("attention_head_dim", "head_dim") or num_inputs * hidden_size // self.num_heads
+        if self.is_latent:
+            self.head_dim = (facts.find_count("qk_nope_head_dim") or 0) + facts.get_count("qk_rope_head_dim")
         takes_experts = not facts.defaults or any(name in facts.defaults for name in NUM_EXPERTS)
         is_on = takes_experts and facts.decide(family.enables_experts)
         self.num_experts = (self._find_own_count(NUM_EXPERTS) or 0) if is_on else 0
@@ -257,20 +196,19 @@ class LayerReader:
         layers: list[Layer] = []
         for index in range(self.num_layers):
             kind = self.find_kind(index)
-            shared = self._read_shared(sum(each.shared is not None for each in layers)) if kind == HYBRID else None
-            layer = Layer(self._read_mixers(kind, index), self._read_mlp(kind, index), shared=shared)
+            shared = self._read_shared(sum(each.shared_block > 0 for each in layers)) if kind == HYBRID else 0
+            layer = Layer(self._read_mixers(kind, index), self._read_mlp(kind, index), shared)
             layers.append(known.setdefault(layer, layer))
         return tuple(layers)
 
-    def _read_shared(self, num_before: int) -> SharedBlock | None:
-        """Of the layer after so many that use such blocks, which take turns."""
+    def _read_shared(self, num_before: int) -> int:
+        """The block of the layer after so many that use one: they take turns."""
         facts = self.facts
         if not self.family.shares_blocks:
-            return None
+            return 0
         if not facts.find("tie_word_embeddings"):  # PreTrainedModel.get_expanded_tied_weights_keys
             raise facts.complain("tie_word_embeddings is false: transformers then shares no blocks either")
-        number = num_before % facts.get_count("num_mem_blocks")
-        return SharedBlock(number, facts.get_count("adapter_rank"), bool(facts.find("use_shared_attention_adapter")))
+        return 1 + num_before % facts.get_count("num_mem_blocks")
 
     def find_kind(self, index: int) -> str:
         written = self.facts.find_list("layer_types") or self.facts.find_list("layers_block_type")
@@ -292,21 +230,20 @@ class LayerReader:
         by_layer = facts.find_list("num_attention_heads_per_layer")
         num_heads = by_layer[index] if index < len(by_layer) and isinstance(by_layer[index], int) else self.num_heads
         kv_heads, head_dim, value_dim = self.num_kv_heads, self.head_dim, self.head_dim
-        if self.latent:
+        if self.is_latent:
             kv_heads, value_dim = num_heads, facts.find_count("v_head_dim") or self.hidden_size // num_heads
-        keys_are_values = borrows = False
+        borrows = False
         if family.has_global_heads:  # layers without a window have heads of another size
             borrows = index >= self.num_layers - (facts.find_count("num_kv_shared_layers") or 0)
             if not slides:
-                keys_are_values = bool(facts.find("attention_k_eq_v"))
                 head_dim = value_dim = facts.find_count("global_head_dim") or GLOBAL_HEAD_DIM
+                keys_are_values = facts.find("attention_k_eq_v")
                 kv_heads = (keys_are_values and facts.find_count("num_global_key_value_heads")) or kv_heads
         of_layer = self.own_facts.get(index)
         if of_layer:
             num_heads = of_layer.find_count("num_attention_heads") or num_heads
             kv_heads = of_layer.find_count("num_key_value_heads") or kv_heads
             head_dim = value_dim = of_layer.find_count("head_dim") or head_dim
-        gate = {"": 0, "elements": num_heads * head_dim, "heads": num_heads}[family.attention_gate]
         return AttentionMixer(
             num_heads=num_heads,
             num_kv_heads=kv_heads,
@@ -314,11 +251,8 @@ class LayerReader:
             value_head_dim=value_dim,
             window_tokens=self.window if slides else None,
             has_sinks=family.has_sinks,
-            keys_are_values=keys_are_values,
             shares_kv=borrows,
-            gate_width=gate if facts.decide(family.is_gated) else 0,
-            latent=self.latent,
-            num_inputs=1 + int(family.shares_blocks),
+            is_latent=self.is_latent,
         )
 
     def _read_recurrence(self) -> Mixer:
@@ -373,15 +307,15 @@ class LayerReader:
         if has_lone_parts:
             is_sparse = kind == ONLY_EXPERTS
         if self.num_experts and is_sparse:
+            own = tuple(name for name in SHARED_EXPERTS if not facts.defaults or name in facts.defaults)
+            is_unsaid = Trait.BESIDE_MLP in family.traits or Trait.SHARED_EXPERT in family.traits
             return ExpertsMlp(
                 num_experts=self.num_experts,
                 num_per_token=self.num_chosen,
                 inner_size=read_expert_size(facts),
-                shared_size=family.shared_size(facts) if family.shared_size else 0,
-                is_gated=family.is_mlp_gated,
-                latent_size=facts.find_count("moe_latent_size") or 0,
+                has_shared=bool(self._find_own_count(own)) if own else is_unsaid,
             )
-        return DenseMlp(family.dense_size(facts, index), family.is_mlp_gated)
+        return DenseMlp(family.dense_size(facts, index))
 
 
 def count_written_layers(facts: ConfigFacts) -> int:
@@ -396,8 +330,3 @@ def read_expert_size(facts: ConfigFacts) -> int:
     has_own = not facts.defaults or "moe_intermediate_size" in facts.defaults
     size = facts.find_count("moe_intermediate_size") if has_own else None
     return size or facts.get_count("intermediate_size")
-
-
-def _read_latent(facts: ConfigFacts) -> Latent | None:
-    rank = facts.find_count("kv_lora_rank")
-    return Latent(facts.find_count("q_lora_rank") or None, rank, facts.get_count("qk_rope_head_dim")) if rank else None

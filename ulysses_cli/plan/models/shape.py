@@ -26,7 +26,6 @@ from ulysses_cli.plan.models.layers import (
     LayerReader,
     Mamba2Mixer,
     Mixer,
-    PerLayerEmbeddings,
     count_written_layers,
 )
 from ulysses_cli.plan.sizes.sources import read_defaults
@@ -81,7 +80,6 @@ class ModelShape:
     rope_original_positions: int | None
     rope_theta: float | None  # the base; of models with several, that of full attention
     quantization: str
-    linear_modules: tuple[str, ...]
     inexact: str
     has_router_loss: bool = False
     logits_divisor: float = 1.0
@@ -89,7 +87,7 @@ class ModelShape:
     centers_norms: bool = False  # they subtract the mean in float32
     has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
     query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
-    per_layer_embeddings: PerLayerEmbeddings | None = None
+    per_layer_size: int = 0  # of a vector that each layer has for each token, from an embedding of its own
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what it was read from
 
     @property
@@ -271,7 +269,6 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         rope_original_positions=_read_original_positions(facts),
         rope_theta=_read_rope_theta(facts),
         quantization=_read_quantization(config),
-        linear_modules=_list_linear_modules(facts, family, layers),
         inexact=find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),
         logits_divisor=compute_logits_divisor(model_type, _find_scaling(facts), facts.find_number("logit_scale")),
@@ -279,14 +276,11 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         centers_norms=family is not None and family.centers_norms(facts),
         has_post_norms=bool(family and facts.decide(family.has_post_norms)),
         query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
-        per_layer_embeddings=_read_per_layer_embeddings(facts, family, num_layers),
+        per_layer_size=(facts.find_count("hidden_size_per_layer_input") or 0)
+        if family and family.has_per_layer_embeddings
+        else 0,
         config=find_text_part(config),
     )
-
-
-def _read_per_layer_embeddings(facts: ConfigFacts, family: Family | None, num_layers: int) -> PerLayerEmbeddings | None:
-    own = facts.find_count("hidden_size_per_layer_input") if family and family.has_per_layer_embeddings else None
-    return PerLayerEmbeddings(own, num_layers, facts.get_count("vocab_size_per_layer_input")) if own else None
 
 
 def _find_scaling(facts: ConfigFacts) -> float | None:
@@ -308,30 +302,10 @@ def _check_heads(facts: ConfigFacts, reader: LayerReader, layers: tuple[Layer, .
         num_heads, kv_heads = attention.num_heads, attention.num_kv_heads
         if num_heads % kv_heads:
             raise facts.complain(f"{kv_heads} key/value heads do not divide {num_heads} attention heads")
-    is_free = reader.latent is not None or facts.find_count("head_dim", "attention_head_dim")
+    is_free = reader.is_latent or facts.find_count("head_dim", "attention_head_dim")
     if not reader.head_dim or (not is_free and reader.hidden_size % reader.num_heads):
         what = f"hidden_size {reader.hidden_size} is not a multiple of {reader.num_heads} attention heads"
         raise facts.complain(what)
-
-
-def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tuple[Layer, ...]) -> tuple[str, ...]:
-    """Names of the linear layers that take an adapter; experts are parts of one tensor and not layers. Where peft
-    adapts experts by the names of an MLP, a gate of attention with such a name takes none."""
-    if family is None:
-        return ()
-    has_experts = any(layer.num_experts for layer in layers)
-    is_adapted = has_experts and Trait.EXPERTS_ADAPTED in family.traits
-    has_mlp = any(
-        layer.mlp is not None and (not isinstance(layer.mlp, ExpertsMlp) or layer.mlp.shared_size) for layer in layers
-    )
-    latent = next((layer.attention.latent for layer in layers if layer.attention and layer.attention.latent), None)
-    queries = () if latent is None else ("q_proj",) if latent.query_rank is None else ("q_a_proj", "q_b_proj")
-    mlp_modules = family.mlp_modules if has_mlp and not is_adapted else ()
-    extras = ((each, True) if isinstance(each, str) else each for each in family.linear_extras)
-    chosen = (name for name, flag in extras if facts.decide(flag))
-    names = dict.fromkeys((*queries, *family.attention_modules, *mlp_modules, *chosen))
-    refused = family.mlp_modules if is_adapted else (family.refused_by_peft,)
-    return tuple(name for name in names if name not in refused)
 
 
 def find_text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -451,19 +425,19 @@ def summarize(
 def describe_layer(layer: Layer) -> str:
     parts = [_describe_mixer(mixer) for mixer in layer.mixers]
     if isinstance(layer.mlp, ExpertsMlp):
-        shared = " and a shared one" if layer.mlp.shared_size else ""
+        shared = " and a shared one" if layer.mlp.has_shared else ""
         parts.append(f"{layer.mlp.num_per_token} of {format_count(layer.mlp.num_experts, 'expert')}{shared}")
     elif layer.mlp is not None:
         parts.append("MLP")
-    if layer.shared:  # which the mixer of its own comes after
+    if layer.shared_block:  # which the mixer of its own comes after
         mixer = parts.pop(1)
-        return f"{' and '.join(parts)} of shared block {layer.shared.number + 1}, {mixer}"
+        return f"{' and '.join(parts)} of shared block {layer.shared_block}, {mixer}"
     return ", ".join(parts)
 
 
 def _describe_mixer(mixer: Mixer) -> str:
     if not isinstance(mixer, AttentionMixer):
         return MIXER_NAMES[type(mixer)]
-    name = "latent attention" if mixer.latent else "attention"
+    name = "latent attention" if mixer.is_latent else "attention"
     reach = f"sliding {name} ({mixer.window_tokens:,} tokens)" if mixer.window_tokens else f"full {name}"
     return reach + (" with an earlier layer's keys" if mixer.shares_kv else "")

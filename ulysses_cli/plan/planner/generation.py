@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ulysses_cli.plan.flops import compute_layers_flops, count_idle
+from ulysses_cli.plan.flops import compute_layers_flops
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, compute_kv_heads
 from ulysses_cli.plan.ledger.job import Job, is_indexable, is_known
 from ulysses_cli.plan.ledger.parts import measure_prefill
+from ulysses_cli.plan.ledger.products import count_products
 from ulysses_cli.plan.ledger.weights import count_quantized_bytes, find_num_parameters, read_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
@@ -128,7 +129,8 @@ def count_read_weights(shape: ModelShape, num_sequences: int = 1) -> int:
     """Weights that a step of generation reads: of an embedding that is not the head, a few rows; of a layer's experts,
     those of each sequence's token. It is assumed that no two sequences share an expert until all are read."""
     embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    idle = sum(count_idle(shape, layer, num_sequences) for layer in shape.layers)
+    num_idle = max(0, shape.num_experts - num_sequences * shape.num_experts_per_token)
+    idle = count_products(shape).expert_weights * num_idle // max(1, shape.num_experts)
     return read_weights(shape, None).num_elements - embedding - idle
 
 

@@ -17,6 +17,7 @@ from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, check_known, is_indexable, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, weigh_least_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.weights import list_linear_modules
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, Offload, explain_no_overlap, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import (
@@ -453,7 +454,7 @@ def make_plan_recipe(request: PlanRequest) -> Recipe:
 
 
 def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
-    return () if shape.adapts_all else shape.linear_modules
+    return () if shape.adapts_all else list_linear_modules(shape)
 
 
 def make_plan_job(recipe: Recipe, request: PlanRequest, layout: Layout, gpus_per_node: int) -> Job:

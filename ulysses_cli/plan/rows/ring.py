@@ -13,11 +13,17 @@ from itertools import accumulate, islice, pairwise
 from operator import add
 from typing import NamedTuple
 
-from ulysses_cli.plan.flops import count_pairs
-
 MAX_BRANCHES = 4  # of one long document, whose keys are copied for each; more of shorter ones
 CHUNKS = (1, 2, 4, 8, 16, 32)  # pieces of a row for each rank, fewest first: few pieces need few keys and few kernels
 EVEN = 1.01  # largest work of a rank over the mean
+
+
+def count_pairs(length: int, window_tokens: int | None, num_shared: int = 0) -> int:
+    """(query, key) pairs of one causal document, whose queries follow `num_shared` keys."""
+    if num_shared:
+        return count_pairs(num_shared + length, window_tokens) - count_pairs(num_shared, window_tokens)
+    window = min(window_tokens or length, length)
+    return window * (window + 1) // 2 + (length - window) * window
 
 
 class TokenRun(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ulysses_cli.plan.ledger.job import is_known
-from ulysses_cli.plan.ledger.weights import read_weights
+from ulysses_cli.plan.ledger.weights import list_linear_modules, read_weights
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, Problems
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -19,7 +19,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
     """Adapters go on linear layers that the model has. Experts' matrices are parts of one tensor and not layers; by
     their old names peft would find them, with other ranks. A number is also the name of a decoder layer, which peft
     refuses."""
-    if recipe.lora is None or not shape.linear_modules:
+    if recipe.lora is None or not (able := list_linear_modules(shape)):
         return
     if recipe.lora.target_modules == "all-linear":
         if shape.adapts_experts:
@@ -29,9 +29,9 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
             message = f"all-linear takes in {layer} of {shape.model_type} models, on which peft adds no adapter"
         if not shape.adapts_all:
             others = f"; {FOR_EXPERTS}" if shape.adapts_experts else ""
-            yield Problem("lora.target_modules", message, f"use [{', '.join(shape.linear_modules)}]{others}")
+            yield Problem("lora.target_modules", message, f"use [{', '.join(able)}]{others}")
         return
-    names = [name for name in shape.linear_modules if not name.isdigit()]
+    names = [name for name in able if not name.isdigit()]
     unknown = [name for name in recipe.lora.target_modules if name not in names]
     if unknown:
         yield Problem(
@@ -141,7 +141,7 @@ def check_expert_adapters(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def _shares_blocks(shape: ModelShape) -> bool:
-    return any(layer.shared for layer in shape.layers)
+    return any(layer.shared_block > 0 for layer in shape.layers)
 
 
 ADAPTER_RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (

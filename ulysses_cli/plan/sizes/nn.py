@@ -26,8 +26,15 @@ from ulysses_cli.plan.sizes.tensor import (
 )
 
 
+def _count_product(a: Tensor, b: Tensor) -> None:
+    """[..., n, k] x [..., k, m]; of groups of rows, each with its own matrix."""
+    if Running.product is not None:
+        Running.product(a, b, a.numel() * b.shape[-1])
+
+
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """[..., n, k] x [..., k, m] without broadcasting: mm and bmm."""
+    _count_product(a, b)
     node = begin(_mm_backward, a, b)
     if node is not None:
         node.save(a if b._requires_grad else None, b if a._requires_grad else None)
@@ -96,6 +103,7 @@ def linear(t: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    _count_product(a, b)
     node = begin(_addmm_backward, bias, a, b)
     if node is not None:
         node.save(a if b._requires_grad else None, b if a._requires_grad else None)
@@ -178,6 +186,7 @@ def conv(num_dims: int) -> Callable[..., Tensor]:
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
     """torch._grouped_mm of [rows, k] x [groups, k, n]."""
+    _count_product(a, b)
     node = begin(_grouped_backward, a, b)
     if node is not None:
         node.save(a if b._requires_grad else None, b if a._requires_grad else None, offs)

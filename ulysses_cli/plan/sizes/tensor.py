@@ -5,7 +5,7 @@ Python's reference counting frees it, as torch's frees a real one. Knows no oper
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -187,7 +187,8 @@ class UnknownOperator(Exception):
 
 
 class Running:
-    """Of the run in progress. `sees_kernels`: what a GPU's kernels take and give back inside is counted."""
+    """Of the run in progress. `sees_kernels`: what a GPU's kernels take and give back inside is counted. `product`: is
+    told of each product of matrices in a forward: both of them, and the multiplications of numbers."""
 
     meter: ClassVar[ByteMeter] = ByteMeter()
     grad: ClassVar[bool] = True
@@ -196,6 +197,7 @@ class Running:
     device: ClassVar[TensorDevice] = HOST  # of what is made without a device
     dtype: ClassVar[DType | None] = None  # of what is made without a type
     sees_kernels: ClassVar[bool] = False
+    product: ClassVar[Callable[[Tensor, Tensor, int], None] | None] = None
 
 
 class Storage:

@@ -74,7 +74,7 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
 
 def reaches_across(shape: ModelShape) -> bool:
     """Whether layers use keys or weights of others: with fewer layers these would be others."""
-    return any((layer.attention and layer.attention.shares_kv) or layer.shared for layer in shape.layers)
+    return any((layer.attention and layer.attention.shares_kv) or layer.shared_block for layer in shape.layers)
 
 
 def find_period(config: Mapping[str, Any]) -> int:

@@ -33,31 +33,26 @@ def tile_mlps(
     """
     num_blocks = 0
     for layer in list_layers(model):
-        for owner, block in _list_parts(layer):
-            if is_block(owner, block):
-                if getattr(block, "jitter_noise", 0):
-                    raise ValueError(f"{type(block).__name__} adds noise to its input in place: it cannot run in tiles")
-                is_needed = owner is not layer or any(hasattr(layer, name) for name in NORMS_AFTER)
-                TiledBlock(block, count_tiles, saves_output=is_needed)
-                num_blocks += 1
-                if gather_whole is not None:
-                    gather_whole(block)
+        for owner, block in list_blocks(layer):
+            if getattr(block, "jitter_noise", 0):
+                raise ValueError(f"{type(block).__name__} adds noise to its input in place: it cannot run in tiles")
+            is_needed = owner is not layer or any(hasattr(layer, name) for name in NORMS_AFTER)
+            TiledBlock(block, count_tiles, saves_output=is_needed)
+            num_blocks += 1
+            if gather_whole is not None:
+                gather_whole(block)
     return num_blocks
 
 
-def _list_parts(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The parts of a layer, and those of a block that it shares with others, behind which it has a mixer of its own
-    (modeling_zamba2.py: Zamba2HybridLayer), each with the module that it is a part of."""
-    for owner in (layer, getattr(layer, SHARED_BLOCK, None)):
-        if owner is not None:
-            yield from ((owner, child) for child in owner.children())
-
-
-def is_block(layer: nn.Module, child: nn.Module) -> bool:
-    """Whether this part of a layer is an MLP, or experts beside one, which get indices and weights with their tokens
-    (modeling_gemma4.py: Gemma4TextDecoderLayer.forward)."""
-    are_beside = child is getattr(layer, "experts", None)
-    return are_beside or hasattr(child, "experts") or get_last_linear(child) is not None
+def list_blocks(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """A layer's MLPs, and those of a block that it shares with others, behind which it has a mixer of its own
+    (modeling_zamba2.py: Zamba2HybridLayer), each with the module that it is a part of. Experts beside an MLP, which get
+    indices and weights with their tokens, are one, too (modeling_gemma4.py: Gemma4TextDecoderLayer.forward)."""
+    for owner in filter(None, (layer, getattr(layer, SHARED_BLOCK, None))):
+        for child in owner.children():
+            are_beside = child is getattr(owner, "experts", None)
+            if are_beside or hasattr(child, "experts") or get_last_linear(child) is not None:
+                yield owner, child
 
 
 def get_last_linear(block: nn.Module) -> nn.Module | None:

@@ -14,7 +14,7 @@ from torch import Tensor, library
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
-from ulysses_cli.plan.flops import count_pairs
+from ulysses_cli.plan.rows.ring import count_pairs
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.kernels import flash, native
 from ulysses_cli.train.attention.kernels.native import Rule, add_sinks
