@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from support.prompters import make_prompter
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import list_file_notes, read_suite
@@ -13,7 +15,6 @@ from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring import score
 from ulysses_cli.evaluate.summary import summarize
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.train.generation import questions
 
 TEMPLATE = (
@@ -41,23 +42,17 @@ def make_result(sample: Sample, index: int, tokens: int, score: float) -> dict[s
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n",
-        "<|im_start|>user\n",
-        "[INST] ",
-        "<start_of_turn>user\n",
-        "A chat between a curious user and an assistant. USER: ",
-    ],
-)
-def test_a_prompt_in_a_template_is_not_wrapped_again(head: str, tmp_path: Path) -> None:
+HEADS = ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n", "<|im_start|>user\n", "[INST] ")
+HEADS += ("<start_of_turn>user\n", "A chat between a curious user and an assistant. USER: ")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_prompt_in_a_template_is_not_wrapped_again(head: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     rows = [{"index": at, "input": text, "outputs": ["7"]} for at, text in enumerate((f"{head}Find it.", "Find it."))]
     samples = read("ruler-files", tmp_path / "vt.jsonl", *rows)
     texts = [make_thinker().render(sample)[0] for sample in samples]
     assert texts == [f"{head}Find it.", "<user>Find it.</user><assistant>"]
-    (note,) = list_file_notes("ruler-files", tmp_path, samples)
-    assert note.startswith("1 prompt of the files holds a chat template already")
+    assert list_file_notes("ruler-files", tmp_path, samples) == snapshot(name="notes")
 
 
 def test_rows_of_ruler_belong_to_the_length_that_their_file_gives(tmp_path: Path) -> None:
@@ -96,7 +91,7 @@ OBJECT = {
 }  # fmt: skip
 
 
-def test_the_files_of_helmet_are_asked_with_their_documents(tmp_path: Path) -> None:
+def test_the_files_of_helmet_are_asked_with_their_documents(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """Rows as HELMET's data.py reads them."""
     (nq,) = read("helmet-rag", tmp_path / "popqa_test_1000_k20_dep6.jsonl", NQ)
     assert (nq.task, nq.references, nq.groups) == ("popqa", ("Ann", "Bo"), {"popularity": "below 1,000"})
@@ -112,8 +107,8 @@ def test_the_files_of_helmet_are_asked_with_their_documents(tmp_path: Path) -> N
         begin, end = sample.context or (0, 0)
         assert sample.content[begin:end] in sample.content[begin:]
         assert "?" not in sample.content[begin:end], "the question is not part of the haystack"
-    with pytest.raises(RecipeError, match="lacks ctxs: it is not a row of helmet-rag"):
-        read("helmet-rag", tmp_path / "test_k50_dep6.jsonl", {"question": "", "answers": []})
+    bad = {"question": "", "answers": []}
+    assert explain(read, "helmet-rag", tmp_path / "test_k50_dep6.jsonl", bad) == snapshot
 
 
 MESSAGES = [("user", "Write a poem."), ("assistant", "Roses."), ("user", "Begin with zz. Give me the first poem.")]
@@ -124,19 +119,17 @@ def make_conversation(messages: list[tuple[str, str]]) -> dict[str, Any]:
     return {"prompt": prompt, "answer": "zz Roses.", "random_string_to_prepend": "zz ", "n_needles": 4}
 
 
-def test_a_conversation_passes_through_the_template_by_its_messages(tmp_path: Path) -> None:
+def test_a_conversation_passes_through_the_template_by_its_messages(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     (sample,) = read("mrcr", tmp_path / "mrcr.jsonl", make_conversation(MESSAGES))
     assert sample.task == "mrcr-4"
     wrapped = "".join(f"<{role}>{text}</{role}>" for role, text in MESSAGES)
     assert make_thinker().render(sample) == (f"{wrapped}<assistant>", None)
     plain = "\n\n".join(f"{role.capitalize()}: {text}" for role, text in MESSAGES)
     assert make_thinker(None).render(sample) == (plain, 0)
-
-
-def test_a_template_that_does_not_take_a_conversation_is_named(tmp_path: Path) -> None:
-    (sample,) = read("mrcr", tmp_path / "mrcr.jsonl", make_conversation(MESSAGES[1:]))
-    with pytest.raises(RecipeError, match=r"does not take the conversations of mrcr-4: begin with the user"):
-        make_thinker(STRICT).render(sample)
+    (late,) = read("mrcr", tmp_path / "mrcr.jsonl", make_conversation(MESSAGES[1:]))
+    assert explain(make_thinker(STRICT).render, late) == snapshot
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85"])

@@ -10,8 +10,10 @@ from random import Random
 
 import pytest
 from support.prompters import make_prompter
+from support.refusals import explain
 from support.tiers import sample_every
 from support.tokenizers_trained import train, wrap
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
@@ -19,7 +21,6 @@ from ulysses_cli.evaluate.made_tasks import MAX_SENTENCE, BookHaystack, list_nee
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.scoring import score
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, make_source, plan_suites
-from ulysses_cli.plan.problem import RecipeError
 
 PROMPTER = make_prompter(make_bytes_tokenizer())
 
@@ -85,15 +86,14 @@ def test_lines_of_code_can_be_answered(tmp_path: Path) -> None:
         assert len(wanted) < prompt.sample.max_new_tokens
 
 
-def test_every_question_of_the_users_files_is_known_to_fit(tmp_path: Path) -> None:
+def test_every_question_of_the_users_files_is_known_to_fit(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """One paragraph that is too long for the length is said before a model is loaded, not hours later."""
     pairs = [{"question": "Who?", "answers": [{"text": "Ann"}]}]
     texts = ["It is Ann."] * 30 + ["It is Ann. " * 500]
     paragraphs = [{"context": f"{at}. {text}", "qas": pairs} for at, text in enumerate(texts)]
     (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
     plan = plan_suites(["qa_1"], Sources(squad=tmp_path / "squad.json"))
-    with pytest.raises(RecipeError, match="2,000 is too short: qa_1 needs at least 5,"):
-        check_lengths(plan, PROMPTER, Amount((2000,), 200))
+    assert explain(check_lengths, plan, PROMPTER, Amount((2000,), 200)) == snapshot
 
 
 @pytest.mark.parametrize(("suite", "length"), [("cwe", 2048), ("cwe", 6000), ("fwe", 2048), ("qa_1", 4096)])
@@ -121,7 +121,7 @@ def test_what_fills_up_a_question_is_no_word(suite: str, length: int, tmp_path: 
     [
         "她走进房间。天很黑！谁在那里？" * 60,
         "One line.\nStill of it: a b c! And? " * 60,
-        "no end at all, and " * 500,
+        "no end, and " * 800,
         "字" * 3000,
     ],
 )

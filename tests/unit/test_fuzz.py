@@ -15,12 +15,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from support.checkpoints import make_checkpoint, make_state, write_contents
-from support.recipes import LLAMA, VALID
+from support.recipes import LLAMA, VALID, load
 from support.tiers import sample
 
 from ulysses_cli.data.tokenizing.chat import find_spans
@@ -31,7 +32,6 @@ from ulysses_cli.hub import find_model_shape, find_tokenizer
 from ulysses_cli.plan.models.model_files import find_weight_problem, read_metadata
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.changes import list_changes
-from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.readers.files import walk_blocks
 from ulysses_cli.readers.problems import BadRow, DataError
 from ulysses_cli.report.page.run_page import make_run_page
@@ -104,12 +104,17 @@ def _replace(draw: st.DrawFn, value: Any) -> Any:
     return draw(VALUES)
 
 
+def put(folder: Path, name: str, content: bytes) -> Path:
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
 def read_manifest(folder: Path, content: bytes) -> None:
     """Checks that a damaged newest checkpoint does not hide an older one."""
     good, bad = (folder / "checkpoints" / name for name in ("step-3", "step-6"))
     if not good.exists():
         make_checkpoint(folder, 3), make_checkpoint(folder, 6)
-    (bad / "manifest.json").write_bytes(content)
+    put(bad, "manifest.json", content)
     messages: list[str] = []
     match = find_newest_valid(folder, messages.append)
     assert match == bad or (match == good and len(messages) == 1 and messages[0].startswith(f"{bad} is skipped: "))
@@ -128,27 +133,21 @@ def read_state(folder: Path, content: bytes) -> None:
 
 
 def read_recipe(folder: Path, content: bytes) -> None:
-    (folder / "r.yaml").write_bytes(content)
-    result = validate_recipe(str(folder / "r.yaml"))
+    result = validate_recipe(str(put(folder, "r.yaml", content)))
     assert result.problems or result.resolved
-    for problem in result.problems:
-        assert problem.message
-        assert problem.where.file
+    assert all(problem.message and problem.where.file for problem in result.problems)
 
 
 def read_config(folder: Path, content: bytes) -> None:
-    (folder / "config.json").write_bytes(content)
-    recipe = parse_recipe(RECIPE_TEXT.replace("owner/model", str(folder))).recipe
+    put(folder, "config.json", content)
     with suppress(RecipeError):
-        find_model_shape(recipe)
+        find_model_shape(load(f"model.name_or_path={folder}").recipe)
 
 
 def read_tokenizer_files(folder: Path, content: bytes) -> None:
-    model = folder / "tokenizer"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(LLAMA))
-    (model / "tokenizer.json").write_bytes(content)
-    recipe = parse_recipe(RECIPE_TEXT.replace("owner/model", str(model))).recipe
+    put(folder, "config.json", json.dumps(LLAMA).encode())
+    put(folder, "tokenizer.json", content)
+    recipe = load(f"model.name_or_path={folder}").recipe
     with suppress(RecipeError):
         find_tokenizer(recipe)
     with suppress(RecipeError):
@@ -156,24 +155,20 @@ def read_tokenizer_files(folder: Path, content: bytes) -> None:
 
 
 def read_weights(folder: Path, content: bytes) -> None:
-    model = folder / "weights"
-    model.mkdir(exist_ok=True)
-    (model / "model.safetensors").write_bytes(content)
-    assert isinstance(find_weight_problem(model), str)
+    file = put(folder, "model.safetensors", content)
+    assert isinstance(find_weight_problem(folder), str)
     with suppress(ValueError):
-        read_metadata(model / "model.safetensors")
+        read_metadata(file)
 
 
 def read_index(folder: Path, content: bytes) -> None:
-    model = folder / "index"
-    model.mkdir(exist_ok=True)
-    (model / "model.safetensors.index.json").write_bytes(content)
-    assert isinstance(find_weight_problem(model), str)
+    put(folder, "model.safetensors.index.json", content)
+    assert isinstance(find_weight_problem(folder), str)
 
 
 def read_metrics(folder: Path, content: bytes) -> None:
-    (folder / "metrics.jsonl").write_bytes(content * 3)
-    (folder / "run.json").write_bytes(content)
+    put(folder, "metrics.jsonl", content * 3)
+    put(folder, "run.json", content)
     run = load_run(folder)
     summary = summarize_run(run)
     assert format_summary(summary)
@@ -181,9 +176,9 @@ def read_metrics(folder: Path, content: bytes) -> None:
 
 
 def read_rows(folder: Path, content: bytes) -> None:
-    (folder / "d.jsonl").write_bytes(content)
+    file = put(folder, "d.jsonl", content)
     for kind in ("chat", "text", "completion", "tokens", "instruction"):
-        for block in walk_blocks([folder / "d.jsonl"]):
+        for block in walk_blocks([file]):
             encode_block(ENCODER, kind, block)
 
 
@@ -203,8 +198,7 @@ def read_chat_answer(folder: Path, content: bytes) -> None:
 
 def read_any_rows(suffix: str) -> Callable[[Path, bytes], None]:
     def read(folder: Path, content: bytes) -> None:
-        file = folder / f"d{suffix}"
-        file.write_bytes(content)
+        file = put(folder, f"d{suffix}", content)
         with suppress(DataError):
             for block in walk_blocks([file]):
                 encode_block(ENCODER, "text", block)
@@ -213,34 +207,24 @@ def read_any_rows(suffix: str) -> Callable[[Path, bytes], None]:
 
 
 def make_table(write: Callable[[Any, Any], object]) -> bytes:
-    import pyarrow
-
     sink = io.BytesIO()
     write(pyarrow.table({"text": ["a", "b"]}), sink)
     return sink.getvalue()
 
 
 def write_arrow(table: Any, sink: Any) -> None:
-    import pyarrow
-
     with pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
 
 
 ENCODER = Encoder(make_bytes_tokenizer())
 RECIPE_TEXT = VALID.replace("owner/texts", "./texts.jsonl")
-MANIFEST_TEXT = json.dumps(
-    {
-        "format": 1,
-        "files": {name: {"bytes": 700, "sha256": "0" * 64} for name in ("rank-00000.safetensors", "state.json")},
-    }
-)
+HASHED = {"bytes": 700, "sha256": "0" * 64}
+MANIFEST_TEXT = json.dumps({"format": 1, "files": dict.fromkeys(("rank-00000.safetensors", "state.json"), HASHED)})
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"b": "c"}}).encode()
-ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": []}]}
-ROW |= {
-    "text": "t", "prompt": "p", "completion": "c", "input_ids": [1], "labels": [-100], "instruction": "i",
-    "output": "o",
-}  # fmt: skip
+ROW: dict[str, Any] = {"text": "t", "prompt": "p", "completion": "c", "instruction": "i", "output": "o"}
+ROW |= {"input_ids": [1], "labels": [-100]}
+ROW["messages"] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": []}]
 STEP = {"step": 1, "loss": 1.0, "step_seconds": 0.5, "step_parts": {"mlp": 0.1}, "by_position": {"0-2K": {"loss": 1}}}
 READERS: dict[str, tuple[bytes, Callable[[Path, bytes], None]]] = {
     "manifest": (MANIFEST_TEXT.encode(), read_manifest),

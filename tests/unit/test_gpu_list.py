@@ -44,18 +44,16 @@ def devices(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_gpus_without_device_files_are_counted(driver: str, tmp_path: Path) -> None:
-    assert ask_driver({"FAKE_GPUS": "3"}, driver, tmp_path) == DriverFacts(3)
-    assert ask_driver({"FAKE_GPUS": "3", "FAKE_OLD": "1"}, driver, tmp_path) == DriverFacts(3, maps_memory=False)
-
-
-def test_the_driver_knows_better_than_device_files(driver: str, devices: Path) -> None:
+def test_the_driver_counts_gpus_and_device_files_where_it_fails_or_is_missing(
+    driver: str, devices: Path, tmp_path: Path
+) -> None:
+    """So that torch gets to say what is wrong with it. A driver that answers knows better than device files."""
+    (tmp_path / "none").mkdir()
+    assert ask_driver({"FAKE_GPUS": "3"}, driver, tmp_path / "none") == DriverFacts(3)
+    old = {"FAKE_GPUS": "3", "FAKE_OLD": "1"}
+    assert ask_driver(old, driver, tmp_path / "none") == DriverFacts(3, maps_memory=False)
     assert ask_driver({"FAKE_GPUS": "1"}, driver, devices).num_gpus == 1, "as CUDA_VISIBLE_DEVICES says"
     assert ask_driver({"FAKE_ERROR": "100"}, driver, devices).num_gpus == 0, "CUDA_ERROR_NO_DEVICE"
-
-
-def test_device_files_count_where_the_driver_fails_or_is_missing(driver: str, devices: Path) -> None:
-    """So that torch gets to say what is wrong with it."""
     assert ask_driver({"FAKE_ERROR": "803", "FAKE_GPUS": "5"}, driver, devices).num_gpus == 2
     assert ask_driver({}, "libcuda-is-not-here.so.1", devices).num_gpus == 2
 
@@ -83,13 +81,22 @@ def test_ranks_keep_what_torch_compiles_where_other_runs_find_it(tmp_path: Path)
     assert COMPILED not in launcher.make_environment(environ, "cuda", 1)
 
 
-def test_the_environment_of_gpu_ranks() -> None:
+def test_the_environment_of_ranks() -> None:
+    """The user's own wins."""
     made = launcher.make_environment({}, "cuda", 1)
     assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo"), "a proof's ranks are all here"
     assert (made["NCCL_LAUNCH_ORDER_IMPLICIT"], made["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"]) == ("1", "1")
-    assert {"NCCL_LAUNCH_ORDER_IMPLICIT", COMPILED}.isdisjoint(launcher.make_environment({}, "cpu", 1))
-    own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_ALLOC_CONF"), "theirs")
+    assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "DS_ACCELERATOR" not in made
+    on_cpu = launcher.make_environment({}, "cpu", 10**6)
+    assert {"NCCL_LAUNCH_ORDER_IMPLICIT", COMPILED}.isdisjoint(on_cpu)
+    assert (on_cpu["OMP_NUM_THREADS"], on_cpu["DS_ACCELERATOR"]) == ("1", "cpu")
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS")
+    own = dict.fromkeys(names, "theirs")
     assert own.items() <= launcher.make_environment(own, "cuda", 1).items()
+    assert "PYTORCH_ALLOC_CONF" not in launcher.make_environment({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "cuda", 1)
+    path = launcher.make_environment({"PATH": "p"}, "cuda", 1)["PATH"]
+    assert path.endswith("p"), "behind the folder of this environment's ninja"
 
 
 @pytest.mark.parametrize(

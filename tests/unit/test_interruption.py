@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from support.paths import ROOT
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.train.processes.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SHARE, UPLOAD_SHARE, Interruption
 
@@ -34,7 +35,7 @@ def test_a_rank_ends_at_once_while_nothing_can_be_lost(number: int) -> None:
     assert rank.messages == []
 
 
-def test_a_loop_is_asked_to_stop_and_has_a_time_limit() -> None:
+def test_a_loop_is_asked_to_stop_and_has_a_time_limit(snapshot: SnapshotAssertion) -> None:
     """The rest of a minute is for the agent, which needs 10 s for a rank that does not answer."""
     rank = Rank()
     rank.interruption.wait_for_boundary(60.0)
@@ -42,7 +43,7 @@ def test_a_loop_is_asked_to_stop_and_has_a_time_limit() -> None:
     rank.interruption.receive(signal.SIGTERM)
     rank.interruption.receive(signal.SIGTERM)  # one from the agent, one from a scheduler that signals every process
     assert rank.interruption.is_asked
-    assert rank.messages == ["stopping after this step; Ctrl-C again, or a second signal, stops now"]
+    assert rank.messages == snapshot
     rank.wait(STOP_SHARE * 60 - 1)
     assert rank.ended == []
     rank.wait(2)

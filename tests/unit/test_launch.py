@@ -179,17 +179,6 @@ def test_a_master_that_knows_itself_by_a_loopback_address_takes_its_own(
     assert problems == snapshot
 
 
-def test_the_users_environment_wins() -> None:
-    made = make_environment({"OMP_NUM_THREADS": "7", "PATH": "p"}, "cuda", 1)
-    assert made["OMP_NUM_THREADS"] == "7"
-    assert made["PATH"].endswith("p"), "behind the folder of this environment's ninja"
-    assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "DS_ACCELERATOR" not in made
-    assert "PYTORCH_ALLOC_CONF" not in make_environment({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "cuda", 1)
-    assert make_environment({}, "cpu", 10**6)["OMP_NUM_THREADS"] == "1"
-    assert make_environment({}, "cpu", 1)["DS_ACCELERATOR"] == "cpu"
-
-
 STOPPED = {"phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
 LATER = [
     {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3", "boot": "b",

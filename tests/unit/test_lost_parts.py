@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from support.real_model import READY, needs_real_model
+from support.refusals import explain
 from support.templates import CHATML, TEMPLATES
 from support.tiers import sample
 from support.tokenizers_trained import train, wrap
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.store import TARGET
@@ -121,12 +123,10 @@ def test_keys_and_marks_of_thoughts() -> None:
 
 def test_the_switch_of_a_template() -> None:
     assert find_switch(SWITCHED) == ("preserve_thinking", "true")
-    assert find_switch("{{ messages }}{% if clear_thinking is defined and not clear_thinking %}{% endif %}") == (
-        "clear_thinking",
-        "false",
-    )
-    assert find_switch("{# preserve_thinking #}{{ 'preserve_thinking' }}") is None
-    assert find_switch("{{ ") is None
+    clears = "{{ messages }}{% if clear_thinking is defined and not clear_thinking %}{% endif %}"
+    assert find_switch(clears) == ("clear_thinking", "false")
+    for text in ("{# preserve_thinking #}{{ 'preserve_thinking' }}", "{{ "):
+        assert find_switch(text) is None
 
 
 RECIPE = """\
@@ -139,38 +139,25 @@ data:
 """
 
 
-def prepare(folder: Path, chats: list[list[Row]], tokenizer: str, *overrides: str) -> Prepared:
+def prepare(folder: Path, chats: list[list[Row]], tokenizer: str, *overrides: str, report: Any = print) -> Prepared:
     (folder / "d.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     text = RECIPE.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer)
-    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, lambda _: None)
+    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, report)
 
 
-def explain(folder: Path, chats: list[list[Row]], tokenizer: str, *overrides: str) -> str:
-    with pytest.raises(DataError) as caught:
-        prepare(folder, chats, tokenizer, *overrides)
-    (problem,) = caught.value.problems
-    return str(problem)
-
-
-def test_what_may_be_lost_is_counted_in_each_report(tmp_path: Path) -> None:
-    chats = [THINKING, CALLING, BOTH]
-    words = explain(tmp_path, chats, "bytes")
-    assert "thoughts of 3 turns and tool calls of 2 turns, in 3 chats" in words
-    assert "name a template in data.chat_template that shows them" in words
-    events: list[Any] = []
-    (tmp_path / "d.jsonl").touch()
-    text = RECIPE.replace("FOLDER", str(tmp_path)).replace("TOKENIZER", "bytes")
-    recipe = parse_recipe(text, "r.yaml", ["data.on_rewritten_turns=keep"]).recipe
-    report = prepare_data(recipe, 8, events.append).report
+def test_what_may_be_lost_is_counted_in_each_report(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    given, events = (tmp_path, [THINKING, CALLING, BOTH], "bytes"), list[Any]()
+    assert explain(prepare, *given, error=DataError) == snapshot
+    report = prepare(*given, "data.on_rewritten_turns=keep", report=events.append).report
     assert not [event for event in events if event["event"] == "progress"], "the store is the same"
     (source,) = report["sources"]
     assert source["lost"] == {
         "num_turns": 4, "num_chats": 3, "kinds": {"thought": 3, "calls": 2},
         "example": [f"{tmp_path}/d.jsonl", 1, 2, "thought", "First thought."],
     }  # fmt: skip
-    for shown in (format_report(report), make_data_page(report)):
-        for line in ("thoughts of 3 turns", "tool calls of 2 turns", "in 3 chats, such as", "turn 2: First thought."):
-            assert line in shown
+    text, page = format_report(report), make_data_page(report)
+    assert [line for line in text.splitlines() if "turn" in line] == snapshot(name="report")
+    assert all(words in page for words in ("thoughts of 3", "tool calls of 2", "in 3 chats", "First thought."))
     json.dumps(report)
 
 
@@ -178,6 +165,7 @@ def test_what_may_be_lost_is_counted_in_each_report(tmp_path: Path) -> None:
 @needs_real_model
 @pytest.mark.parametrize("only_said", sample(["true", "false"], quick=["true"], checked=()))
 def test_a_real_template_that_shows_contents_alone(tmp_path: Path, only_said: str) -> None:
-    words = explain(tmp_path, [[USER, turn("So.")], BOTH], str(READY), f"data.assistant_only_loss={only_said}")
-    assert ":2:1: the chat template does not show thoughts of 1 turn and tool calls of 1 turn, in 1 chat" in words
+    chats = [[USER, turn("So.")], BOTH]
+    said = explain(prepare, tmp_path, chats, str(READY), f"data.assistant_only_loss={only_said}", error=DataError)
+    assert ":2:1: " in said
     prepare(tmp_path, [[USER, turn("So.")], INLINE], str(READY))

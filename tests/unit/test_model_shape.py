@@ -3,6 +3,7 @@ used."""
 
 import json
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,13 +22,14 @@ ENTRIES = [json.loads(file.read_text()) for file in sorted(SHIPPED_TABLE.glob("*
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["repo"])
-def test_the_shipped_table(entry: dict[str, object]) -> None:
+def test_the_shipped_table(entry: dict[str, Any]) -> None:
     shape = read_model_shape(entry["config"], str(entry["repo"]))
     assert shape.inexact == ""
     assert read_weights(shape, None).num_elements == entry["num_parameters"]
     assert str(entry["source"]).startswith("https://")
     assert entry["gated"] in (True, False, None)
     assert shape.traits is not None
+    assert (entry["config"].get("text_config") or entry["config"])["model_type"] in FAMILIES
     assert pickle.loads(pickle.dumps(shape)) == shape  # noqa: S301 - ranks are sent it, after it was asked
 
 
@@ -60,37 +62,23 @@ def test_the_width_is_that_of_the_widest_mlp(name: str, width: int) -> None:
     assert (shape.intermediate_size, shape.moe_intermediate_size) == (width, width)
 
 
-def test_the_family_of_every_model_in_the_table_is_known() -> None:
-    assert {(e["config"].get("text_config") or e["config"])["model_type"] for e in ENTRIES} <= FAMILIES.keys()
-
-
 def windows(**changes: object) -> list[int | None]:
     return [layer.window_tokens for layer in make_shape(num_hidden_layers=6, **changes).layers]
 
 
 def test_windows_by_family() -> None:
+    own = {"sliding_window": 100}
     assert windows(sliding_window=None) == [None] * 6
-    assert windows(model_type="mistral", sliding_window=100) == [100] * 6
-    assert windows(model_type="gemma2", sliding_window=100) == [100, None] * 3
-    assert windows(model_type="gemma3_text", sliding_window=100) == [100] * 5 + [None]
-    assert windows(model_type="qwen3", sliding_window=100, max_window_layers=4) == [None] * 6
-    assert windows(model_type="qwen3", sliding_window=100, max_window_layers=4, use_sliding_window=True) == [
-        *[None] * 4,
-        100,
-        100,
-    ]
-    types = ["full_attention", "sliding_attention"] * 3
-    assert windows(model_type="gemma3_text", sliding_window=100, layer_types=types) == [None, 100] * 3
-
-
-def test_an_explicit_null_wins_over_the_familys_default() -> None:
-    assert windows(model_type="mistral", sliding_window=None) == [None] * 6
+    assert windows(model_type="mistral", **own) == [100] * 6
+    assert windows(model_type="mistral", sliding_window=None) == [None] * 6, "a null wins over the family's default"
     assert windows(model_type="mistral") == [4096] * 6
-
-
-def test_a_multimodal_model_gives_its_language_part() -> None:
-    shape = read_model_shape({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}}, "x")
-    assert shape.model_type == "gemma3_text"
+    assert windows(model_type="gemma2", **own) == [100, None] * 3
+    assert windows(model_type="gemma3_text", **own) == [100] * 5 + [None]
+    assert windows(model_type="qwen3", max_window_layers=4, **own) == [None] * 6
+    late = [None] * 4 + [100] * 2
+    assert windows(model_type="qwen3", max_window_layers=4, use_sliding_window=True, **own) == late
+    types = ["full_attention", "sliding_attention"] * 3
+    assert windows(model_type="gemma3_text", layer_types=types, **own) == [None, 100] * 3
 
 
 JSON = st.recursive(
