@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.refusals import explain
 from support.templates import TEMPLATES
 from support.tiers import count_examples, sample, sample_every
 from support.tokenizers_trained import train, wrap
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.store import TARGET, TURN
 from ulysses_cli.data.tokenizing import chat
@@ -20,6 +22,12 @@ from ulysses_cli.readers.problems import BadRow
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = st.text("abc XY.,\n'é你 ", min_size=1, max_size=12).filter(str.strip)
+
+
+def talk(texts: str, *, begins: str = "user") -> list[dict[str, str]]:
+    """A turn for each letter, by the user and the assistant in turn."""
+    roles = ("user", "assistant") if begins == "user" else ("assistant", "user")
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
 @cache
@@ -144,8 +152,8 @@ def test_a_long_chat_takes_few_renderings(name: str) -> None:
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
 def test_a_chat_may_be_cut_after_a_turn_of_the_assistant(name: str) -> None:
     tokenizer = make_tokenizer(name)
-    row = {"messages": [{"role": role, "content": "hi there"} for role in ("user", "assistant") * 3]}
-    ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True)).encode(read_sample("chat", row))
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+    ids, flags = encoder.encode(read_sample("chat", {"messages": talk("abcdef")}))
     cuts = np.flatnonzero(flags & TURN).tolist()
     assert len(cuts) == 2
     assert all(tokenizer.decode(ids[at:]).startswith("<|im_start|>user") for at in cuts)
@@ -155,7 +163,7 @@ def test_a_chat_may_be_cut_after_a_turn_of_the_assistant(name: str) -> None:
 def test_completions(name: str) -> None:
     """Only what follows the prompt is a target: an earlier answer of the assistant is not."""
     tokenizer, template = make_tokenizer(name), TEMPLATES[name]
-    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    turns = talk("abcd")
     sample = read_sample("completion", {"prompt": turns[:3], "completion": turns[3:]})
     ids, flags = Encoder(tokenizer).encode(sample)
     text = make_render(tokenizer, None)(turns)
@@ -177,21 +185,19 @@ TURNED = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% end
 
 
 @pytest.mark.parametrize("template", [LATE, SILENT, TURNED])
-def test_a_template_without_clear_spans_is_refused(template: str) -> None:
+def test_a_template_without_clear_spans_is_refused(template: str, snapshot: SnapshotAssertion) -> None:
     tokenizer = wrap(train("qwen"), chat_template=template)
-    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
-    render = make_render(tokenizer, None)
+    turns, render = talk("abcd"), make_render(tokenizer, None)
     with pytest.raises(InexactTemplate):
         find_spans(render, turns, render(turns), ())
     encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
-    with pytest.raises(BadRow, match="chat template"):
-        encoder.encode(read_sample("chat", {"messages": turns}))
+    assert explain(encoder.encode, read_sample("chat", {"messages": turns}), error=BadRow) == snapshot(name="refusal")
 
 
 def test_headings_without_a_generation_prompt_are_no_targets() -> None:
     """No prefix of this chat's text is the text of its first turns."""
     tokenizer = wrap(train("qwen"), chat_template=COUNTING)
-    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    turns = talk("abcd")
     render = make_render(tokenizer, None)
     text = render(turns)
     assert [text[start:stop] for start, stop in find_spans(render, turns, text, ()).answers] == ["b\n", "d\n"]
@@ -199,16 +205,12 @@ def test_headings_without_a_generation_prompt_are_no_targets() -> None:
 
 def test_a_chat_that_the_assistant_begins() -> None:
     tokenizer = make_tokenizer("chatml")
-    turns = [
-        {"role": role, "content": text} for role, text in zip(("assistant", "user", "assistant"), "abc", strict=True)
-    ]
-    ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True)).encode(
-        read_sample("chat", {"messages": turns})
-    )
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+    ids, flags = encoder.encode(read_sample("chat", {"messages": talk("abc", begins="assistant")}))
     assert tokenizer.decode(ids[(flags & TARGET) > 0]) == "a<|im_end|>c<|im_end|>"
 
 
-def test_a_chat_that_its_template_refuses_is_a_bad_row() -> None:
+def test_a_chat_that_its_template_refuses_is_a_bad_row(snapshot: SnapshotAssertion) -> None:
     turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(BadRow, match="refuses this chat: only user and assistant"):
-        Encoder(make_tokenizer("mistral")).encode(read_sample("chat", {"messages": turns}))
+    encoder = Encoder(make_tokenizer("mistral"))
+    assert explain(encoder.encode, read_sample("chat", {"messages": turns}), error=BadRow) == snapshot

@@ -11,28 +11,6 @@ import pytest
 from ulysses_cli.commands.options import complete_gpus, complete_recipe_names, complete_words
 
 
-def ask(words: str, folder: Path) -> list[str]:
-    environ = {
-        **os.environ,
-        "_ULYSSES_COMPLETE": "complete_bash",
-        "COMP_WORDS": f"ulysses {words}",
-        "COMP_CWORD": str(len(f"ulysses {words}".split(" ")) - 1),
-    }
-    code = "import sys; sys.argv = ['ulysses']; from ulysses_cli.cli import app; app(prog_name='ulysses')"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=folder, capture_output=True, text=True)
-    return done.stdout.split()
-
-
-@pytest.mark.check
-def test_a_shell_is_offered_recipes_keys_and_gpus(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").touch()
-    (tmp_path / "notes.txt").touch()
-    assert ask("train my", tmp_path) == ["my.yaml"]
-    keys = ["parallel.dp_shard_size=", "parallel.dp_replicate_size="]
-    assert ask("validate-config my.yaml parallel.dp_", tmp_path) == keys
-    assert ask("plan --gpus h20", tmp_path) == ["h200"]
-
-
 def test_offers_are_the_tools_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -50,13 +28,19 @@ def test_offers_are_the_tools_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_the_installed_script_completes_in_bash(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").touch()
+    (tmp_path / "notes.txt").touch()
     program = tmp_path / "ulysses"
     program.write_text(f"#!{sys.executable}\nfrom ulysses_cli.cli import app\napp(prog_name='ulysses')\n")
     program.chmod(0o755)
     environ = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}",
                "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # fmt: skip
     subprocess.run([program, "--install-completion", "bash"], env=environ, check=True, capture_output=True)
-    script = "source ~/.bashrc; COMP_WORDS=(ulysses train my); COMP_CWORD=2; _ulysses_completion ulysses; "
-    script += "echo ${COMPREPLY[@]}"
-    done = subprocess.run(["bash", "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == ["my.yaml"], done.stderr
+    for words, offered in (
+        ("train my", "my.yaml"),
+        ("validate-config my.yaml parallel.dp_", "parallel.dp_shard_size= parallel.dp_replicate_size="),
+        ("plan --gpus h20", "h200"),
+    ):
+        script = f"source ~/.bashrc; COMP_WORDS=(ulysses {words}); COMP_CWORD={len(words.split())}; "
+        script += "_ulysses_completion ulysses; echo ${COMPREPLY[@]}"
+        done = subprocess.run(["bash", "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.strip() == offered, done.stderr

@@ -150,6 +150,10 @@ def complain(served: Served, folder: Path, *more: str, model: str = "served/mode
     return [f"exit code {result.exit_code}", *(text.replace(served.address, "{server}") for text in texts)]
 
 
+def find_score(result: Result) -> float:
+    return json.loads(result.stdout)["scores"][0]["score"]
+
+
 def read_results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "found" / "results.jsonl").read_text().splitlines()[1:]]
 
@@ -213,7 +217,7 @@ def test_what_may_pass_is_asked_again(said: str, served: Served, folder: Path) -
     result = ask(served, folder, "--endpoint-requests", "1")
     assert result.exit_code == 0, result.output
     assert result.stderr.count(said) == 2
-    assert json.loads(result.stdout)["scores"][0]["score"] == 1
+    assert find_score(result) == 1
     assert len(served.questions) == 6 + 2
     assert len(set(served.questions)) == 6
 
@@ -261,21 +265,7 @@ def test_a_killed_evaluation_goes_on(served: Served, folder: Path) -> None:
     assert [served.questions.count(each) for each in dict.fromkeys(served.questions)] == [1, 1, 1, 2, 1, 1]
 
 
-def test_a_length_that_the_server_does_not_take_is_said(
-    served: Served, folder: Path, snapshot: SnapshotAssertion
-) -> None:
-    served.limit = LENGTH - 1
-    assert complain(served, folder) == snapshot
-
-
-def write_rows(folder: Path, *contexts: str) -> str:
-    rows = [
-        {
-            "_id": f"row-{at}", "question": "Which?", "context": context, "answer": "B", "domain": "d",
-            "difficulty": "easy", "length": "short", **{f"choice_{letter}": letter for letter in "ABCD"},
-        }
-        for at, context in enumerate(contexts)
-    ]  # fmt: skip
+def write_rows(folder: Path, *rows: dict[str, Any]) -> str:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return str(folder / "rows.jsonl")
 
@@ -283,9 +273,12 @@ def write_rows(folder: Path, *contexts: str) -> str:
 def test_questions_of_files_that_are_too_long_are_listed(
     served: Served, folder: Path, snapshot: SnapshotAssertion
 ) -> None:
-    """They need no tokenizer."""
+    """They need no tokenizer, unless --max-length bounds them."""
     served.limit = 1000
-    path = write_rows(folder, "short", "very long " * 1000)
+    row = {"question": "Which?", "answer": "B", "domain": "d", "difficulty": "easy", "length": "short"}
+    row |= {f"choice_{letter}": letter for letter in "ABCD"}
+    contexts = {"row-0": "short", "row-1": "very long " * 1000}
+    path = write_rows(folder, *({**row, "_id": name, "context": context} for name, context in contexts.items()))
     words = ["evaluate", "served/model", "--endpoint", served.address, "--output", str(folder / "found")]
     words += ["--suite", "longbench-v2", "--path", path]
     served.suffix = " The correct answer is (B)"
@@ -299,33 +292,25 @@ def test_questions_of_files_that_are_too_long_are_listed(
     text = CliRunner().invoke(app, words).stdout
     assert [long["reason"], *(line for line in text.splitlines() if "too long" in line)] == snapshot
     assert f" at {served.address}, 4 requests" in text
+    served.bodies.clear()
+    more = ("--suite", "longbench-v2", "--path", path, "--max-length", "600", "--output", str(folder / "bounded"))
+    (long,) = json.loads(ask(served, folder, *more).stdout)["too_long"]
+    assert (long["file_id"], long["tokens"] > 600, len(served.questions)) == ("row-1", True, 1)
 
 
 def test_examples_that_go_on_are_completed_as_they_are(served: Served, folder: Path) -> None:
-    """Beside questions that are asked in a chat."""
+    """Beside questions that are asked in a chat; without a template these are completed, too."""
     row = {"input": "Type:", "context": "Examples.", "answers": ["A"], "all_classes": ["A", "B"], "_id": "row"}
-    rows = [{**row, "dataset": "trec"}, {**row, "dataset": "qasper"}]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
-    words = ("--suite", "longbench", "--path", str(folder / "rows.jsonl"), "--html", str(folder / "page.html"))
+    path = write_rows(folder, {**row, "dataset": "trec"}, {**row, "dataset": "qasper"})
+    words = ("--suite", "longbench", "--path", path, "--html", str(folder / "page.html"))
     served.suffix = "\nType: A"
-    result = ask(served, folder, *words, "--max-length", "1000")
+    result = ask(served, folder, *words, "--max-length", "1000", "--output", str(folder / "files"))
     assert result.exit_code == 0, result.output
     asked = {body["max_tokens"]: path for path, body in served.bodies}
     assert (asked[64], asked[128]) == ("/v1/completions", "/v1/chat/completions")
     assert "served/model" in (folder / "page.html").read_text()
-
-
-def test_max_length_bounds_questions_of_files(served: Served, folder: Path) -> None:
-    path = write_rows(folder, "short", "very long " * 1000)
-    findings = json.loads(ask(served, folder, "--suite", "longbench-v2", "--path", path, "--max-length", "600").stdout)
-    assert [each["file_id"] for each in findings["too_long"]] == ["row-1"]
-    assert findings["too_long"][0]["tokens"] > 600
-    assert len(served.questions) == 1
-
-
-def test_without_a_template_prompts_are_completed(served: Served, folder: Path) -> None:
-    result = ask(served, folder, "--no-chat-template")
-    assert json.loads(result.stdout)["scores"][0]["score"] == 1
+    served.bodies.clear()
+    assert find_score(ask(served, folder, "--no-chat-template")) == 1
     assert {path for path, _ in served.bodies} == {"/v1/completions"}
     assert {line["prompt_tokens"] for line in read_results(folder)} == {LENGTH - 128}
 
@@ -337,7 +322,7 @@ def find_notes(result: Result) -> list[str]:
 def test_a_server_that_takes_no_settings_gets_none(served: Served, folder: Path, snapshot: SnapshotAssertion) -> None:
     served.takes_settings = served.lists = False
     result = ask(served, folder)
-    assert json.loads(result.stdout)["scores"][0]["score"] == 1
+    assert find_score(result) == 1
     assert not [body for _, body in served.bodies[1:] if "chat_template_kwargs" in body]
     assert find_notes(result) == snapshot
 
@@ -377,7 +362,7 @@ def test_the_key_is_sent_and_never_shown(served: Served, folder: Path) -> None:
     result = ask(served, folder, "--endpoint-requests", "1")
     assert seen == [f"Bearer {KEY}"]
     assert read_results(folder)[0]["answer"] == "It is Bearer ***"
-    assert json.loads(result.stdout)["scores"][0]["score"] == pytest.approx(5 / 6)
+    assert find_score(result) == pytest.approx(5 / 6)
 
 
 def test_another_models_tokenizer_is_noticed(served: Served, folder: Path, snapshot: SnapshotAssertion) -> None:
@@ -400,6 +385,8 @@ def test_mistakes_are_said_before_a_question_is_asked(
     assert said == snapshot
 
 
-def test_a_refused_key_is_named_by_its_variable(served: Served, folder: Path, snapshot: SnapshotAssertion) -> None:
+def test_what_the_server_refuses_is_explained(served: Served, folder: Path, snapshot: SnapshotAssertion) -> None:
     served.faults = [lambda handler: send(handler, 401, {"error": {"message": f"Incorrect API key provided: {KEY}"}})]
-    assert complain(served, folder, "--endpoint-requests", "1") == snapshot
+    key = complain(served, folder, "--endpoint-requests", "1")
+    served.limit = LENGTH - 1
+    assert [key, complain(served, folder)] == snapshot

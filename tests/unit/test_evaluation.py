@@ -140,6 +140,7 @@ def test_words_have_the_tokens_of_the_whole_text(kind: str, tmp_path: Path) -> N
     for prompt in make_prompts(plan, prompter, Amount((2600, 4000), 3), lambda _: None):
         assert prompt.tokens == tuple(prompter.encode(prompt.sample, in_one=True))
         assert len(prompt.tokens) + prompt.sample.max_new_tokens == prompt.length
+        assert score(prompt.sample, RIGHT.get(prompt.sample.task, " ".join)(prompt.sample.references)) == 1
         for mark, depth in zip(prompt.sample.evidence, prompt.depths, strict=True):
             before = prompter.tokens.tokenize([prompt.sample.content[: mark[0]]], False)[0]
             # an estimate where words are not exact, and this text has few words
@@ -245,24 +246,6 @@ def test_depths_of_rulers_files_are_those_of_values_that_stand_there_once(tmp_pa
     whole = len(text) + 1
     assert first == pytest.approx((text.index("1234567") / whole, text.index("7654321") / whole), abs=0.03)
     assert set(others) == {()}
-
-
-def test_questions_and_code_of_the_user(tmp_path: Path) -> None:
-    paragraphs = [
-        {"context": f"Town {at} has {at} towers.", "qas": [
-            {"question": f"How many towers has town {at}?", "answers": [{"text": f"{at} towers"}]}
-        ]}
-        for at in range(9)
-    ]  # fmt: skip
-    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    lines = [f"    value_{at} = compute({at}, {at + 1})" for at in range(60)]
-    (tmp_path / "a.py").write_text("\n".join(lines))
-    (tmp_path / "b.py").write_text("\n".join(line.replace("value", "other") for line in lines))
-    plan = plan_suites(["qa_1", "code"], Sources(squad=tmp_path / "squad.json", code=tmp_path))
-    for prompt in make_prompts(plan, make_prompter(make_bytes_tokenizer()), Amount((4000,), 1), lambda _: None):
-        assert len(prompt.tokens) + prompt.sample.max_new_tokens == 4000
-        assert score(prompt.sample, f"It is {prompt.sample.references[0]}.") == 1
-        assert prompt.sample.references[0] in prompt.sample.content
 
 
 def test_statistics_equal_worked_examples() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,18 +111,18 @@ def test_what_a_crash_left_in_the_place_of_a_key_is_no_key(
     for text in ("", "\0" * 64, "a" * 63, "a" * 65, "A" * 64, "\ufffd" * 64, " " * 64):
         file.write_text(text, encoding="utf-8")
         said.add(explain(key.share_key, tmp_path))
+    file.unlink()
+    monkeypatch.setattr(os, "fsync", refuse_with(errno.ENOSPC))
+    said.add(explain(key.share_key, tmp_path))
     assert said == snapshot
+    assert list(tmp_path.iterdir()) == [], "a disk without room keeps no part of a key"
 
 
-def test_a_key_for_which_the_disk_has_no_room_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    def refuse(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def refuse_with(number: int) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", refuse)
-    assert explain(key.share_key, tmp_path) == snapshot
-    assert list(tmp_path.iterdir()) == []
+    return refuse
 
 
 def test_machines_that_start_at_once_share_one_key(tmp_path: Path) -> None:
@@ -189,6 +190,7 @@ LOST_PEER = {"rank": 0, "message": "connection reset", "time": 11}  # before the
 CAUSE = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
 # Records of ranks, what the agent wrote of their ends, and its exit code; what is said.
 # Records of ranks, what the agent wrote of their ends, and its exit code.
+# Records of ranks, what the agent wrote of their ends, and its exit code.
 FAILURES: dict[str, tuple[list[Any], Any, int]] = {
     "first": (LATER, None, 1),
     "killed": ([], [{"rank": 3, "exit_code": -9, "time": 5}], 1),
@@ -196,6 +198,8 @@ FAILURES: dict[str, tuple[list[Any], Any, int]] = {
     "interrupted others": (  # its own record found no room on a disk
         [{"rank": 0, **STOPPED}], [{"rank": 1, "exit_code": 1, "time": 5}, {"rank": 0, "exit_code": 143, "time": 5}], 1
     ),
+    "all interrupted": ([{"rank": 0, **STOPPED}], [{"rank": 0, "exit_code": 143}, {"rank": 1, "exit_code": -15}], 1),
+    "all interrupted, and no ends": ([{"rank": 0, **STOPPED}], None, 1),
     "agent": ([{"rank": 1, **STOPPED}], None, -9),
     "agent and a cause": ([{"rank": 1, **STOPPED}, CAUSE], None, -9),
     "ended by the agent": ([{"rank": 0, "time": 1.0, **STOPPED}, LATER[1]], None, 1),
@@ -204,27 +208,19 @@ FAILURES: dict[str, tuple[list[Any], Any, int]] = {
 }  # fmt: skip
 
 
-def find_failure(folder: Path, records: list[Any], ends: Any, code: int) -> Any:
-    for record in records:
-        (folder / f"rank-{record['rank']}.error.json").write_text(json.dumps(record))
-    if ends is not None:
-        (folder / "failure.json").write_text(ends if isinstance(ends, str) else json.dumps(ends))
-    return find_first_failure(MachineLogs(folder), code)
-
-
 def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     said = {}
-    for name, given in FAILURES.items():
+    for name, (records, ends, code) in FAILURES.items():
         folder = tmp_path / name
         folder.mkdir()
-        said[name] = format_failure(find_failure(folder, *given), folder)
+        for record in records:
+            (folder / f"rank-{record['rank']}.error.json").write_text(json.dumps(record))
+        if ends is not None:
+            (folder / "failure.json").write_text(ends if isinstance(ends, str) else json.dumps(ends))
+        failure = find_first_failure(MachineLogs(folder), code)
+        is_early = failure.get("is_interruption")
+        said[name] = format_interruption(failure, None) if is_early else format_failure(failure, folder)
     assert said == snapshot
-
-
-def test_where_all_were_interrupted_that_is_said(tmp_path: Path) -> None:
-    ends = [{"rank": 0, "exit_code": 143}, {"rank": 1, "exit_code": 143}, {"rank": 2, "exit_code": -15}]
-    for given in (ends, None):
-        assert find_failure(tmp_path, [{"rank": 0, **STOPPED}], given, 1) == {"rank": 0, **STOPPED}
 
 
 def test_a_rank_that_ends_without_a_record_is_explained_by_its_log(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -271,11 +267,7 @@ def test_a_disk_without_locks_is_used_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """As Lustre without its flock option and mounted buckets are."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse_with(number))
     lock = folder.lock_run(tmp_path / "run", 0)
     assert not lock.is_locked
     rank = RunLock(lock.file)
@@ -311,7 +303,7 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path, snapshot: S
     problems = [explain(folder.lock_run, tmp_path, 0, recipe) for recipe in (second, first)]
     assert "hf_" not in lock.file.read_text()
     lock.file.write_text("[]")
-    problems.append(explain(folder.lock_run, tmp_path, 0, first))
+    problems += [explain(folder.lock_run, path, 0, first) for path in (tmp_path, lock.file / "run")]
     process = f"(process {os.getpid()} on {socket.gethostname()}, since "
     assert [re.sub(rf"{re.escape(process)}[-\d]+ [:\d]+\)", "(PROCESS)", problem) for problem in problems] == snapshot
 
@@ -414,11 +406,6 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path, snapshot: SnapshotAsserti
         *(explain_resume(match, why) for why in ("a signal", "run.max_cost")),
         format_missing_lock(tmp_path),
     ] == snapshot
-
-
-def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    (tmp_path / "file").touch()
-    assert explain(folder.lock_run, tmp_path / "file" / "run", 0) == snapshot
 
 
 def test_machines_on_one_disk_leave_each_others_files_alone(tmp_path: Path) -> None:
