@@ -350,17 +350,17 @@ def _compute_key(model: Model, data: Data, hashes: FileHashes) -> str | None:
     name = model.tokenizer or model.name_or_path
     template = None if data.chat_template is None else read_template(data.chat_template).text
     parts: tuple[Any, ...] = (FORMAT, template, data.added_tokens, [version(library) for library in LIBRARIES])
-    if name == "bytes":
-        return hash_parts(*parts, BYTES_TEMPLATE)
-    folder = None if name is None else _find_folder(name, None if model.tokenizer else model.revision)
-    if folder is None:
-        return None
     try:
-        files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
         if model.tokenizer and model.name_or_path:  # its stop tokens count, too
             own = _find_folder(model.name_or_path, model.revision)
             configs = [own / name for name in CONFIGS if (own / name).is_file()] if own else []
             parts = (*parts, [hashes.hash_file(file) for file in configs])
+        if name == "bytes":
+            return hash_parts(*parts, BYTES_TEMPLATE)
+        folder = None if name is None else _find_folder(name, None if model.tokenizer else model.revision)
+        if folder is None:
+            return None
+        files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
         return hash_parts(*parts, [(file.relative_to(folder).as_posix(), hashes.hash_file(file)) for file in files])
     except OSError:
         return None
