@@ -188,27 +188,25 @@ def think(thought: str, text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "reasoning_content": thought}
 
 
-MASKS = {
-    "data.thoughts=train": ("<think>\nwhy\n</think>\n\nyes", "<think>\nhm\n</think>\n\nno"),
-    "data.thoughts=mask": ("<think>\n\n</think>\n\nyes", "<think>\n\n</think>\n\nno"),
-    "data.thoughts=drop": ("yes", "no"),
+THINKING = {"prompt": [USER], "chosen": [think("why", "yes")], "rejected": [think("hm", "no")]}
+WAITING = {
+    name: [USER, {"role": "assistant", "content": "wait", "weight": 0}, USER, *say(text)]
+    for name, text in (("chosen", YES), ("rejected", NO))
+}
+TARGETS = {
+    "data.thoughts=train": (THINKING, ["<think>\nwhy\n</think>\n\nyes", "<think>\nhm\n</think>\n\nno"]),
+    "data.thoughts=mask": (THINKING, ["<think>\n\n</think>\n\nyes", "<think>\n\n</think>\n\nno"]),
+    "data.thoughts=drop": (THINKING, ["yes", "no"]),
+    "data.train_on_turns=all": (WAITING, [YES, NO]),  # of turns that a field leaves out
 }
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("word", MASKS)
-def test_thoughts_are_masked_in_both_answers(tmp_path: Path, word: str, shares: bool) -> None:
+@pytest.mark.parametrize("word", TARGETS)
+def test_thoughts_and_turns_are_left_out_of_both_answers(tmp_path: Path, word: str, shares: bool) -> None:
     (tmp_path / "t.jinja").write_text(LAST_ROUND)
-    row = {"prompt": [USER], "chosen": [think("why", "yes")], "rejected": [think("hm", "no")]}
-    assert read_targets(tmp_path, row, word, shares=shares) == list(MASKS[word])
-
-
-@pytest.mark.parametrize("shares", [False, True])
-def test_turns_that_say_so_are_no_targets_of_either_answer(tmp_path: Path, shares: bool) -> None:
-    (tmp_path / "t.jinja").write_text(LAST_ROUND)
-    first = {"role": "assistant", "content": "wait", "weight": 0}
-    row = {"prompt": [USER], "chosen": [first, USER, *say(YES)], "rejected": [first, USER, *say(NO)]}
-    assert read_targets(tmp_path, row, shares=shares) == [YES, NO]
+    row, expected = TARGETS[word]
+    assert read_targets(tmp_path, row, word, shares=shares) == expected
 
 
 def read_targets(folder: Path, row: dict[str, Any], *words: str, shares: bool) -> list[str]:

@@ -62,16 +62,6 @@ def read_documents(prepared: Prepared, split: Any = "train") -> list[str]:
     return [tokenizer.decode([i for _, ids in sorted(parts[number]) for i in ids]) for number in sorted(parts)]
 
 
-def test_documents_are_read_back_unchanged(tmp_path: Path) -> None:
-    write_texts(tmp_path)
-    prepared = prepare(tmp_path)
-    assert read_documents(prepared) == [f"document {n} " * (n + 1) + "<|end|>" for n in range(12)]
-    counts = prepared.report["splits"]["train"]["sources"][0]
-    assert counts["documents"] == counts["copies"] == 12
-    assert counts["tokens"] == counts["kept_tokens"] == prepared.report["splits"]["train"]["num_tokens"]
-    json.dumps(prepared.report)
-
-
 def test_a_second_prepare_reuses_all_and_notices_a_change(tmp_path: Path) -> None:
     write_texts(tmp_path)
     first = prepare(tmp_path)
@@ -286,7 +276,7 @@ def test_a_sample_of_very_many_turns_leaves_out_those_in_the_middle(tmp_path: Pa
     assert all(f"turn {at}." in text for at in (0, 1, 30, 270, 298, 299))
     assert "turn 150." not in text
     assert text.count("[[") == text.count("]]") == 1 + 40
-    assert text.count("tokens left out") == 1
+    assert len(re.findall(r"[\d,]+ tokens", text)) == 2, "all and those that are left out"
 
 
 @pytest.mark.check
@@ -320,18 +310,6 @@ def test_a_secret_in_a_document_is_masked_in_the_sample_and_reported(
     assert "hf_QwErTyUiOpAsDfGh" in read_documents(prepare(tmp_path, "data.assistant_only_loss=true"))[0]
     write_texts(tmp_path)
     assert not prepare(tmp_path).report["samples"][0]["is_masked"]
-
-
-def test_evaluation_documents(tmp_path: Path) -> None:
-    write_texts(tmp_path, 20)
-    report = prepare(tmp_path, "data.eval_split=0.1", "data.max_length=512")
-    train_side, eval_side = read_documents(report), read_documents(report, "eval")
-    assert (len(train_side), len(eval_side)) == (18, 2)
-    assert not set(train_side) & set(eval_side)
-    other = write_rows(tmp_path, {"text": "document 0 "}, {"text": "new"}, name="e.jsonl")
-    report = prepare(tmp_path, f"data.eval_datasets=[{{path: {other}}}]", "data.max_length=512")
-    assert read_documents(report, "eval") == ["document 0 <|end|>", "new<|end|>"]
-    assert report.report["leaked_documents"] == 1
 
 
 def test_equal_tokens_are_one_document_whatever_their_targets(tmp_path: Path) -> None:
@@ -461,16 +439,13 @@ def test_the_messages_of_the_process(tmp_path: Path, snapshot: SnapshotAssertion
 
 
 def test_the_embedded_tokenizer(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(Model(tokenizer="bytes"))
+    load_tokenizer(Model(tokenizer="bytes")).save_pretrained(tmp_path)
     text = "ä\n<x> 你\0\x7f"
-    assert tokenizer(text)["input_ids"] == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
-        259, 256, 257, 258,
-    )  # fmt: skip
-    tokenizer.save_pretrained(tmp_path)
-    again = load_tokenizer(Model(tokenizer=str(tmp_path)))
-    assert again("a<|end|>")["input_ids"] == [97, 257]
-    assert again.chat_template == tokenizer.chat_template
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert again.apply_chat_template(chat, tokenize=False) == "<|begin|>user\na<|end|>\n<|begin|>assistant\nb<|end|>\n"
+    for made in (load_tokenizer(Model(tokenizer="bytes")), load_tokenizer(Model(tokenizer=str(tmp_path)))):
+        assert made(text)["input_ids"] == list(text.encode())
+        assert made.decode(list(text.encode())) == text
+        assert (len(made), made.bos_token_id, made.eos_token_id, made.pad_token_id) == (259, 256, 257, 258)
+        assert made("a<|end|>")["input_ids"] == [97, 257]
+        shown = made.apply_chat_template(chat, tokenize=False)
+        assert shown == "<|begin|>user\na<|end|>\n<|begin|>assistant\nb<|end|>\n"

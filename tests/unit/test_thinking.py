@@ -2,12 +2,13 @@
 
 import pytest
 from support.prompters import make_prompter
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.prompts import Prompter, find_answer
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.train.generation.questions import Answer, Quiz, _describe, _make_question
 
 SAID = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -48,8 +49,7 @@ def test_a_model_that_thinks_is_asked_to_answer_at_once(template: str, end: str,
     text, begin = prompter.render(SAMPLE)
     assert text.endswith(f"Where is it?{'' if end.startswith('<|end|>') else '<|im_end|>' + chr(10)}{end}")
     assert begin == text.index("Where")
-    note = "the model is asked to answer at once: thinking is turned off in its chat template"
-    assert prompter.list_notes() == [note] * thinks
+    assert len(prompter.list_notes()) == thinks
     assert prompter.count_new_tokens(SAMPLE) == 8
 
 
@@ -73,7 +73,6 @@ def test_tokens_for_a_thought_count_apart(template: str, end: str, said: str, un
     prompter = make_thinker(template, 100)
     text, _ = prompter.render(SAMPLE)
     assert text.endswith(end)
-    assert prompter.list_notes() == ["the model may think, for 100 tokens before each answer"]
     prompt = prompter.make(SAMPLE)
     question = _make_question(prompt, Quiz([], prompter, {"task"}, print))
     assert (question.max_new_tokens, question.answer) == (108, ()), "no teacher forces a thought"
@@ -95,16 +94,12 @@ def test_a_question_without_the_models_template_is_answered_at_once() -> None:
     assert prompter.count_new_tokens(few) == 8
     assert prompter.render(few)[0] == "Q: a? A:"
     assert prompter.read_answer(few, prompter.tokenizer("<think> b")["input_ids"])[1]
-
-
-def test_an_answer_without_any_thought_is_one() -> None:
     assert find_answer("assistant\n", "It is here") == "It is here"
     assert find_answer("assistant\n<think>\n", "It is here") is None
 
 
-@pytest.mark.parametrize("template", [PLAIN, None])
-def test_a_model_that_cannot_think_is_refused(template: str | None) -> None:
-    with pytest.raises(RecipeError, match=r"--thinking: the model's chat template"):
-        make_thinker(template, 10) if template else make_prompter(
-            make_bytes_tokenizer(), with_template=False, thinking=10
-        )
+def test_it_is_said_whether_a_model_thinks_and_one_that_cannot_is_refused(snapshot: SnapshotAssertion) -> None:
+    said = [note for tokens in (0, 100) for note in make_thinker(QWEN3, tokens).list_notes()]
+    said.append(explain(make_thinker, PLAIN, 10))
+    said.append(explain(make_prompter, make_bytes_tokenizer(), with_template=False, thinking=10))
+    assert said == snapshot

@@ -1,23 +1,16 @@
 """Tests how numbers, money, parameters and counts with their nouns are written in every command."""
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.units import format_count, format_parameters, format_plain, format_usd
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(1_000_000, "1,000,000"), (1e9, "1,000,000,000"), (0.05, "0.05"), (0.0, "0"), (1e-12, "1e-12"), (-2.0, "-2")],
-)
-def test_plain_numbers(number: float, text: str) -> None:
-    assert format_plain(number) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(8_030_261_248, "8.03 B"), (596_049_920, "596 M"), (357_984, "358 k"), (1.04e12, "1.04 T")]
-)
-def test_parameters(count: int, text: str) -> None:
-    assert format_parameters(count) == text
+def test_plain_numbers_and_parameters() -> None:
+    plain = {1_000_000: "1,000,000", 1e9: "1,000,000,000", 0.05: "0.05", 0.0: "0", 1e-12: "1e-12", -2.0: "-2"}
+    assert {number: format_plain(number) for number in plain} == plain
+    rounded = {8_030_261_248: "8.03 B", 596_049_920: "596 M", 357_984: "358 k", 1.04e12: "1.04 T"}
+    assert {count: format_parameters(count) for count in rounded} == rounded
 
 
 @pytest.mark.parametrize(
@@ -34,21 +27,8 @@ def test_money_is_written_without_exponents(ends: tuple[float, ...], digits: int
     assert format_usd(*ends, digits=digits) == text
 
 
-@pytest.mark.parametrize(
-    ("count", "noun", "text"),
-    [
-        (1, "GPU", "1 GPU"),
-        (2, "GPU", "2 GPUs"),
-        (0, "bad row", "0 bad rows"),
-        (1_024, "process", "1,024 processes"),
-        (2, "copy", "2 copies"),
-        (2, "key", "2 keys"),
-        (1, "file that cannot be read (Permission denied)", "1 file that cannot be read (Permission denied)"),
-        (3, "file that cannot be read (Permission denied)", "3 files that cannot be read (Permission denied)"),
-        (2, "machine like this one", "2 machines like this one"),
-        (2, "file named twice, read once", "2 files named twice, read once"),
-        (2, "text file beside files of rows, not read", "2 text files beside files of rows, not read"),
-    ],
-)
-def test_a_count_and_its_noun_agree(count: int, noun: str, text: str) -> None:
-    assert format_count(count, noun) == text
+def test_a_count_and_its_noun_agree(snapshot: SnapshotAssertion) -> None:
+    counted = [(1, "GPU"), (2, "GPU"), (0, "bad row"), (1_024, "process"), (2, "copy"), (2, "key")]
+    counted += [(number, "file that cannot be read (Permission denied)") for number in (1, 3)]
+    more = ("machine like this one", "file named twice, read once", "text file beside files of rows, not read")
+    assert [format_count(count, noun) for count, noun in (*counted, *((2, noun) for noun in more))] == snapshot
