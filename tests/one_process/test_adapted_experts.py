@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from support.families import has_experts
 from support.hybrids import HYBRIDS
-from support.raised import read_error
+from support.refusals import explain
 from support.tiers import sample_every
 from support.training import make_recipe
 from syrupy.assertion import SnapshotAssertion
@@ -146,8 +146,7 @@ def test_peft_reads_the_files_and_so_does_a_run(kind: str, tmp_path: Path, snaps
     assert all(torch.equal(*pair) for pair in zip(other.parameters(), adapted.parameters(), strict=True))
     *_, other = adapt(kind, "lora.expert_r=3")
     assert (
-        read_error(BuildError, lambda: load_adapters(other, make_adapter_config(recipe, shape), str(tmp_path)))
-        == snapshot
+        explain(load_adapters, other, make_adapter_config(recipe, shape), str(tmp_path), error=BuildError) == snapshot
     )
 
 
@@ -156,7 +155,7 @@ def test_experts_that_a_model_does_not_have_are_an_error(snapshot: SnapshotAsser
     content = json.loads(make_model("nemotron_h").config.to_json_string(use_diff=False))
     recipe = make_recipe("lora.target_modules=[q_proj]", "lora.experts=[gate_up, down]", config=content)
     assert (
-        read_error(BuildError, lambda: add_adapters(recipe, read_model_shape(content, "tiny"), make_model("qwen3_moe")))
+        explain(add_adapters, recipe, read_model_shape(content, "tiny"), make_model("qwen3_moe"), error=BuildError)
         == snapshot
     )
 

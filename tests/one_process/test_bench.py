@@ -2,6 +2,7 @@
 estimate to the measurement. In `make test-full` the whole command also runs beside the Trainer."""
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 import yaml
 from support.commands import succeed
 from support.paths import TINY_RECIPE
+from support.refusals import explain
 from support.small_run import CONFIG
 from support.training import make_recipe
+from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
 from ulysses_cli import hardware_table
@@ -25,7 +28,6 @@ from ulysses_cli.plan.hardware import read_hardware
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove import bench as subject
 from ulysses_cli.prove.ranks import Interleaving, RankFailureError, compare_pairs, run_interleaved
@@ -59,7 +61,7 @@ def run_sweep(
     return subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
 
 
-def test_an_oom_is_a_row_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oom_is_a_row_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         if recipe.data.max_length == 64:
             return RankFailureError(1, "OutOfMemoryError", "tried to allocate 2 GiB", "")
@@ -69,7 +71,7 @@ def test_an_oom_is_a_row_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch) 
 
     findings = run_sweep(monkeypatch, end, lengths=(32, 64, 96, 128))
     assert [row.verdict for row in findings.rows] == ["", "OOM", "FAIL", ""] * 2
-    assert "tried to allocate" in findings.rows[1].text
+    assert findings.rows[1].text == snapshot
     assert {row.group for row in findings.rows} == {"sp 1 x dp 2", "sp 2 x dp 1"}
 
 
@@ -87,8 +89,7 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
     assert values["step_error"] == pytest.approx(values["predicted_step_seconds"] / values["step_seconds"] - 1)
     assert values["memory_error"] == pytest.approx(values["predicted_memory_bytes"] / (1 << 30) - 1)
     assert values["host_memory_error"] == pytest.approx(values["predicted_host_memory_bytes"] / (1 << 30) - 1)
-    assert findings.rows[1].verdict == "OOM"
-    assert "largest in " in findings.rows[1].text
+    assert (findings.rows[1].verdict, "largest in " in findings.rows[1].text) == ("OOM", True)
     page = make_findings_page(findings.describe())
     assert page.count("<svg ") == 0  # one length that fits is no curve
     longer = run_sweep(monkeypatch, lambda *_: make_timed({"mlp": 0.5}), place, sp_sizes=(2,))
@@ -98,7 +99,9 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
     assert page.count("<svg ") >= 5
 
 
-def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         if recipe.data.max_length == 64 and num_sides == 2:
             return RankFailureError(0, "OutOfMemoryError", "two models at once", "")
@@ -112,8 +115,7 @@ def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(monke
     assert paired.values["speed_ratio"] == pytest.approx(1.5)
     assert (paired.values["num_pairs"], paired.values["exchange_share"]) == (4, 0.5)
     assert "num_pairs" not in alone.values
-    assert "both at once do not fit" in alone.text
-    assert (other.verdict, "do not compute the same loss" in other.text) == ("WARN", True)
+    assert (other.verdict, [alone.text, other.text]) == ("WARN", snapshot)
 
 
 def test_what_goes_to_a_disk_has_a_folder_that_is_gone_afterwards(
@@ -183,7 +185,7 @@ def test_two_worlds_step_in_turns_and_one_finishes_alone(tmp_path: Path) -> None
     )
     assert result[0] == "a"
     assert isinstance(result[1], RankFailureError)
-    assert result[1].message == "b is tired"
+    assert "tired" in result[1].message
     output = marks.read_text()
     assert output.startswith("a<a>b<b>a<a>b<b>a<a>b<b>a<a>")
     assert output.count("a<a>") == 5
@@ -222,7 +224,7 @@ def test_calibration_moves_the_prediction_to_the_measurement() -> None:
 
 
 def test_a_calibration_applies_to_its_gpus_and_the_users_own_file_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     driver = tmp_path / "driver"
@@ -247,7 +249,7 @@ def test_a_calibration_applies_to_its_gpus_and_the_users_own_file_wins(
         save_calibration({"calibration": rates, "subject": "my.yaml"})
 
     save(0.1)
-    assert "nothing saved: the driver does not name its GPUs" in capsys.readouterr().err
+    assert capsys.readouterr().err == snapshot(name="no driver")
     move_to("GPU-b", "GPU-a")
     save(0.5)
     move_to("GPU-c")
@@ -257,21 +259,20 @@ def test_a_calibration_applies_to_its_gpus_and_the_users_own_file_wins(
     assert read_shares() == (0.6, 0.3)
     move_to("GPU-a", "GPU-b")
     assert read_shares() == (0.5, 0.3)
-    assert "rates measured on this machine (20" in hardware_table.describe_calibration()[0]
+    assert re.sub(r"\d{4}-\S+", "DATE", hardware_table.describe_calibration()[0]) == snapshot(name="measured")
     (tmp_path / "config" / "ulysses" / "hardware.yaml").write_text("gpus: {h100-80gb: {efficiency: {link: 0.4}}}\n")
     assert read_shares()[1] == 0.4
     hardware_table.get_calibration_file().write_text("efficiency: {matmul: 0.5}\n")
-    with pytest.raises(RecipeError, match="is not a list of measured machines"):
-        load_hardware()
+    assert explain(load_hardware) == snapshot(name="no list")
 
 
-def test_a_local_model_without_weights_is_refused_before_ranks_start(tmp_path: Path) -> None:
+def test_a_local_model_without_weights_is_refused_before_ranks_start(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 260, "max_position_embeddings": 4096}))
     words = ["bench", str(TINY_RECIPE), "model.config=null", f"model.name_or_path={tmp_path}"]
     done = CliRunner().invoke(app, words)
-    assert done.exit_code == 2
-    assert "model.name_or_path: " in done.stderr
-    assert str(tmp_path) in done.stderr
+    assert (done.exit_code, done.stderr) == (2, snapshot)
 
 
 PAIRS = ("preference.loss=sigmoid", "data.datasets.0.type=preference")
@@ -308,8 +309,8 @@ def test_steps_on_pairs_are_timed(is_beside: bool) -> None:
     findings = subject.bench(make_recipe(*PAIRS), CONFIG, "test", load_hardware(), sweep, lambda _: None)
     assert {row.verdict for row in findings.rows} == {""}, findings.rows
     assert findings.rows[0].values["tokens_per_second"] > 0
-    assert any(f"each row is one {'document' if is_beside else 'pair'}" in note for note in findings.notes)
-    assert any("as the Trainer has none of pairs" in note for note in findings.notes) == is_beside
+    assert any(f"one {'document' if is_beside else 'pair'}" in note for note in findings.notes)
+    assert any("Trainer" in note for note in findings.notes) == is_beside
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import save_as_ranks
 from support.exports import check_same_logits
 from support.families import make_config
-from support.raised import read_error
+from support.refusals import explain
 from support.tiers import sample
 from support.training import make_recipe
 from syrupy.assertion import SnapshotAssertion
@@ -92,7 +92,7 @@ def test_a_base_that_is_gone_is_said(tmp_path: Path, snapshot: SnapshotAssertion
     (tmp_path / "base" / "model.safetensors").unlink()
     result = job.run(tmp_path / "to", lambda _: None)
     in_card = [line for line in (tmp_path / "to" / "README.md").read_text().splitlines() if "left out" in line]
-    elsewhere = read_error(ValueError, lambda: find_base_files(str(tmp_path / "elsewhere"), None, is_here=True))
+    elsewhere = explain(find_base_files, str(tmp_path / "elsewhere"), None, is_here=True, error=ValueError)
     assert [result["carried"], *in_card, elsewhere] == snapshot
 
 

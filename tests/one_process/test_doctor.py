@@ -1,7 +1,6 @@
 """Tests how doctor reads machines from recorded output, and that a check that raises is a finding and stops no
 other."""
 
-import inspect
 import json
 import os
 import time
@@ -16,6 +15,7 @@ from support.commands import run
 from support.paths import RECIPES, ROOT
 from support.small_run import CONFIG
 from support.training import make_recipe
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
@@ -60,42 +60,33 @@ def make_target(*overrides: str) -> CheckTarget:
     return CheckTarget(make_recipe(*overrides) if overrides else None, None, load_hardware(), 0)
 
 
-def test_sp_groups_that_leave_their_island_are_named() -> None:
-    links = doctor.read_topology(TOPOLOGY)
-    assert [len(row) for row in links] == [4] * 4
-    assert doctor.find_slow_pairs(links, 2) == []
-    assert [(a, b) for a, b, _ in doctor.find_slow_pairs(links, 4)] == [(0, 2), (0, 3), (1, 2), (1, 3)]
-    assert doctor.read_topology("nvidia-smi: command not found") == []
-
-
 @pytest.mark.parametrize(
     ("link", "other", "sp_size", "num_slow"),
     [("NV18", "NV18", 8, 0), ("PIX", "NODE", 2, 4), ("PHB", "SYS", 8, 28), ("NV4", "PXB", 2, 0), ("NV4", "PXB", 4, 8)],
 )
 def test_machines_of_eight(link: str, other: str, sp_size: int, num_slow: int) -> None:
-    """Pairs of neighbours are joined by one kind of link, all else by another."""
+    """Pairs of neighbours are joined by one kind of link, all else by another. Of text as nvidia-smi prints it, colours,
+    network cards and legend are left out."""
+    four = doctor.read_topology(TOPOLOGY)
+    assert [(a, b) for a, b, _ in doctor.find_slow_pairs(four, 4)] == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert doctor.find_slow_pairs(four, 2) == doctor.read_topology("nvidia-smi: command not found") == []
     kinds = [["X" if a == b else link if a // 2 == b // 2 else other for b in range(8)] for a in range(8)]
     links = doctor.read_topology(draw_topology(kinds))
     assert links == kinds
     assert len(doctor.find_slow_pairs(links, sp_size)) == num_slow
 
 
-def test_why_torch_sees_no_gpu() -> None:
-    assert "nvidia-smi does not answer" in doctor.explain_no_gpus("", "2.13.0+cu128")[0]
-    text, fix = doctor.explain_no_gpus(SMI, "2.13.0+cpu")
-    assert text == "torch 2.13.0+cpu is built for CPUs only, but there is driver 535.183.01 (up to CUDA 12.2)"
-    assert "a torch for CUDA 12.2 or older" in fix
-    assert "newer driver" in doctor.explain_no_gpus(SMI, "2.13.0+cu128")[1]
+def test_why_torch_sees_no_gpu(snapshot: SnapshotAssertion) -> None:
+    cases = (("", "2.13.0+cu128"), (SMI, "2.13.0+cpu"), (SMI, "2.13.0+cu128"))
+    assert [doctor.explain_no_gpus(*case) for case in cases] == snapshot
 
 
-def test_errors_and_limits_that_a_gpu_reports() -> None:
+def test_errors_and_limits_that_a_gpu_reports(snapshot: SnapshotAssertion) -> None:
     alarms = doctor.read_alarms("0, Not Active, 0\n1, Active, [N/A]\n2, Not Active, 3\n")
-    assert alarms == {"0": "", "1": "slowed down by its own hardware (heat or power)", "2": "uncorrected memory errors"}
     facts = dict.fromkeys(doctor.QUERY, "0") | {"index": "1", "name": "H100", "driver_version": "570.1"}
-    assert doctor._judge_gpu(facts, "").verdict == "PASS"
-    assert doctor._judge_gpu(facts, alarms["1"]).verdict == "WARN"
-    hot = doctor._judge_gpu(facts | {"temperature.gpu": "91"}, "")
-    assert (hot.verdict, "91 degrees" in hot.text) == ("WARN", True)
+    judged = [doctor._judge_gpu(facts, alarms[number]) for number in "012"]
+    judged.append(doctor._judge_gpu(facts | {"temperature.gpu": "91"}, ""))
+    assert [(each.verdict, each.text) for each in judged] == snapshot
 
 
 def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
@@ -123,9 +114,9 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
     assert look().verdict == "SKIP"
     needed = look("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
     assert (needed.verdict, needed.fix) == ("FAIL", doctor.INGREDIENTS["async_io"])
-    assert "libaio.h is not there" in needed.text
+    assert Builder.error_log in needed.text
     Builder.is_able = True
-    assert "AsyncIOBuilder as it; it().load()" in look().text
+    assert "it().load()" in look().text
     built = get_builds_folder(os.environ) / "async_io"
     built.mkdir(parents=True)
     (built / "async_io.so").touch()
@@ -139,7 +130,7 @@ def test_checks_that_only_a_recipe_asks_for(tmp_path: Path, monkeypatch: pytest.
     assert list(doctor._check_recipe_needs(make_target())) == []
 
 
-def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
+def test_disks_and_memory_against_the_need(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     recipe = make_recipe(f"run.output_dir={tmp_path}/run", f"data.store_dir={tmp_path}/store")
     wide = {"vocab_size": 10**9, "hidden_size": 10**6}
     small, huge = (
@@ -147,8 +138,7 @@ def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
     )
     assert {each.verdict for each in doctor.check_disks(small)} == {"PASS"}
     values = {each.name: each for each in doctor.check_disks(huge)}
-    assert values[f"{tmp_path}/run"].verdict == "FAIL"
-    assert "run.save_total_limit" in values[f"{tmp_path}/run"].fix
+    assert (values[f"{tmp_path}/run"].verdict, values[f"{tmp_path}/run"].fix) == ("FAIL", snapshot)
     assert next(doctor.check_memory(huge)).verdict == "FAIL"
 
 
@@ -159,7 +149,7 @@ def test_processes_against_gpus(world: int, gpus: int, verdict: str) -> None:
     assert [result.verdict for result in doctor._judge_count(world, gpus)] == [verdict]
 
 
-def test_all_ranks_of_a_recipe_are_counted() -> None:
+def test_all_ranks_of_a_recipe_are_counted(snapshot: SnapshotAssertion) -> None:
     ranks = {("parallel.sp_size=2", "parallel.dp_shard_size=4"): 8, ("parallel.sp_size=2",): 2}
     for sizes, count in ranks.items():
         assert doctor.count_ranks_here(make_target(*sizes)) == count
@@ -167,7 +157,7 @@ def test_all_ranks_of_a_recipe_are_counted() -> None:
     assert doctor.count_ranks_here(replace(make_target(*eight), num_gpus=4)) == 4
     assert doctor.count_ranks_here(replace(make_target(), recipe=None, num_gpus=0)) == 1
     (cores,) = [each for each in doctor.check_limits(make_target("parallel.sp_size=2")) if each.name == "cores"]
-    assert " for the 2 ranks of this machine" in cores.text
+    assert cores.text.partition(" for the ")[2] == snapshot
 
 
 def test_pairs_of_versions_that_clash() -> None:
@@ -203,7 +193,7 @@ def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [(each.verdict, each.fix) for each in results] == [("WARN", f"rm {folder / 'old' / 'lock'}")]
 
 
-def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:
+def test_a_check_that_raises_stops_no_other_and_failures_come_first(snapshot: SnapshotAssertion) -> None:
     def raises(_: CheckTarget) -> Iterator[Finding]:
         yield Finding("first", "WARN", "slow", "later")
         raise OSError("no such device")
@@ -213,8 +203,7 @@ def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:
 
     findings = Findings("doctor", "test")
     run_checks(make_target(), [("a", raises), ("b", fails)], findings, lambda _: None)
-    assert [row.verdict for row in findings.rows] == ["WARN", "WARN", "FAIL"]
-    assert "no such device" in findings.rows[1].text
+    assert [(row.verdict, row.text) for row in findings.rows] == snapshot
     assert [how for _, how in findings.fixes] == ["now", "later"]
     assert not findings.passed
 
@@ -224,21 +213,12 @@ def test_where_there_is_a_gpu_its_command_is_given(num_gpus: int, monkeypatch: p
     monkeypatch.setattr(doctor, "CHECKS", ())
     monkeypatch.setattr(doctor, "count_gpus", lambda: num_gpus)
     notes = doctor.examine(None, None, load_hardware(), "", lambda _: None).notes
-    assert [note for note in notes if "make gpu" in note] == [doctor.GPU_HINT][:num_gpus]
-    assert "gpu:" in (ROOT / "Makefile").read_text()
-
-
-def test_checks_that_are_loaded_late_exist() -> None:
-    names = {name for name in vars(device_checks) if name.startswith("check_")}
-    for group, check in doctor.CHECKS:
-        if check.__qualname__.startswith("_load_check"):
-            assert inspect.getclosurevars(check).nonlocals["name"] in names, group
+    assert [note for note in notes if note == doctor.GPU_HINT] == [doctor.GPU_HINT][:num_gpus]
 
 
 def test_a_recipe_for_gpus_fails_without_them() -> None:
-    results = list(doctor.check_gpus(make_target("run.device=auto")))
-    assert [each.verdict for each in results] == ["FAIL"]
-    assert "run.device=cpu" in results[0].fix
+    (found,) = doctor.check_gpus(make_target("run.device=auto"))
+    assert (found.verdict, "run.device=cpu" in found.fix) == ("FAIL", True)
 
 
 def test_a_wrong_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +233,11 @@ def test_a_wrong_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(operators.KERNELS, "sdpa", expected._replace(forward=wrong))
     values = {each.name: each for each in device_checks.check_kernels(make_target())}
-    assert values["sdpa"].verdict == "WARN"
-    assert "differs from the reference" in values["sdpa"].text
+    assert (values["sdpa"].verdict, "differs " in values["sdpa"].text) == ("WARN", True)
     assert values["attention"].verdict == "FAIL"
 
 
-def test_what_packed_rows_cost_without_a_fast_kernel_is_named() -> None:
+def test_what_packed_rows_cost_without_a_fast_kernel_is_named(snapshot: SnapshotAssertion) -> None:
     """As the recipe's estimate says it, for GPUs that a package has a kernel for."""
     hardware, recipe = load_hardware(), load_recipe(RECIPES / "llama-3.1-8b-128k-8gpu.yaml").recipe
     shape = find_model_shape(recipe).shape
@@ -266,8 +245,7 @@ def test_what_packed_rows_cost_without_a_fast_kernel_is_named() -> None:
     (found,) = device_checks.find_slow_rows(target, hardware.get_gpu("h100-80gb"))
     said = compute_estimate(recipe, shape, hardware.get_gpu("h100-80gb")).slow_attention
     assert (found.verdict, f"{found.text}: {found.fix}") == ("WARN", said)
-    assert "1.50 times as long" in found.text
-    assert found.fix == "pip install 'ulysses-cli[flash-attn-4]'"
+    assert found.fix == snapshot
     assert list(device_checks.find_slow_rows(target, hardware.get_gpu("a100-80gb"))) == []
 
 
@@ -283,7 +261,7 @@ def test_the_command_examines_and_says_what_to_fix() -> None:
 
     if not torch.cuda.is_available():
         assert done.returncode == 1
-        assert "torch sees none" in answer["fixes"][0]["what"]
+        assert "torch" in answer["fixes"][0]["what"]
 
 
 def test_a_checkout_on_the_path_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +280,7 @@ def test_a_checkout_on_the_path_need_not_be_installed(monkeypatch: pytest.Monkey
     assert (first.name, first.verdict) == ("ulysses-cli", "WARN")
 
 
-def test_files_that_another_package_has_overwritten_are_named(tmp_path: Path) -> None:
+def test_files_that_another_package_has_overwritten_are_named(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """As after `pip install flash-attn-4` and then `pip install flash-attn`."""
     cute, record = tmp_path / "flash_attn" / "cute", tmp_path / "flash_attn_4-4.0.dist-info"
     cute.mkdir(parents=True)
@@ -317,15 +295,15 @@ def test_files_that_another_package_has_overwritten_are_named(tmp_path: Path) ->
     assert list(doctor.check_overwritten(lambda _: distribution)) == []
     (cute / "interface.py").write_text("# of flash-attn 2")
     (finding,) = doctor.check_overwritten(lambda _: distribution)
-    assert (finding.name, finding.verdict) == ("flash-attn-4", "FAIL")
-    assert "1 of its 2 files in flash_attn/cute are another package's" in finding.text
-    assert "--force-reinstall --no-deps flash-attn-4==4.0" in finding.fix
+    assert vars(finding) == snapshot
 
 
-def test_offload_without_a_compiler_is_found_before_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_offload_without_a_compiler_is_found_before_loading(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    assert "a C++ compiler and ninja not found on this machine" in host.find_missing_compiler(environ)
+    assert host.find_missing_compiler(environ) == snapshot
     (tmp_path / "cpu_adam.so").touch()
     assert host.find_missing_compiler(environ) == ""
     for program in ("g++", "ninja"):

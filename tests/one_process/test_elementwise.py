@@ -26,7 +26,6 @@ from ulysses_cli.train.elementwise import choice as choosing
 from ulysses_cli.train.elementwise import formulas, operators
 from ulysses_cli.train.elementwise.choice import (
     CANDIDATES,
-    CPU_IMPLEMENTATIONS,
     NO_IMPLEMENTATIONS,
     Widths,
     _choose_part,
@@ -94,19 +93,6 @@ def test_a_norm_equals_transformers_own(
         check_close(ours, right, dtype)
     for ours, right in zip(formulas.normalize(hidden, norm.weight, 1e-3, kind), (expected,), strict=False):
         check_close(ours, right, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchs_norm_returns_what_the_formula_does(dtype: torch.dtype) -> None:
-    """Its second result too, which the backward takes whichever way made it."""
-    hidden, weight = draw(2, 37, 48, dtype=dtype), draw(48, dtype=dtype)
-    results = [operators.normalize(hidden, weight, 1e-3, "precise", way) for way in ("torch", "blocks")]
-    for ours, right in zip(*results, strict=True):
-        assert ours.shape == right.shape
-        check_close(ours, right, right.dtype)
-    assert results[0][1].shape == (2, 37, 1)
-    with pytest.raises(AssertionError):
-        operators.normalize(hidden, weight, 1e-3, "offset", "torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -421,15 +407,6 @@ def test_each_kind_of_norm_has_a_way_of_its_own(
     assert choice.implementations[part] == way
     assert choice.reason == snapshot, "of norms, the model's own kind alone is named"
     assert serve_elementwise(model, choice.implementations).norms == num_served
-
-
-def test_a_cpu_takes_what_was_measured_there() -> None:
-    cpu, widths = torch.device("cpu"), Widths(64, 4, 16, 128, {"rounded": [64]})
-    assert choose_implementations(cpu, torch.float32, widths, 64).implementations == CPU_IMPLEMENTATIONS
-    assert choose_implementations(cpu, torch.bfloat16, widths, 64).implementations == {
-        **CPU_IMPLEMENTATIONS,
-        "rotary": "transformers",
-    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import has_experts
-from support.raised import read_error
+from support.refusals import explain
 from support.tiers import sample_every
 from syrupy.assertion import SnapshotAssertion
 from test_adapted_experts import make_model
@@ -124,7 +124,7 @@ def test_what_is_missing_is_said_in_a_few_words() -> None:
 def test_one_that_is_named_is_proven_too(snapshot: SnapshotAssertion) -> None:
     probe = make_probe("qwen3_moe")
     said = [choose_experts(name, probe, NO_GPU).reason for name in ("auto", "eager")]
-    said.append(read_error(ValueError, lambda: choose_experts("sonicmoe", probe, NO_GPU)))
+    said.append(explain(choose_experts, "sonicmoe", probe, NO_GPU, error=ValueError))
     assert said == snapshot
 
 

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from support.checkpoints import save_as_ranks
 from support.exports import check_same_logits, export, read_tensors, run_card, save_trained
 from support.families import TELLING, make_config
-from support.raised import read_error
 from support.real_model import READY, needs_real_model
+from support.refusals import explain
 from support.templates import CHATML
 from support.tiers import FULL, TIER, mark_by
 from support.training import make_recipe
@@ -112,9 +112,15 @@ def test_an_export_that_differs_is_refused(tmp_path: Path, snapshot: SnapshotAss
         model.model.norm.weight[3] += 1e-3
     model.save_pretrained(tmp_path / "wrong")
     assert (
-        read_error(
-            CheckpointError,
-            lambda: check_model(checkpoint, tmp_path / "wrong", config, torch.float32, lambda _: None, PROBE),
+        explain(
+            check_model,
+            checkpoint,
+            tmp_path / "wrong",
+            config,
+            torch.float32,
+            lambda _: None,
+            PROBE,
+            error=CheckpointError,
         )
         == snapshot
     )
@@ -235,5 +241,5 @@ def test_an_export_can_be_killed_at_any_moment(tmp_path: Path, has_older: bool) 
 def test_an_export_that_fails_leaves_and_deletes_no_file(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     (tmp_path / "model").mkdir()
     checkpoint = save_as_ranks({}, tmp_path / "step-1")
-    assert read_error(CheckpointError, lambda: export(checkpoint, tmp_path / "model", make_config("qwen3"))) == snapshot
+    assert explain(export, checkpoint, tmp_path / "model", make_config("qwen3"), error=CheckpointError) == snapshot
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-1"]

@@ -13,7 +13,7 @@ from support.checkpoints import save_as_ranks
 from support.exports import export
 from support.families import make_config
 from support.paths import ROOT
-from support.raised import read_error
+from support.refusals import explain
 from support.training import CONFIG
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
@@ -63,12 +63,12 @@ def test_a_checkpoint_without_numbers_is_neither_resumed_nor_exported(
     sources, _ = index_sources(checkpoint)
     key, numel = f"model.{NAME}", trained[NAME].numel()
     # a resumed run's weights and moments come this way
-    said = [read_error(CheckpointError, lambda: read_range(sources[key], f"{key}|master", 0, numel))]
+    said = [explain(read_range, sources[key], f"{key}|master", 0, numel, error=CheckpointError)]
     assert len(read_range(sources[key], f"{key}|master", 0, numel // 3)) == numel // 3
-    said.append(read_error(CheckpointError, lambda: export(checkpoint, tmp_path / "ours", config)))
+    said.append(explain(export, checkpoint, tmp_path / "ours", config, error=CheckpointError))
     trained[NAME][-1, -1] = -1e5
     large = save_as_ranks(trained, tmp_path / "step-2")
-    said.append(read_error(CheckpointError, lambda: export(large, tmp_path / "ours", config, dtype=torch.float16)))
+    said.append(explain(export, large, tmp_path / "ours", config, dtype=torch.float16, error=CheckpointError))
     assert said == snapshot
     assert not list(tmp_path.glob("ours*"))
     export(large, tmp_path / "ours", config, dtype=torch.bfloat16)
@@ -91,7 +91,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, snapshot: Snaps
     (folder / "config.json").write_text(json.dumps(CONFIG))
     torch.save({"lm_head.weight": Payload(marker)}, folder / "pytorch_model.bin")
     making = ModelOptions(AutoConfig.for_model(**CONFIG), torch.float32, "eager")
-    assert read_error(BuildError, lambda: load_pretrained(making, str(folder))) == snapshot
+    assert explain(load_pretrained, making, str(folder), error=BuildError) == snapshot
     assert not marker.exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)  # proves that the pickle would have run
     assert marker.exists()

@@ -21,7 +21,7 @@ from support.foreign_calls import (
     make_module,
 )
 from support.paths import ROOT
-from support.raised import read_error
+from support.refusals import explain
 from support.tiers import sample_every
 from syrupy.assertion import SnapshotAssertion
 
@@ -109,7 +109,7 @@ def test_a_release_without_an_argument_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(flash, "_load", lambda *_: module)
     tensors = make_tensors()
     assert (
-        read_error(TypeError, lambda: flash.forward_3(*(tensors[name] for name in "qkv"), DOCUMENTS, RULES["softcap"]))
+        explain(flash.forward_3, *(tensors[name] for name in "qkv"), DOCUMENTS, RULES["softcap"], error=TypeError)
         == snapshot
     )
 

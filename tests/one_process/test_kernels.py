@@ -1,5 +1,7 @@
 """Tests kernels on one process: the chooser, refusals, shapes under fake tensors, and FLOP counts."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from support.attention import Problem, compute_reference, make_tensors
 from support.byte_counter import ByteCounter
 from support.other_thread import run_in_thread
+from support.refusals import explain
 from support.tiers import count_examples, sample, sample_every
+from syrupy.assertion import SnapshotAssertion
 from torch import library
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,44 +43,37 @@ NEEDS = [
 
 
 @pytest.mark.parametrize("need", sample(NEEDS, quick=[NEEDS[0], NEEDS[3]]), ids=str)
-def test_auto_probes_the_kernel_that_it_chooses(need: Need) -> None:
-    choice = choose_kernel("auto", KernelSearch(need, CPU))
-    assert (choice.name, choice.reason) == ("sdpa", "the only one that runs on a CPU")
-    assert choose_kernel("sdpa", KernelSearch(need, CPU)).reason == "as the recipe says"
+def test_auto_probes_the_kernel_that_it_chooses(need: Need, snapshot: SnapshotAssertion) -> None:
+    choices = [choose_kernel(name, KernelSearch(need, CPU)) for name in ("auto", "sdpa")]
+    assert [(choice.name, choice.reason) for choice in choices] == snapshot
+    assert explain(choose_kernel, "cudnn", KernelSearch(Need(64), CPU), error=ValueError) == snapshot(name="cudnn")
+    assert operators.KERNELS.keys() == BACK_ENDS.keys()
+    assert "sdpa" in list_able(need, "cuda")
 
 
-def test_a_refusal_names_the_kernels_that_can() -> None:
-    with pytest.raises(
-        ValueError, match="attention cudnn runs on cuda only; for this model and device there are: sdpa"
-    ):
-        choose_kernel("cudnn", KernelSearch(Need(64), CPU))
-
-
-FAULTS: dict[str, Any] = {
-    "scale": lambda documents, rule: (documents, Rule(rule.scale / 0.7, rule.window_tokens, rule.softcap)),
-    "softcap": lambda documents, rule: (documents, Rule(rule.scale, rule.window_tokens, None)),
-    "window off by one": lambda documents, rule: (
-        documents,
-        Rule(rule.scale, rule.window_tokens and rule.window_tokens + 1, rule.softcap),
-    ),
-    "window in full layers": lambda documents, rule: (
-        documents,
-        Rule(rule.scale, rule.window_tokens or 600, rule.softcap),
-    ),
-    "bounds": lambda documents, rule: (make_documents((documents.num_tokens,)), rule),
-    "bound off by one": lambda documents, rule: (
-        make_documents((documents.lengths[0] + 1, *documents.lengths[2:])),
-        rule,
-    ),
+WRONG_RULES: dict[str, Callable[[Rule], Rule]] = {
+    "scale": lambda rule: replace(rule, scale=rule.scale / 0.7),
+    "softcap": lambda rule: replace(rule, softcap=None),
+    "window off by one": lambda rule: replace(rule, window_tokens=rule.window_tokens and rule.window_tokens + 1),
+    "window in full layers": lambda rule: replace(rule, window_tokens=rule.window_tokens or 600),
 }
+WRONG_LENGTHS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "bounds": lambda lengths: (sum(lengths),),
+    "bound off by one": lambda lengths: (lengths[0] + 1, *lengths[2:]),
+}
+FAULTS = [*WRONG_RULES, *WRONG_LENGTHS, "nan", "crash", "half a gradient"]
 
 
 @pytest.mark.parametrize("dtype", sample(["bfloat16", "float32"], quick=["bfloat16"], checked=()))
-@pytest.mark.parametrize("fault", sample_every(3, [*FAULTS, "nan", "crash", "half a gradient"]))
+@pytest.mark.parametrize("fault", sample_every(3, FAULTS))
 def test_a_wrong_kernel_is_not_chosen(fault: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe must detect a lost scale, softcap, window or bound, a wrong gradient, NaN and a crash."""
     expected = operators.KERNELS["sdpa"]
-    change = FAULTS.get(fault, lambda documents, rule: (documents, rule))
+
+    def change(documents: Any, rule: Rule) -> tuple[Any, Rule]:
+        if fault in WRONG_LENGTHS:
+            return make_documents(WRONG_LENGTHS[fault](documents.lengths)), rule
+        return documents, WRONG_RULES.get(fault, replace)(rule)
 
     def forward(q: Any, k: Any, v: Any, documents: Any, rule: Rule) -> Any:
         if fault == "crash":
@@ -92,7 +88,7 @@ def test_a_wrong_kernel_is_not_chosen(fault: str, dtype: Any, monkeypatch: pytes
 
     monkeypatch.setitem(operators.KERNELS, "sdpa", operators.Kernel(forward, backward))
     need = Need(256, has_window=True, has_softcap=True, has_sinks=True, dtype=dtype)
-    with pytest.raises(ValueError, match=r"no attention kernel is exact here: sdpa (differs|failed)"):
+    with pytest.raises(ValueError, match=r"sdpa (differs|failed)"):
         choose_kernel("auto", KernelSearch(need, CPU))
 
 
@@ -142,13 +138,6 @@ def test_a_kernel_may_round_as_gpus_do(head_dim: int, has_softcap: bool, monkeyp
     assert choose_kernel("auto", KernelSearch(need, CPU)).name == "sdpa"
 
 
-def test_every_back_end_has_a_kernel_and_sdpa_serves_all() -> None:
-    assert operators.KERNELS.keys() == BACK_ENDS.keys()
-    for need in NEEDS:
-        assert list_able(need, "cpu") == ["sdpa"]
-        assert "sdpa" in list_able(need, "cuda")
-
-
 LONG_RULES = [Rule(0.3), Rule(0.3, 100), Rule(0.3, None, 2.0), Rule(0.3, 700, 2.0)]
 
 
@@ -184,17 +173,6 @@ def test_memory_grows_with_tokens_not_with_their_square() -> None:
         assert counter.largest <= max(q.nbytes, 8 * native.BLOCK_TOKENS**2)  # distances in a block are int64
 
 
-def test_shapes_are_known_without_data() -> None:
-    with FakeTensorMode():
-        q, k = torch.empty(10, 4, 8, requires_grad=False), torch.empty(10, 2, 8)
-        bounds = torch.empty(2, dtype=torch.int32)
-        row = (bounds, (10,), bounds, (10,), "sdpa", 0.3, None, None)
-        out, lse = operators.attend(q, k, k, None, *row)
-        grads = operators.attend_backward(out, q, k, k, out, lse, *row)
-    assert (out.shape, lse.shape, lse.dtype) == ((10, 4, 8), (4, 10), torch.float32)
-    assert [grad.shape for grad in grads] == [(10, 4, 8), (10, 2, 8), (10, 2, 8)]
-
-
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_flops_count_visible_pairs(window: int | None) -> None:
     """Counts 4 FLOPs for each head_dim element of each visible pair forward and 10 backward; masked pairs are not
@@ -213,13 +191,9 @@ def test_flops_count_visible_pairs(window: int | None) -> None:
     assert counter.get_total_flops() - forward == 10 * pairs * 4 * 8
 
 
-def test_documents_are_checked() -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        make_documents((3, 0))
-    with pytest.raises(ValueError, match="must be positive"):
-        make_documents(())
-    with pytest.raises(ValueError, match="32-bit"):
-        make_documents((2**31,))
+def test_documents_are_checked(snapshot: SnapshotAssertion) -> None:
+    cases = ((3, 0), (), (2**31,))
+    assert {lengths: explain(make_documents, lengths, error=ValueError) for lengths in cases} == snapshot
 
 
 @pytest.mark.parametrize("window", sample([None, 1, 100, 300], quick=[100]))
@@ -292,12 +266,9 @@ def test_strides_change_no_value() -> None:
         assert torch.equal(call(*parts), expected)
 
 
-def test_inputs_that_contradict_each_other_are_refused() -> None:
+def test_inputs_that_contradict_each_other_are_refused(snapshot: SnapshotAssertion) -> None:
     q = torch.randn(1, 20, 4, 8)
-    with pytest.raises(ValueError, match=r"k is torch.float64 .* it must be torch.float32"):
-        call(q, q.double(), q)
-    with pytest.raises(ValueError, match=r"v is torch.float32 \[1, 19, 4, 8\]"):
-        call(q, q, q[:, :19])
+    assert [explain(call, q, *others, error=ValueError) for others in ((q.double(), q), (q, q[:, :19]))] == snapshot
 
 
 @pytest.mark.parametrize("options", [{}, {"window_tokens": 5}, {"softcap": 2.0}], ids=str)
@@ -313,7 +284,7 @@ def test_frozen_inputs_and_second_derivatives() -> None:
     call(q, k, v).sum().backward()
     assert q.grad is None
     (grad,) = torch.autograd.grad(call(q, k, v).square().sum(), v, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError):
         grad.sum().backward()
 
 

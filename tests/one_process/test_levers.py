@@ -33,7 +33,7 @@ from support.levers import (
     run_alone,
 )
 from support.other_thread import backward_in_another_thread
-from support.raised import read_error
+from support.refusals import explain
 from support.tiers import count_examples, mark_by, sample, sample_every
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor, nn
@@ -338,8 +338,8 @@ def test_evaluation_saves_no_tensor() -> None:
 
 def test_models_that_no_lever_serves_are_refused(snapshot: SnapshotAssertion) -> None:
     noisy = make_loss_model(Case("mixtral", changes={"router_jitter_noise": 0.1}), make_sequence_axis(None)).model
-    said = [read_error(ValueError, lambda: tile_mlps(noisy, lambda _: 2))]
-    said.append(read_error(ValueError, lambda: checkpoint_layers(nn.Linear(2, 2), "full")))
+    said = [explain(tile_mlps, noisy, lambda _: 2, error=ValueError)]
+    said.append(explain(checkpoint_layers, nn.Linear(2, 2), "full", error=ValueError))
     assert said == snapshot
 
 
@@ -429,7 +429,7 @@ def test_a_missing_disk_is_a_foreseen_end_of_a_run(tmp_path: Path, snapshot: Sna
     failure = describe_failure(gone.value)
     assert (failure["is_cause"], failure["is_final"]) == (True, True)
     assert failure["message"] == snapshot
-    assert read_error(BuildError, lambda: open_disk(torch.device("cpu"), None)) == snapshot(name="no folder")
+    assert explain(open_disk, torch.device("cpu"), None, error=BuildError) == snapshot(name="no folder")
 
 
 def test_threads_begin_on_their_ranks_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +533,7 @@ def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch
     small, large = pool.take(10), pool.take(4 * page - 9)
     assert (small.numel(), large.numel()) == (page, 4 * page), "whole pages, which can be locked one by one"
     assert small.data_ptr() % page == large.data_ptr() % page == 0
-    assert read_error(MemoryError, lambda: pool.take(6 * page)) == snapshot
+    assert explain(pool.take, 6 * page, error=MemoryError) == snapshot
     pool.give_back(small)
     pool.give_back(large)
     assert pool.take(3 * page) is large
@@ -586,4 +586,4 @@ def test_a_second_backward_through_a_layer_is_refused(snapshot: SnapshotAssertio
     model = make_loss_model(Case("llama", Levers(checkpointing="save_attention")), make_sequence_axis(None))
     loss = model(**make_row(LENGTHS), documents=make_documents(LENGTHS))
     loss.backward(retain_graph=True)
-    assert read_error(RuntimeError, lambda: loss.backward()) == snapshot
+    assert explain(loss.backward, error=RuntimeError) == snapshot

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import ATTENTION_ONLY, OWN_VALUES, make_model
-from support.raised import read_error
+from support.refusals import explain
 from support.tiers import sample_every
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
@@ -92,6 +92,6 @@ def test_a_function_that_is_no_token_loss_is_refused(tmp_path: Path, snapshot: S
     (tmp_path / "losses.py").write_text(LOSSES)
     said = {}
     for name in ("mean", "total", "detached", "endless", "failing", "missing"):
-        said[name] = read_error(BuildError, lambda name=name: load_token_loss(f"{tmp_path}/losses.py:{name}"))
-    said["no module"] = read_error(BuildError, lambda: load_token_loss("no_such_module:mean"))
+        said[name] = explain(load_token_loss, f"{tmp_path}/losses.py:{name}", error=BuildError)
+    said["no module"] = explain(load_token_loss, "no_such_module:mean", error=BuildError)
     assert said == snapshot

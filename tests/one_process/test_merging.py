@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from support.exports import ADAPTERS, adapt, check_same_logits, export, read_tensors
 from support.paths import ROOT
-from support.raised import read_error
+from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 from transformers import AutoModelForCausalLM
 
@@ -82,10 +82,7 @@ def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, m
 def test_adapters_on_a_weight_that_layers_share_are_not_merged(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """Each layer has its own, and the merged weight would be one."""
     config, _, checkpoint, _ = adapt(tmp_path, "zamba2")
-    assert (
-        read_error(CheckpointError, lambda: merge(tmp_path, config, checkpoint, torch.float32, torch.float32))
-        == snapshot
-    )
+    assert explain(merge, tmp_path, config, checkpoint, torch.float32, torch.float32, error=CheckpointError) == snapshot
     assert not (tmp_path / "ours").exists()
 
 
@@ -148,7 +145,7 @@ def test_a_merge_in_bfloat16_rounds_once_and_one_weight_off_by_a_rounding_is_fou
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert read_error(CheckpointError, lambda: merging.check(folder, config, PROBE)) == snapshot
+    assert explain(merging.check, folder, config, PROBE, error=CheckpointError) == snapshot
 
 
 def test_a_merged_model_that_computes_something_else_is_found(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -158,7 +155,7 @@ def test_a_merged_model_that_computes_something_else_is_found(tmp_path: Path, sn
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 1e-3}))
     merging = make_merging(tmp_path, checkpoint, torch.float32, torch.float32)
-    said = read_error(CheckpointError, lambda: merging.check(folder, config, PROBE))
+    said = explain(merging.check, folder, config, PROBE, error=CheckpointError)
     assert re.sub(r"\d\S*e[+-]\d+", "NUMBER", said) == snapshot
 
 
@@ -186,12 +183,12 @@ def test_a_base_that_does_not_fit_is_refused(tmp_path: Path, snapshot: SnapshotA
     files = find_base_files(str(tmp_path / "base"), None)
     (tmp_path / "to").mkdir()
     merging = Merging(checkpoint, files[1:], LoraConfig(**ADAPTERS), torch.float32, torch.float32)
-    said = [read_error(CheckpointError, lambda: merging.write(tmp_path / "to", skeleton))]
+    said = [explain(merging.write, tmp_path / "to", skeleton, error=CheckpointError)]
     index = tmp_path / "base" / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(content))
-    said.append(read_error(ValueError, lambda: find_base_files(str(tmp_path / "base"), None)))
+    said.append(explain(find_base_files, str(tmp_path / "base"), None, error=ValueError))
     assert said == snapshot
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from support.raised import read_error
+from support.refusals import explain
 from support.training import CONFIG, make_recipe
 from syrupy.assertion import SnapshotAssertion
 
@@ -23,15 +23,15 @@ from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_model
 @pytest.mark.parametrize("changes", [{"model_type": "qwem3"}, {"head_dim": 31}, {"rope_parameters": 5}], ids=str)
 def test_a_config_that_cannot_be_used(changes: dict[str, Any], snapshot: SnapshotAssertion) -> None:
     recipe = make_recipe(config={**CONFIG, **changes})
-    said = read_error(BuildError, lambda: load_model_config(recipe)).replace(transformers.__version__, "VERSION")
+    said = explain(load_model_config, recipe, error=BuildError).replace(transformers.__version__, "VERSION")
     assert said.partition(" doesn't match")[0] == snapshot
 
 
 def test_a_name_that_transformers_does_not_know_is_not_the_whole_message(snapshot: SnapshotAssertion) -> None:
     config = load_model_config(make_recipe(config={**CONFIG, "hidden_act": "nosuch"}))
     assert (
-        read_error(
-            BuildError, lambda: start_from_random(ModelOptions(config, torch.float32, "eager"), 0, torch.device("cpu"))
+        explain(
+            start_from_random, ModelOptions(config, torch.float32, "eager"), 0, torch.device("cpu"), error=BuildError
         )
         == snapshot
     )

@@ -1,14 +1,13 @@
 """Tests a base in 4 or 8 bits on one process: how it is made, what it takes, and adapters that a run starts from."""
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.raised import read_error
+from support.refusals import explain
 from support.small_run import CONFIG
 from support.training import make_recipe
 from syrupy.assertion import SnapshotAssertion
@@ -147,7 +146,7 @@ def test_a_run_starts_from_adapters_that_peft_has_written(
     assert all(torch.equal(ours[name], expected[name]) for name in ours)
     starts = ((tmp_path, ["lora.alpha=8"]), (tmp_path, ["lora.r=2"]), (tmp_path, ["lora.target_modules=[q_proj]"]))
     said = [
-        read_error(BuildError, partial(start_from, folder, plain, *words))
+        explain(start_from, folder, plain, *words, error=BuildError)
         for folder, words in (*starts, (tmp_path / "missing", []))
     ]
     assert said == snapshot

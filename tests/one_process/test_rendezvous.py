@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.networks import list_listening
-from support.raised import read_error
+from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -85,7 +84,7 @@ def test_a_state_without_the_runs_seal_is_not_unpickled(tmp_path: Path, snapshot
     said = set()
     for text in (evil, *map(base64.b64encode, (evil, *others)), b"\xff", b""):
         store.set(sealed.key, text)
-        said.add(read_error(MeetingError, lambda: read_state(sealed)))
+        said.add(explain(read_state, sealed, error=MeetingError))
     assert said == snapshot
     assert not (tmp_path / "ran").exists()
 
@@ -102,7 +101,7 @@ def test_the_end_of_a_run_on_one_machine_ends_it_on_the_others(seal: Seal, snaps
         now[0] = seconds
         watching.check()
     now[0] += 0.1
-    assert read_error(MeetingError, watching.check) == snapshot
+    assert explain(watching.check, error=MeetingError) == snapshot
 
 
 class GoneStore:
@@ -120,7 +119,7 @@ def test_a_lost_store_has_one_message(snapshot: SnapshotAssertion) -> None:
     said = set()
     for known_since in (None, 0.0):
         watching.known_since = known_since
-        said.add(read_error(RendezvousConnectionError, watching.check))
+        said.add(explain(watching.check, error=RendezvousConnectionError))
     assert said == snapshot
 
 
@@ -198,7 +197,7 @@ def test_messages_of_agents_belong_to_a_key_and_a_round(snapshot: SnapshotAssert
     store.set("b", store.get("a"))
     said = []
     for other, key in ((ours, "b"), (SealedStore(store, THEIRS, "round 1"), "a"), (SealedStore(store, OURS, "2"), "a")):
-        said.append(read_error(MeetingError, partial(other.get, key)))
+        said.append(explain(other.get, key, error=MeetingError))
     assert said == snapshot
     with pytest.raises(AttributeError):
         ours.append("a", "x")

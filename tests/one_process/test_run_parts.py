@@ -10,7 +10,6 @@ import subprocess
 import sys
 import types
 import warnings
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +19,8 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from support.raised import read_error
 from support.recipes import load, make_plan
+from support.refusals import explain
 from support.small_run import CONFIG
 from support.training import make_recipe
 from syrupy.assertion import SnapshotAssertion
@@ -77,7 +76,7 @@ def test_max_hours_and_max_cost_stop_a_run() -> None:
 
 @pytest.mark.parametrize("reason", LIMITS)
 def test_a_start_that_a_limit_ends_before_it_made_a_step_is_refused(reason: str, snapshot: SnapshotAssertion) -> None:
-    assert read_error(RecipeError, lambda: check_progress(reason, 0)) == snapshot
+    assert explain(check_progress, reason, 0) == snapshot
     check_progress(reason, 1)
     check_progress("a signal", 0)
     check_progress("", 0)
@@ -352,7 +351,7 @@ def test_machines_that_differ_are_named_with_the_field(snapshot: SnapshotAsserti
     said = []
     for ours, theirs in ((same, {**same, "torch": "2"}), (many, {key: value + 1 for key, value in many.items()})):
         facts = [("gpu01", ours), ("gpu02", theirs)]
-        said.append(read_error(DisagreementError, partial(compare_machines, facts)))
+        said.append(explain(compare_machines, facts, error=DisagreementError))
     assert said == snapshot
 
 

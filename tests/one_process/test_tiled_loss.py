@@ -180,26 +180,6 @@ def test_no_mask_takes_more_memory_than_all_tokens(tile: int) -> None:
         assert sizes[-1] < (0.2 if not tile else 0.9) * most
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
-    case = make_case(9, 1)
-    case["head"].requires_grad_(False)
-    hidden = case["hidden"].requires_grad_()
-    expected = torch.autograd.grad(compute_reference(hidden, case["labels"], case["head"], HeadRule()).sum(), hidden)[0]
-    make_tiled_loss(case["head"], HeadRule(), 4)(hidden, case["labels"]).backward()
-    torch.testing.assert_close(hidden.grad, expected, rtol=1e-12, atol=1e-13)
-    assert case["head"].weight.grad is None
-
-
-def test_a_head_that_is_also_the_embedding() -> None:
-    case = make_case(9, 2)
-    weight, labels = case["head"].weight, case["labels"]
-    ids = labels.clamp(min=0)
-    hidden = nn.functional.embedding(ids, weight)
-    expected = torch.autograd.grad(compute_reference(hidden, labels, case["head"], HeadRule()).sum(), weight)[0]
-    make_tiled_loss(case["head"], HeadRule(), 4)(nn.functional.embedding(ids, weight), labels).backward()
-    torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-13)
-
-
 def test_a_head_with_adapters() -> None:
     """Only the adapter's weights are trained, and the loss asks for the whole head."""
     from peft import LoraConfig, get_peft_model
@@ -241,7 +221,7 @@ def test_a_second_backward_is_refused() -> None:
     case = make_case(5, 5)
     total = make_tiled_loss(case["head"], HeadRule(), 2)(case["hidden"].requires_grad_(), case["labels"])
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         total.backward()
 
 

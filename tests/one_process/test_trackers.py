@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.raised import read_error
+from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.report.run_summary import load_run
@@ -68,7 +68,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     package = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow.tracking"}.get(name, name)
     monkeypatch.setitem(sys.modules, package, None)
-    assert read_error(TrackerError, lambda: make_trackers([name], tmp_path, "mine")) == snapshot
+    assert explain(make_trackers, [name], tmp_path, "mine", error=TrackerError) == snapshot
 
 
 def test_a_service_that_refuses_a_run_is_told_before_it_starts(
@@ -78,9 +78,7 @@ def test_a_service_that_refuses_a_run_is_told_before_it_starts(
         raise RuntimeError("403: https://user:secretword@host refuses")
 
     monkeypatch.setitem(TRACKERS, "mlflow", refuse)
-    assert read_error(TrackerError, lambda: make_trackers(["mlflow"], tmp_path, "mine")) == snapshot, (
-        "without the secret"
-    )
+    assert explain(make_trackers, ["mlflow"], tmp_path, "mine", error=TrackerError) == snapshot, "without the secret"
 
 
 def test_training_goes_on_when_a_service_fails(tmp_path: Path, snapshot: SnapshotAssertion) -> None:

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_as_ranks
 from support.exports import export, run_card, save_trained
-from support.raised import read_error
+from support.refusals import explain
 from support.tiers import sample
 from support.training import make_recipe
 from syrupy.assertion import SnapshotAssertion
@@ -232,7 +232,7 @@ def test_a_damaged_part_is_detected(fault: str, tmp_path: Path, snapshot: Snapsh
     if fault == "text":
         tensors["language_model.model.extra.weight"] = torch.zeros(2)
         save_file(tensors, base / "model.safetensors", {"format": "pt"})
-        assert read_error(BuildError, lambda: load_text(base)) == snapshot
+        assert explain(load_text, base, error=BuildError) == snapshot
         return
     model, whole = load_text(base), BaseModel(str(base))
     assert whole.wrapper is not None
@@ -243,11 +243,16 @@ def test_a_damaged_part_is_detected(fault: str, tmp_path: Path, snapshot: Snapsh
     save_file(tensors, tmp_path / "wrong" / "model.safetensors", {"format": "pt"})
     (tmp_path / "wrong" / "config.json").write_bytes((base / "config.json").read_bytes())
     assert (
-        read_error(
-            CheckpointError,
-            lambda: check_model(
-                checkpoint, tmp_path / "wrong", model.config, torch.float32, lambda _: None, PROBE, whole
-            ),
+        explain(
+            check_model,
+            checkpoint,
+            tmp_path / "wrong",
+            model.config,
+            torch.float32,
+            lambda _: None,
+            PROBE,
+            whole,
+            error=CheckpointError,
         )
         == snapshot
     )
