@@ -65,8 +65,8 @@ def make_target(*overrides: str) -> CheckTarget:
     [("NV18", "NV18", 8, 0), ("PIX", "NODE", 2, 4), ("PHB", "SYS", 8, 28), ("NV4", "PXB", 2, 0), ("NV4", "PXB", 4, 8)],
 )
 def test_machines_of_eight(link: str, other: str, sp_size: int, num_slow: int) -> None:
-    """Pairs of neighbours are joined by one kind of link, all else by another. Of text as nvidia-smi prints it, colours,
-    network cards and legend are left out."""
+    """Pairs of neighbours are joined by one kind of link, all else by another. nvidia-smi's colours, network cards and
+    legend are left out."""
     four = doctor.read_topology(TOPOLOGY)
     assert [(a, b) for a, b, _ in doctor.find_slow_pairs(four, 4)] == [(0, 2), (0, 3), (1, 2), (1, 3)]
     assert doctor.find_slow_pairs(four, 2) == doctor.read_topology("nvidia-smi: command not found") == []
@@ -206,14 +206,6 @@ def test_a_check_that_raises_stops_no_other_and_failures_come_first(snapshot: Sn
     assert [(row.verdict, row.text) for row in findings.rows] == snapshot
     assert [how for _, how in findings.fixes] == ["now", "later"]
     assert not findings.passed
-
-
-@pytest.mark.parametrize("num_gpus", [0, 2])
-def test_where_there_is_a_gpu_its_command_is_given(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", ())
-    monkeypatch.setattr(doctor, "count_gpus", lambda: num_gpus)
-    notes = doctor.examine(None, None, load_hardware(), "", lambda _: None).notes
-    assert [note for note in notes if note == doctor.GPU_HINT] == [doctor.GPU_HINT][:num_gpus]
 
 
 def test_a_recipe_for_gpus_fails_without_them() -> None:

@@ -147,27 +147,6 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path) -> None:
     check_same_logits(run_card(folder, tmp_path / "base"), adapted, 0.0)
 
 
-def test_a_replaced_model_is_complete_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older model's files are deleted after it has lost the name."""
-    model, beside = tmp_path / "model", tmp_path / "model.writing"
-    for folder in (model, beside):
-        (folder / "part").mkdir(parents=True)
-        (folder / "part" / "file").write_text(folder.name)
-    removed: list[str] = []
-    remove = weights.remove_own
-
-    def remove_own(path: Path) -> None:
-        removed.append(path.name)
-        assert not model.exists() or len(list(model.rglob("*"))) == 2
-        remove(path)
-
-    monkeypatch.setattr(weights, "remove_own", remove_own)
-    weights.put_folder(beside, model)
-    assert "model" not in removed
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert (model / "part" / "file").read_text() == "model.writing"
-
-
 @pytest.mark.parametrize("name", ["model.writing", "model.replaced", "model"])
 def test_an_export_follows_no_link(tmp_path: Path, name: str) -> None:
     """A link in the place of a folder that an export makes or removes is replaced; it made a second export fail."""

@@ -1,6 +1,5 @@
 """Tests configs of which transformers makes no model, keys that DeepSpeed has, and messages of libraries."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import ulysses_cli.train  # noqa: F401 - sets which messages are shown
 from ulysses_cli.plan.ds_config import OWNERS, RENAMED, ZERO
 from ulysses_cli.plan.problem import USAGE
 from ulysses_cli.train.attention.interface import UnservedError
-from ulysses_cli.train.elementwise.choice import describe
 from ulysses_cli.train.failure import describe_failure
 from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_model_config, start_from_random
 
@@ -40,14 +38,6 @@ def test_a_name_that_transformers_does_not_know_is_not_the_whole_message(snapsho
 def test_layers_that_are_not_served_are_the_recipes_to_change() -> None:
     failure = describe_failure(UnservedError("why"))
     assert (failure["message"], failure["exit_code_wanted"]) == ("why", USAGE)
-
-
-def test_parts_that_a_model_lacks_are_not_counted(snapshot: SnapshotAssertion) -> None:
-    choice: Any = SimpleNamespace(reason="as measured")
-    counted = [
-        dict(zip(("norms", "rotations", "gates"), each, strict=True)) for each in ((13, 1, 3), (1, 0, 0), (0, 0, 0))
-    ]
-    assert [describe(choice, SimpleNamespace(**each)) for each in counted] == snapshot
 
 
 def test_zero_optimization() -> None:

@@ -215,18 +215,6 @@ def test_a_rule_that_takes_repeated_keys_gets_them() -> None:
     assert time_torch(probe, 1, torch.float32, 1) > 0
 
 
-@pytest.mark.check
-def test_torch_code_is_timed_with_the_heads_of_a_rank() -> None:
-    """Twice the forwards and twice the heads take longer."""
-    function, _ = RULES["delta net"]
-    mixer = DeltaNetMixer(8, 16, 16, 16, 4)
-    probe = PackedProbe(DELTA_RULE, get_torch_code(function), mixer, CPU)
-    times = [time_torch(probe, num_ranks, torch.float32, forwards) for num_ranks, forwards in ((16, 1), (1, 3))]
-    assert 0 < times[0] < times[1]
-    convolution = get_torch_code(modeling_bamba.causal_conv1d_fn)
-    assert time_torch(PackedProbe(CONVOLUTION, convolution, mixer, CPU), 1, torch.float32, 1) > 0
-
-
 def test_wrong_and_failing_kernels_leave_torch_with_its_cost(snapshot: SnapshotAssertion) -> None:
     wrong = choose("delta net", run_wrong)
     assert wrong.name == "torch"

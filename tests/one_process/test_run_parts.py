@@ -43,7 +43,6 @@ from ulysses_cli.run.folder import lock_run
 from ulysses_cli.run.lock import RunLock
 from ulysses_cli.run.records import LineFile, cut_lines, keep_room, write_failure_record
 from ulysses_cli.train import inputs
-from ulysses_cli.train import record as record_module
 from ulysses_cli.train.__main__ import main
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.checkpoint.saves import compute_needed_bytes, find_shortage
@@ -52,7 +51,7 @@ from ulysses_cli.train.loop import LIMITS, StopConditions, check_progress
 from ulysses_cli.train.model.build import make_schedule
 from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
 from ulysses_cli.train.processes.device import bind_to_device, find_near_cores, find_siblings, read_list, take_share
-from ulysses_cli.train.record import Record, make_card, make_trackers
+from ulysses_cli.train.record import PhaseClock, Record, make_card, make_trackers
 from ulysses_cli.train.tensor_file import write_tensors
 
 
@@ -163,14 +162,10 @@ class Screen:
         self.events.append("closed")
 
 
-def test_phases_before_the_first_step_are_told_with_their_seconds(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
+def test_phases_before_the_first_step_are_told_with_their_seconds(snapshot: SnapshotAssertion) -> None:
     """From the process's own start on; a phase that comes twice counts once, with both."""
     now = [1000.0]
-    monkeypatch.setattr(record_module, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
-    monkeypatch.setattr(record_module.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 988.0))
-    clock, loading = record_module.PhaseClock(), "loading the model"
+    clock, loading = PhaseClock(12.0, lambda: now[0]), "loading the model"
     for phase, seconds in ((loading, 0.0), ("rehearsal", 20.0), (loading, 15.2), ("training", 3.0)):
         now[0] += seconds
         clock.enter(phase)

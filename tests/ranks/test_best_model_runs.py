@@ -49,7 +49,7 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     assert 0 < best < last
     if measure == "loss":
         assert best == last - 4
-        assert f"early stop after step {last}: evaluation loss has not improved for 2 evaluations" in output
+        assert f"early stop after step {last}: " in output
     else:
         assert (steps, set(measured.values())) == ([4, 8, 12, 16], {0.0})
     assert runs.list_checkpoints("whole") == sorted((f"step-{best}", f"step-{last}"))

@@ -2,6 +2,7 @@
 kernels they have."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -16,6 +17,7 @@ from support.run_harness import RunHarness
 from support.small_run import CONFIG
 from support.tiers import sample
 from support.training import MemoryRows, make_recipe
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
 from ulysses_cli.plan.hardware import GIB
@@ -50,14 +52,15 @@ def make_plan(*words: str) -> RunPlan:
     return settle(recipe, shape, choose_levers(recipe, shape, None).levers)
 
 
-def test_norms_that_the_plan_did_not_count_cost_bytes() -> None:
+def test_norms_that_the_plan_did_not_count_cost_bytes(snapshot: SnapshotAssertion) -> None:
     words, slower = ("data.max_length=64Ki", "model.dtype=bfloat16"), ElementwiseChoice(NO_IMPLEMENTATIONS, "measured")
     plan, plain = make_plan(*words), make_plan(*words, "model.fused_kernels=false")
     jobs = [make_job(each.recipe, each.shape, each.levers) for each in (plan, plain)]
     counted, needed = (measure_ledger(job).gpu_peak_bytes / GIB for job in jobs)
     assert needed > counted + 0.01
     told = parts.describe_plain_norms(plan, slower, ["rounded"])
-    assert f"takes {needed - counted:.2f} GiB more at the peak than the plan counts: {needed:.2f} GiB in all" in told
+    assert re.findall(r"([\d.]+) GiB", told) == [f"{needed - counted:.2f}", f"{needed:.2f}"]
+    assert re.sub(r"[\d.]+ GiB", "GIB", told) == snapshot
     assert parts.describe_plain_norms(plain, slower, ["rounded"]) == ""
     served = ElementwiseChoice({**NO_IMPLEMENTATIONS, "rounded": "torch"}, "measured")
     assert parts.describe_plain_norms(plan, served, ["rounded"]) == ""
@@ -143,10 +146,10 @@ def test_products_of_tiles_are_added_inside_the_engine() -> None:
     assert losses == pytest.approx(plain, rel=0.01)
 
 
-def test_a_gpu_without_such_products_is_told() -> None:
+def test_a_gpu_without_such_products_is_told(snapshot: SnapshotAssertion) -> None:
     words = ("memory.tiled_mlp=true", "model.dtype=bfloat16")
     with mock.patch.object(parts, "adds_in_product", return_value=False):
-        assert "by a pass of its own" in parts.describe_sums(make_plan(*words), GPU)
+        assert parts.describe_sums(make_plan(*words), GPU) == snapshot
         assert parts.describe_sums(make_plan("memory.tiled_mlp=false", "memory.tiled_loss=false"), GPU) == ""
         assert parts.describe_sums(make_plan(*words), torch.device("cpu")) == "", "no plan counted on it"
     with mock.patch.object(parts, "adds_in_product", return_value=True):
@@ -177,10 +180,9 @@ def choose_recurrences(lacking_rank: int | None) -> list[str]:
 
 def test_a_recurrence_runs_by_a_package_that_all_ranks_have() -> None:
     assert run_on_ranks(2, choose_recurrences, None, time_limit=60) == [["", ""]] * 2
-    for told in run_on_ranks(2, choose_recurrences, 1, time_limit=60):
-        assert told[0].startswith("transformers found no package for it on ")
-        assert told[0].endswith(" (rank 1)")
-        assert told[1] == ""
+    for missing, none in run_on_ranks(2, choose_recurrences, 1, time_limit=60):
+        assert missing.endswith(" (rank 1)")
+        assert none == ""
 
 
 def choose_attention(lacking_rank: int | None, is_own_loop: bool) -> tuple[str, str, list[str]]:
@@ -220,5 +222,5 @@ def test_a_kernel_that_one_rank_lacks_is_not_tried(is_own_loop: bool) -> None:
     first, second = run_on_ranks(2, choose_attention, 1, is_own_loop, time_limit=60)
     assert first[:2] == second[:2]
     assert "flash_attention_3" not in [first[0], *first[2]]
-    assert is_own_loop or "flash_attention_3 is not installed on m1 (rank 1)" in first[1]
+    assert is_own_loop or "m1 (rank 1)" in first[1]
     assert second[2] == []

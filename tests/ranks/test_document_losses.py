@@ -10,8 +10,10 @@ import pytest
 import torch
 from support.commands import run, succeed
 from support.rank_pool import run_on_ranks
+from support.refusals import explain
 from support.tiers import mark_by
 from support.training import save_bytes_model
+from syrupy.assertion import SnapshotAssertion
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +27,6 @@ from ulysses_cli.evaluate.summary import (
     list_bounds,
     summarize_losses,
 )
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import choose_layout
 from ulysses_cli.prove.quality.documents import load_for_evaluation, read_documents
@@ -59,21 +60,18 @@ def read(folder: Path) -> Any:
     return read_documents([{"path": str(folder / "documents.jsonl")}], make_bytes_tokenizer(), LENGTHS, NUMBER)
 
 
-def test_documents_are_cut_to_exact_lengths_and_the_rest_is_said(folder: Path) -> None:
+def test_documents_are_cut_to_exact_lengths_and_the_rest_is_said(folder: Path, snapshot: SnapshotAssertion) -> None:
     found = read(folder)
     assert [(each.length, each.index, each.source[-2:]) for each in found.documents] == [
         (301, 0, ":2"), (301, 1, ":3"), (301, 2, ":4"), (600, 0, ":3"), (600, 1, ":5")
     ]  # fmt: skip
     assert {len(each.tokens) for each in found.documents} == {301, 600}
-    assert found.notes == (
-        "the loss at 600 tokens is that of 2 of 5 documents",
-        "no loss is measured on 1 document shorter than 301 tokens",
-    )
+    assert found.notes == snapshot(name="notes")
     tail = DocumentRows(found.documents).read(0, 290, 310)
     assert tail.labels.tolist() == [*found.documents[0].tokens[291:].tolist(), *[-100] * 10]
     assert tail.positions.tolist() == [*range(290, 301), *range(9)]
-    with pytest.raises(RecipeError, match="no document has 5,000 tokens: the longest of 5 has 80"):
-        read_documents([{"path": str(folder / "documents.jsonl")}], make_bytes_tokenizer(), [5000], 1)
+    too_long = [{"path": str(folder / "documents.jsonl")}], make_bytes_tokenizer(), [5000], 1
+    assert explain(read_documents, *too_long) == snapshot(name="too long")
 
 
 def measure(text: str, folder: str, done: list[str]) -> list[dict[str, Any]]:
@@ -167,29 +165,6 @@ def test_a_document_with_targets_in_one_bucket_counts_there() -> None:
     assert [row["n"] for row in compare_losses(lines, lines)] == [11, 1, 11]
     short = describe_document("loss/200/0", "chats", "", 200, 0, [{"sum": 30.0, "tokens": 10}])
     assert [(row["from"], row["to"], row["n"]) for row in summarize_losses([short])] == [(0, 200, 1)]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "loss is measured on documents, and none were named"),
-        (("--path", "s3://bucket/file"), "is an address"),
-        (
-            ("--path", "documents.jsonl", "--suite", "loss,longbench"),
-            "is read for one suite, and there are loss, longbench",
-        ),
-        (("--path", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
-        (("--path", "/nowhere"), "/nowhere does not exist"),
-        pytest.param(
-            ("--path", "documents.jsonl", "--max-length", "9000"), "no document has 9,000", marks=pytest.mark.full
-        ),
-    ],
-)
-@pytest.mark.check
-def test_documents_that_cannot_be_measured_end_with_2(folder: Path, words: tuple[str, ...], message: str) -> None:
-    result = run("evaluate", "model", *WORDS, *words, cwd=folder)
-    assert result.returncode == 2, result.stderr
-    assert message in json.loads(result.stdout)["problems"][0]["message"]
 
 
 @pytest.mark.full

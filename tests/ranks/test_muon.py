@@ -160,8 +160,8 @@ def test_adamw_starts_from_weights_alone(tmp_path: Path) -> None:
     recipe = make_recipe(*COMMON, "parallel.sp_size=2")
     run_on_ranks(2, train_and_save, recipe, MemoryRows(ROWS), str(tmp_path), SAVED, NUM_STEPS)
     for message in run_on_ranks(2, start_with_adamw, str(tmp_path)):
-        assert "exp_avg_sq: another train.optim wrote it" in message
-        assert message.endswith("with run.start_moments: false")
+        assert "exp_avg_sq: another train.optim" in message
+        assert message.endswith("run.start_moments: false")
 
 
 @pytest.mark.full

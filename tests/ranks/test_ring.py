@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.attention import Problem, make_tensors
 from support.rank_pool import run_on_ranks
+from support.refusals import explain
 from support.split_attention import (
     ALWAYS,
     DOCUMENTS,
@@ -23,6 +24,7 @@ from support.split_attention import (
     measure_errors,
     run_split,
 )  # fmt: skip
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
 from ulysses_cli.plan.rows import indexing
@@ -108,16 +110,11 @@ def test_planted_faults_show(way: float, fault: str) -> None:
 
 def deal_twice(problem: Problem) -> str:
     twice = tuple((TokenRun(16, 32), TokenRun(start, start + 16)) for start in (0, 48))
-    try:
-        measure_errors(problem, 2, twice)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return explain(measure_errors, problem, 2, twice, error=ValueError)
 
 
-def test_a_chunk_that_is_dealt_twice_is_refused() -> None:
-    for message in run_on_ranks(2, deal_twice, Problem(4, 2, lengths=(20, 30, 14))):
-        assert message == "tokens 16 to 32 of the rows belong to two ranks of the ring"
+def test_a_chunk_that_is_dealt_twice_is_refused(snapshot: SnapshotAssertion) -> None:
+    assert set(run_on_ranks(2, deal_twice, Problem(4, 2, lengths=(20, 30, 14)))) == snapshot
 
 
 def count_traffic(problem: Problem, ring_size: int, way: float) -> tuple[list[int], list[int], list[int]]:

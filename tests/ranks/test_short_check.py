@@ -1,6 +1,7 @@
 """What a run costs on short texts: losses of base, stretched base and trained model, against transformers' own."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ import yaml
 from support.commands import run, succeed
 from support.small_run import make_settings
 from support.training import save_bytes_model
+from syrupy.assertion import SnapshotAssertion
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,16 +113,14 @@ def test_without_other_positions_there_is_one_base(tmp_path: Path) -> None:
     assert last[0]["loss"] == pytest.approx(sum(compute_plainly(tmp_path / "base", OWN_BASE, texts)) / 3, abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [('{"text": ""}\n', "none.jsonl, row 1: column `text` is empty"), ("\n", "holds no row")],
-)
-def test_texts_that_cannot_be_read_end_the_run_before_ranks_meet(tmp_path: Path, content: str, message: str) -> None:
+@pytest.mark.parametrize("content", ['{"text": ""}\n', "\n"], ids=["an empty text", "no row"])
+def test_texts_that_cannot_be_read_end_the_run_before_ranks_meet(
+    tmp_path: Path, content: str, snapshot: SnapshotAssertion
+) -> None:
     (tmp_path / "none.jsonl").write_text(content)
     settings = make_settings(run={**RUN, "short_check": "none.jsonl", "eval_steps": None}, train={"max_steps": 1})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
     result = run("train", "r.yaml", cwd=tmp_path)
-    assert result.returncode == 2
-    assert f"run.short_check: {message}" in result.stderr
-    assert "run.short_check.path" not in result.stderr
-    assert "phase meeting the other ranks" not in result.stderr
+    said = re.sub(r"rank-\d", "rank-N", result.stderr[result.stderr.index("run.short_check") :])
+    assert (result.returncode, said) == (2, snapshot)
+    assert "phase meeting" not in result.stderr

@@ -13,9 +13,11 @@ import pytest
 import torch
 from support.faults import Runs
 from support.rank_pool import run_on_ranks
+from support.refusals import explain
 from support.run_harness import ROWS, RunHarness
 from support.tiers import mark_by
 from support.training import MemoryRows, make_recipe
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.loop import train
@@ -69,19 +71,13 @@ def fill_disk(recipe: Recipe, folder: str) -> str:
 
     harness = RunHarness(recipe, MemoryRows(ROWS), 3, folder)
     with mock.patch.object(os, "posix_fallocate", refuse):
-        try:
-            train(harness.train_state)
-        except OffloadDiskError as error:
-            return str(error)
-    return "no error"
+        return explain(train, harness.train_state, error=OffloadDiskError)
 
 
 @pytest.mark.check
-def test_a_full_disk_ends_a_run_with_the_setting_to_change(tmp_path: Path) -> None:
+def test_a_full_disk_ends_a_run_with_the_setting_to_change(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     there = (f"memory.nvme_path={tmp_path}", "memory.activation_offload_device=nvme")
-    for message in run_on_ranks(2, fill_disk, make_recipe(*COMMON, *there), str(tmp_path / "run")):
-        assert message.startswith(f"memory.nvme_path: {tmp_path}: No space left on device")
-        assert message.endswith("or set memory.activation_offload_device: cpu")
+    assert run_on_ranks(2, fill_disk, make_recipe(*COMMON, *there), str(tmp_path / "run")) == snapshot
 
 
 @pytest.mark.full

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from support.attention import Problem, make_tensors
 from support.rank_pool import run_on_ranks
+from support.refusals import explain
 from support.split_attention import (
     ALWAYS,
     DOCUMENTS,
     NEVER,
-    Collectives,
     Layout,
     attend,
     check,
@@ -22,6 +22,7 @@ from support.split_attention import (
     run_split,
 )  # fmt: skip
 from support.tiers import FULL, NUM_RANKS, TIER, mark_by
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents
@@ -175,34 +176,13 @@ def test_a_retained_graph(problem: Problem, num_ranks: int, ring_size: int) -> N
 
 
 def call_wrongly(ring_size: int) -> str:
-    try:
-        attend([torch.zeros(1, 4, 4, 8)] * 3, Problem(lengths=(8,)), ring_size, NEVER)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    rows = [torch.zeros(1, 4, 4, 8)] * 3
+    return explain(attend, rows, Problem(lengths=(8,)), ring_size, NEVER, error=ValueError)
 
 
 @pytest.mark.parametrize("ring_size", [1, 2])
-def test_documents_must_fill_the_rows(ring_size: int) -> None:
-    assert set(run_on_ranks(4, call_wrongly, ring_size)) == {
-        "documents hold 8 tokens, but 1 rows x 4 tokens x 4 ranks make 16"
-    }
-
-
-def count_collectives(problem: Problem) -> tuple[int, int]:
-    """Returns the numbers of collectives of a forward and of a backward."""
-    rows = make_local_rows(problem)
-    with Collectives() as forward:
-        out = attend(rows, problem, 1, NEVER)
-    with Collectives() as backward:
-        out.sum().backward()
-    return len(forward.sent), len(backward.sent)
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("heads", [(8, 4), (8, 1), (24, 3)])
-def test_two_collectives_each_way(chunks: int, heads: tuple[int, int]) -> None:
-    assert set(run_on_ranks(4, count_collectives, Problem(*heads, chunks=chunks))) == {(2 * chunks, 2 * chunks)}
+def test_documents_must_fill_the_rows(ring_size: int, snapshot: SnapshotAssertion) -> None:
+    assert set(run_on_ranks(4, call_wrongly, ring_size)) == snapshot
 
 
 def run_compiled(problem: Problem) -> float:
@@ -267,17 +247,10 @@ def compare_layers(problem: Problem) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (4, 1)], ids=str)
 def test_outputs_and_gradients_are_bitwise_equal(num_ranks: int, heads: tuple[int, int]) -> None:
+    """But for keys and values whose heads ranks share. DeepSpeed repeats one before the exchange, and autograd adds its
+    gradients one by one; ours adds them at once."""
     problem = Problem(*heads, dim=16, lengths=(256,), dtype=torch.float32)
     for equal in run_on_ranks(num_ranks, compare_layers, problem):
-        assert all(equal.values()), equal
-
-
-def test_shared_heads_differ_in_the_order_of_a_sum() -> None:
-    """With one key/value head on 4 ranks, DeepSpeed repeats it before the exchange and autograd adds the four gradients
-    one by one; ours adds them at once. Outputs and query gradients are bitwise equal, the others equal to rounding."""
-    problem = Problem(4, 1, dim=16, lengths=(256,), dtype=torch.float32)
-    for equal in run_on_ranks(4, compare_layers, problem):
-        assert equal["out"]
-        assert equal["dq"]
+        assert {name for name in equal if equal[name]} >= ({"out", "dq"} if heads[1] < num_ranks else equal.keys())

@@ -56,6 +56,9 @@ def prove_with(
     return judge(f"sp {layout.sp_size}", traced, make_reference(task), shape)
 
 
+ALWAYS_PROVEN = {"loss", "gradients", "weights", "leak: late tokens", "leak: the token before a window of 40"}
+
+
 def check_passes(rows: list[Row]) -> None:
     assert {row.verdict for row in rows} == {"PASS"}, [row for row in rows if row.verdict != "PASS"]
 
@@ -206,14 +209,16 @@ def plant_own_sums() -> list[Any]:
     return [patch("ulysses_cli.train.preferences.PreferenceObjective.sum_answers", make)]
 
 
-FAULTS: dict[str, Callable[[], list[Any]]] = {
-    "mean": plant_mean, "kv gradient": plant_lost_kv_gradient, "boundary": plant_boundary, "leak": plant_leak,
-    "positions": plant_local_positions, "window": plant_local_window, "evaluation": plant_unsharded_evaluation,
-}  # fmt: skip
-FOUND_BY = {
-    "mean": "gradients", "kv gradient": "gradients", "boundary": "loss", "leak": "leak: the first document",
-    "positions": "loss", "window": "evaluation loss", "evaluation": "evaluation tokens",
-}  # fmt: skip
+Plant = Callable[[], list[Any]]
+FAULTS: dict[str, tuple[Plant, str]] = {  # and what finds it
+    "mean": (plant_mean, "gradients"),
+    "kv gradient": (plant_lost_kv_gradient, "gradients"),
+    "boundary": (plant_boundary, "loss"),
+    "leak": (plant_leak, "leak: the first document"),
+    "positions": (plant_local_positions, "loss"),
+    "window": (plant_local_window, "evaluation loss"),
+    "evaluation": (plant_unsharded_evaluation, "evaluation tokens"),
+}
 
 
 @pytest.mark.check
@@ -221,17 +226,16 @@ FOUND_BY = {
 def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
     rows = prove_with(list, tmp_path, *(["lora.r=4"] if lora else []))
     check_passes(rows)
-    assert {"loss", "gradients", "weights", "leak: late tokens", "leak: the token before a window of 40"} <= {
-        row.name for row in rows
-    }
+    assert {row.name for row in rows} >= ALWAYS_PROVEN
 
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(each, marks=mark_by(each == "kv gradient", each in ("boundary", "leak"))) for each in FOUND_BY],
+    [pytest.param(each, marks=mark_by(each == "kv gradient", each in ("boundary", "leak"))) for each in FAULTS],
 )
 def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
-    assert FOUND_BY[fault] in list_failed(prove_with(FAULTS[fault], tmp_path))
+    plant, found_by = FAULTS[fault]
+    assert found_by in list_failed(prove_with(plant, tmp_path))
 
 
 JUDGED = {
@@ -263,20 +267,24 @@ def test_preferences_are_proven(case: str, tmp_path: Path) -> None:
 def test_a_planted_fault_of_preferences_fails(plant: Callable[[], list[Any]], found_by: str, tmp_path: Path) -> None:
     """Ranks that compare their own parts of answers differ from the reference at once."""
     if not found_by:
-        with pytest.raises(RankError, match="at step 1, where the model is its own reference"):
+        with pytest.raises(RankError, match="at step 1,"):
             prove_with(plant, tmp_path, "preference.loss=ipo")
         return
     assert {found_by, "gradients"} <= list_failed(prove_with(plant, tmp_path, "preference.loss=ipo"))
 
 
 @pytest.mark.full
-def test_the_command_proves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [((), {"sp 1", "sp 2"}), (("parallel.sp_size=4", "parallel.ring_size=2"), {"sp 1", "sp 4 (ring 2)"})],
+)
+def test_the_command_proves(words: tuple[str, ...], groups: set[str], tmp_path: Path) -> None:
+    """tests/one_process/test_proof_commands.py proves the other recipes."""
     page = tmp_path / "verify.html"
-    words = ["verify", str(TINY_RECIPE), "--format", "json", "--html", str(page)]
-    answer = json.loads(succeed(*words).stdout)
+    answer = json.loads(succeed("verify", str(TINY_RECIPE), *words, "--format", "json", "--html", str(page)).stdout)
     assert answer["passed"]
     assert not find_undocumented("ulysses verify", answer)
-    assert {row["group"] for row in answer["rows"]} == {"sp 1", "sp 2"}
+    assert {row["group"] for row in answer["rows"]} == groups
     assert all(row["verdict"] == "PASS" for row in answer["rows"])
     assert "evaluation tokens" in page.read_text()
 

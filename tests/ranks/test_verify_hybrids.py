@@ -1,7 +1,6 @@
 """Tests that `verify` passes models with convolutions and recurrences, and detects each fault planted in what splits
 them over ranks."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from support.hybrids import describe_hybrid
 from support.tiers import mark_by
-from test_verify import check_passes, list_failed, patch, prove_with
+from test_verify import Plant, check_passes, list_failed, patch, prove_with
 
 # Delta rules compute in float32: with wider weights, even one rank's gradients differ from plain torch by up to 2e-2.
 RANGES = dict.fromkeys(("qwen3_5_text", "zamba2"), 0.05)
@@ -84,12 +83,13 @@ def plant_lost_decay_gradient() -> list[Any]:
     return [patch(f"{interface}.apply_scan", make), patch(f"{interface}.apply_delta_rule", make_rule)]
 
 
-FAULTS: dict[str, Callable[[], list[Any]]] = {
-    "halo": plant_dropped_halo, "state": plant_kept_state, "group": plant_wrong_group,
-    "decay": plant_lost_decay_gradient,
-}  # fmt: skip
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "halo": (plant_dropped_halo, "loss"),
+    "state": (plant_kept_state, "leak: the first document"),
+    "group": (plant_wrong_group, "loss"),
+    "decay": (plant_lost_decay_gradient, "gradients"),
+}
 CHECKED = {("qwen3_5_text", "state")}  # by `make check`
-FOUND_BY = {"halo": "loss", "state": "leak: the first document", "group": "loss", "decay": "gradients"}
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,9 @@ def test_without_a_fault_everything_passes(model_type: str, tmp_path: Path) -> N
     [
         pytest.param(name, fault, marks=mark_by(False, (name, fault) in CHECKED))
         for name in ("bamba", "qwen3_5_text", "kimi_linear", "lfm2")
-        for fault in (FOUND_BY if name != "lfm2" else ("halo",))
+        for fault in (FAULTS if name != "lfm2" else ("halo",))
     ],
 )
 def test_a_planted_fault_fails(model_type: str, fault: str, tmp_path: Path) -> None:
-    assert FOUND_BY[fault] in list_failed(prove_with(FAULTS[fault], tmp_path, proof_config=describe(model_type)))
+    plant, found_by = FAULTS[fault]
+    assert found_by in list_failed(prove_with(plant, tmp_path, proof_config=describe(model_type)))

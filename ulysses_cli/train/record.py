@@ -401,15 +401,20 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-class PhaseClock:
-    """Seconds of each phase, from the start of this process on."""
+def measure_age() -> float:
+    """Seconds since this process began."""
+    return max(0.0, time.time() - psutil.Process().create_time())
 
-    def __init__(self) -> None:
-        self.phase, self.since = STARTING, time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
+
+class PhaseClock:
+    """Seconds of each phase, the first of which has taken `age` already."""
+
+    def __init__(self, age: float, read: Callable[[], float] = time.monotonic) -> None:
+        self.read, self.phase, self.since = read, STARTING, read() - age
         self.seconds: dict[str, float] = {}
 
     def enter(self, phase: str) -> None:
-        now = time.monotonic()
+        now = self.read()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
 
@@ -429,7 +434,7 @@ class Record:
         self.files: dict[str, LineFile] = {}
         self.watch = LossWatch(self.warn)
         self.phase = STARTING
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(measure_age())
         self.describe_step: Callable[[], str] = lambda: ""
 
     def open(self, display: Display, trackers: Sequence[Tracker] = ()) -> None:
