@@ -154,6 +154,12 @@ def find_score(result: Result) -> float:
     return json.loads(result.stdout)["scores"][0]["score"]
 
 
+def wait_for(served: Served, num_questions: int) -> None:
+    end = time.monotonic() + 60
+    while len(served.questions) < num_questions and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def read_results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "found" / "results.jsonl").read_text().splitlines()[1:]]
 
@@ -183,9 +189,7 @@ def test_so_many_questions_are_asked_at_once(served: Served, folder: Path) -> No
     served.hold_from = 0
     thread = threading.Thread(target=ask, args=(served, folder, "--endpoint-requests", "3"))
     thread.start()
-    end = time.monotonic() + 60
-    while len(served.questions) < 3 and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for(served, 3)
     time.sleep(0.3)  # for one too many
     assert len(served.questions) == 3
     served.hold.set()
@@ -251,9 +255,7 @@ def test_a_killed_evaluation_goes_on(served: Served, folder: Path) -> None:
     served.hold_from = 3
     words = [sys.executable, "-m", "ulysses_cli", *list_words(served, folder, "--endpoint-requests", "1")]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
-    while len(served.questions) < 4 and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for(served, 4)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

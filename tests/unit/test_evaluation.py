@@ -357,17 +357,11 @@ SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 @pytest.mark.parametrize(
     ("sp_size", "slots", "environ", "num_ranks"),
     [
-        (1, 0, {}, 1),
-        (4, 8, {}, 8),
-        (3, 8, {}, 6),
+        (1, 0, {}, 1), (4, 8, {}, 8), (3, 8, {}, 6), (1, 8, {"NPROC_PER_NODE": "4"}, 8),
         (16, 8, {}, 16),  # more ranks than GPUs: refused where ranks start
-        (1, 8, {"NPROC_PER_NODE": "4"}, 8),
-        (1, 0, SECOND, 2),
-        (3, 0, SECOND, 6),
-        (16, 8, SECOND, 16),
-        (6, 8, SECOND, 12),
+        (1, 0, SECOND, 2), (3, 0, SECOND, 6), (16, 8, SECOND, 16), (6, 8, SECOND, 12),
     ],
-)
+)  # fmt: skip
 def test_ranks_are_dealt_to_machines(sp_size: int, slots: int, environ: dict[str, str], num_ranks: int) -> None:
     nodes, found = find_place(sp_size, slots, environ, Machine())
     assert (found, nodes.processes_here) == (num_ranks, num_ranks // nodes.count)

@@ -91,21 +91,16 @@ def test_a_bad_key_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> No
     assert problems == snapshot
 
 
-def test_a_key_is_read_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "key"
-    file.touch(0o600)
-    monkeypatch.setattr(key.time, "sleep", lambda _: file.write_text("b" * 64))
-    assert key.share_key(tmp_path) == "b" * 64
-    key.drop_key(tmp_path, "another run's")
-    assert file.exists()
-
-
-def test_what_a_crash_left_in_the_place_of_a_key_is_no_key(
+def test_a_key_is_read_once_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     """Zeros, which some disks show for a file that was not written out, would be a key that everybody knows."""
     file = tmp_path / "key"
     file.touch(0o600)
+    with monkeypatch.context() as patch:
+        patch.setattr(key.time, "sleep", lambda _: file.write_text("b" * 64))
+        assert key.share_key(tmp_path) == "b" * 64
+    key.drop_key(tmp_path, "another run's")
     monkeypatch.setattr(key, "WRITE_SECONDS", 0.0)
     said = set()
     for text in ("", "\0" * 64, "a" * 63, "a" * 65, "A" * 64, "\ufffd" * 64, " " * 64):
@@ -188,8 +183,6 @@ LATER = [
 ]  # fmt: skip
 LOST_PEER = {"rank": 0, "message": "connection reset", "time": 11}  # before the agent has noticed the peer's death
 CAUSE = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
-# Records of ranks, what the agent wrote of their ends, and its exit code; what is said.
-# Records of ranks, what the agent wrote of their ends, and its exit code.
 # Records of ranks, what the agent wrote of their ends, and its exit code.
 FAILURES: dict[str, tuple[list[Any], Any, int]] = {
     "first": (LATER, None, 1),
