@@ -119,7 +119,8 @@ def test_markup_in_a_charts_text_is_escaped() -> None:
         make_page("t", [PageSection("s", [Chart("<p>hello</p>")])])
 
 
-def test_the_numbers_of_lines_are_merged_by_position_and_sampled() -> None:
+def test_the_numbers_of_drawings_are_tables() -> None:
+    """Those of lines are merged by position, and sampled."""
     few = tabulate_lines([Series("a", [1, 2], [0.5, None]), Series("b", [2], [3.0])], "step", "loss")
     assert [*few.header] == ["step", "a", "b"]
     assert few.rows == [("1", "0.5", "–"), ("2", "–", "3")]
@@ -130,9 +131,6 @@ def test_the_numbers_of_lines_are_merged_by_position_and_sampled() -> None:
     assert (many.rows[0][0], many.rows[-1][0]) == ("0", "1,000")
     assert many.caption == f"{len(many.rows)} of 1,001 rows"
     assert not tabulate_lines([], "step", "loss").rows
-
-
-def test_the_numbers_of_bars() -> None:
     table = tabulate_bars(["load"], {"weights": [2.0**30], "logits": [0.0]}, "memory (bytes)", "phase")
     assert [*table.header] == ["phase", "weights", "logits"]
     assert table.rows == [("load", "1.00 GiB", "0 B")]
