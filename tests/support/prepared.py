@@ -3,7 +3,7 @@ recipe."""
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from ulysses_cli.data.packer import Portion, RowSettings, make_rows
 from ulysses_cli.data.prepare import Prepared, prepare_data
-from ulysses_cli.data.store import TARGET, Batch, StoreWriter, TokenStore, hash_document, open_rows
+from ulysses_cli.data.store import TARGET, Batch, RowSlice, StoreWriter, TokenStore, hash_document, open_rows
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.data.transaction import make_folder
 from ulysses_cli.plan.recipe.loader import parse_recipe
@@ -85,6 +85,20 @@ def prepare_rows(folder: Path, rows: Sequence[Any], *settings: str, **options: A
     write_rows(folder / "d.jsonl", rows)
     recipe = parse_recipe(PREPARING.replace("FOLDER", str(folder)), "r.yaml", settings).recipe
     return prepare_data(recipe, 8, lambda _: None, **options)
+
+
+def walk_alone(prepared: Prepared, split: Any = "train") -> Iterator[tuple[Any, RowSlice, int]]:
+    """Each document of the rows as if it stood alone: its tokens with those that it shares with an earlier one, its own
+    part of the row, and how many it shares."""
+    rows = open_rows(prepared.path, split)
+    for row in range(len(rows)):
+        start, stem = 0, np.empty(0, np.int64)
+        for length, shared in zip(rows.get_lengths(row), rows.get_shared(row), strict=True):
+            part = rows.read(row, start, start + length)
+            assert part.positions.tolist() == list(range(shared, shared + length))
+            tokens = np.concatenate([stem[:shared], part.input_ids])
+            yield tokens, part, shared
+            start, stem = start + length, stem if shared else tokens
 
 
 def prepare_words(text: str) -> tuple[Recipe, Prepared]:

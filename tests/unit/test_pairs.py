@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.prepared import prepare_rows
+from support.prepared import prepare_rows, walk_alone
 from support.refusals import explain
 from support.templates import CHATML, LAST_ROUND
 from support.tiers import count_examples
@@ -16,7 +16,7 @@ from support.tokenizers_trained import train, wrap
 from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.prepare import Prepared
-from ulysses_cli.data.store import WANTED, open_rows
+from ulysses_cli.data.store import WANTED
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import TokenPair, encode_pair
@@ -125,24 +125,15 @@ def prepare(folder: Path, rows: list[dict[str, Any]], *overrides: str, can_share
 
 
 def read_pairs(prepared: Prepared, split: Any = "train") -> list[tuple[str, str, str]]:
-    """Of each two documents of a row: what stands in both without being a target, and the targets of each."""
-    rows, found = open_rows(prepared.path, split), []
-    decode = make_bytes_tokenizer().decode
-    for row in range(len(rows)):
-        documents = []
-        start, stem = 0, np.empty(0, np.int64)
-        for length, shared in zip(rows.get_lengths(row), rows.get_shared(row), strict=True):
-            part = rows.read(row, start, start + length)
-            assert part.positions.tolist() == list(range(shared, shared + length))
-            tokens = np.concatenate([stem[:shared], part.input_ids])
-            is_target = part.labels >= 0
-            prompt = tokens[: shared + int(np.argmax(is_target)) + 1]
-            documents.append((decode(prompt), decode(part.labels[is_target])))
-            start, stem = start + length, stem if shared else tokens
-        for (prompt, chosen), (same, rejected) in zip(documents[0::2], documents[1::2], strict=True):
-            assert prompt == same
-            found.append((prompt, chosen, rejected))
-    return found
+    """Of each two documents: what stands in both without being a target, and the targets of each."""
+    documents, decode = [], make_bytes_tokenizer().decode
+    for tokens, part, shared in walk_alone(prepared, split):
+        is_target = part.labels >= 0
+        prompt = tokens[: shared + int(np.argmax(is_target)) + 1]
+        documents.append((decode(prompt), decode(part.labels[is_target])))
+    pairs = list(zip(documents[0::2], documents[1::2], strict=True))
+    assert all(prompt == same for (prompt, _), (same, _) in pairs)
+    return [(prompt, chosen, rejected) for (prompt, chosen), (_, rejected) in pairs]
 
 
 ROWS = [
@@ -206,18 +197,10 @@ TARGETS = {
 def test_thoughts_and_turns_are_left_out_of_both_answers(tmp_path: Path, word: str, shares: bool) -> None:
     (tmp_path / "t.jinja").write_text(LAST_ROUND)
     row, expected = TARGETS[word]
-    assert read_targets(tmp_path, row, word, shares=shares) == expected
-
-
-def read_targets(folder: Path, row: dict[str, Any], *words: str, shares: bool) -> list[str]:
-    """The bytes of each document's targets; markers have ids of their own."""
-    words = (f"data.chat_template={folder / 't.jinja'}", CHATML_TOKENS, "data.max_length=512", *words)
-    rows, start, found = open_rows(prepare(folder, [row], *words, can_share=shares).path, "train"), 0, []
-    for length in rows.get_lengths(0):
-        labels = rows.read(0, start, start + length).labels
-        found.append(bytes(labels[(labels >= 0) & (labels < 256)].tolist()).decode())
-        start += length
-    return found
+    words = (word, f"data.chat_template={tmp_path / 't.jinja'}", CHATML_TOKENS, "data.max_length=512")
+    labels = [part.labels for _, part, _ in walk_alone(prepare(tmp_path, [row], *words, can_share=shares))]
+    # markers have ids of their own
+    assert [bytes(each[(each >= 0) & (each < 256)].tolist()).decode() for each in labels] == expected
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -229,17 +212,11 @@ def test_answers_with_labels_stand_before_the_same_prompt_with_another_answer(tm
         words += ["data.chat_template=chatml", CHATML_TOKENS]
         rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}], "completion": say(row["completion"])}
                 for row in rows]  # fmt: skip
-    packed, found = open_rows(prepare(tmp_path, rows, *words).path, "train"), []
-    decode = make_bytes_tokenizer().decode
-    for row in range(len(packed)):
-        start = 0
-        for number, length in enumerate(packed.get_lengths(row)):
-            part = packed.read(row, start, start + length)
-            wanted = set(((part.classes[(part.labels >= 0)] & WANTED) > 0).tolist())
-            assert len(wanted) == 1
-            found.append((number % 2, decode(part.input_ids), wanted.pop()))
-            start += length
-    for (_, own, wanted), (_, other, never) in zip(found[0::2], found[1::2], strict=True):
+    found, decode = [], make_bytes_tokenizer().decode
+    for tokens, part, _ in walk_alone(prepare(tmp_path, rows, *words)):
+        (wanted,) = {*((part.classes[(part.labels >= 0)] & WANTED) > 0).tolist()}
+        found.append((decode(tokens), wanted))
+    for (own, wanted), (other, never) in zip(found[0::2], found[1::2], strict=True):
         at = next(at for at, (prompt, *_) in enumerate(texts) if prompt.strip() in own)
         assert texts[at][1] in own
         assert wanted == texts[at][2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.prepared import prepare_rows
+from support.prepared import prepare_rows, walk_alone
 from support.refusals import explain
 from support.templates import LAST_ROUND
 from syrupy.assertion import SnapshotAssertion
@@ -43,23 +43,12 @@ def prepare(folder: Path, chats: list[Any], *overrides: str, can_share: bool = T
 
 def read_documents(prepared: Prepared) -> list[tuple[list[int], list[int], list[float], list[int]]]:
     """Tokens, labels, weights and turns of every document, as if it stood alone: a branch behind its stem's tokens."""
-    rows, found = open_rows(prepared.path, "train"), []
-    for row in range(len(rows)):
-        start, stem = 0, np.empty(0, np.int64)
-        lengths, all_shared = rows.get_lengths(row), rows.get_shared(row)
-        whole = rows.read(row, 0, sum(lengths))
-        assert rows.count_targets(row) == int((whole.labels >= 0).sum())
-        for length, shared in zip(lengths, all_shared, strict=True):
-            part = rows.read(row, start, start + length)
-            assert np.array_equal(part.labels, whole.labels[start : start + length])
-            assert part.positions.tolist() == list(range(shared, shared + length))
-            assert part.classes is not None
-            tokens = np.concatenate([stem[:shared], part.input_ids])
-            labels = np.concatenate([np.full(shared, -100), part.labels])
-            weights = np.ones(length) if part.weights is None else part.weights
-            targets = part.labels >= 0
-            found.append((tokens.tolist(), labels.tolist(), weights[targets].tolist(), part.classes[targets].tolist()))
-            start, stem = start + length, stem if shared else tokens
+    found = []
+    for tokens, part, shared in walk_alone(prepared):
+        labels = np.concatenate([np.full(shared, -100), part.labels])
+        weights = np.ones(len(part.labels)) if part.weights is None else part.weights
+        targets = part.labels >= 0
+        found.append((tokens.tolist(), labels.tolist(), weights[targets].tolist(), part.classes[targets].tolist()))
     return sorted(found)
 
 
