@@ -1,7 +1,6 @@
 """Which tokens of a chat are targets: by turns, by fields of messages, by thoughts, and where a template rewrites a
 turn. The expected targets are written by hand, as text."""
 
-import json
 import re
 from collections import Counter
 from contextlib import closing
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.prepared import write_rows
+from support.prepared import PREPARING, prepare_rows
 from support.recipes import VALID
 from support.refusals import explain
 from support.templates import CHATML, LAST_ROUND
@@ -21,7 +20,7 @@ from support.tiers import count_examples
 from support.tokenizers_trained import train, wrap
 from syrupy.assertion import SnapshotAssertion
 
-from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.prepare import Prepared
 from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS, open_rows
 from ulysses_cli.data.tokenizing import targets
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
@@ -80,27 +79,18 @@ def make_encoder(template: str, **choice: Any) -> Encoder:
     return Encoder(make_tokenizer(template), EncoderSettings(assistant_only_loss=True, **choice))
 
 
-def list_targets(template: str, messages: list[Row], flag: int = TARGET, **choice: Any) -> list[list[str]]:
-    """The runs of tokens with a flag, of each document of a chat."""
-    encoder = make_encoder(template, **choice)
-    documents = encoder.encode_documents(read_sample("chat", {"messages": messages}))
-    return [cut_runs(encoder, ids, flags, flag) for ids, flags in documents]
-
-
-def cut_runs(encoder: Encoder, ids: Any, flags: Any, flag: int = TARGET) -> list[str]:
+def list_runs(encoder: Encoder, messages: list[Row], flag: int = TARGET) -> list[str]:
+    """The runs of tokens with a flag, of a chat that is one document."""
+    ids, flags = encoder.encode(read_sample("chat", {"messages": [dict(message) for message in messages]}))
+    assert flags is not None
     edges = np.flatnonzero(np.diff(np.concatenate([[0], (flags & flag) > 0, [0]]).astype(int)))
     return [encoder.tokenizer.decode(ids[a:b]) for a, b in edges.reshape(-1, 2)]
 
 
-FIRST, LAST = f"<think>\nLook.\n</think>\n\n<call>{CALLED}</call><|im_end|>", "<think>\nHm.\n</think>\n\nYes.<|im_end|>"
-SECOND = "<think>\nSo.\n</think>\n\nDone.<|im_end|>"
-
-
-def test_classes_of_what_is_said() -> None:
-    assert list_targets(ALL_SHOWN, TWO, THOUGHT) == [["Look.", "So.", "Hm."]]
-    ((words,),) = list_targets(ALL_SHOWN, ROUND[:2], CALL)
-    assert words.endswith(f"<call>{CALLED}</call><|im_end|>") and "Look" not in words  # noqa: PT018
-    assert list_targets(ALL_SHOWN, TWO, SAID, train_on_turns="last") == [[FIRST, SECOND, LAST]]
+def test_classes_of_what_is_said(snapshot: SnapshotAssertion) -> None:
+    """Turns that are not trained, too."""
+    encoder = make_encoder(ALL_SHOWN, train_on_turns="last")
+    assert {flag: list_runs(encoder, TWO, flag) for flag in (THOUGHT, CALL, SAID)} == snapshot
 
 
 # As GLM's: no token ends a turn; the model stops at the one that begins what follows.
@@ -123,12 +113,10 @@ def test_a_turn_ends_with_the_token_at_which_the_model_stops(only_last: bool) ->
     encoder = Encoder(tokenizer, choice, ("<|observation|>", "<|user|>"))
     chat = [USER, turn("", "", call(path="a\n\"b'")), tool("one"), turn("Done."), USER, turn("Yes.")]
     called = f"<call>{CALLED}</call><|observation|>"
-    ids, flags = encoder.encode(read_sample("chat", {"messages": [dict(message) for message in chat]}))
     expected = [called, "Done.<|user|>", "Yes.<|user|>"]
-    assert cut_runs(encoder, ids, flags) == (expected[-1:] if only_last else expected)
-    ids, flags = encoder.encode(read_sample("chat", {"messages": chat[:2]}))
-    assert cut_runs(encoder, ids, flags) == [called], "the chat ends with a call"
-    assert not flags[-1] & TURN, "a document is not cut before its last token"  # type: ignore[index]
+    assert list_runs(encoder, chat) == (expected[-1:] if only_last else expected)
+    assert list_runs(encoder, chat[:2]) == [called], "the chat ends with a call"
+    assert list_runs(encoder, chat[:2], TURN) == [], "a document is not cut before its last token"
 
 
 @pytest.mark.parametrize(
@@ -160,9 +148,8 @@ def test_ends_of_turns_are_known(
 @pytest.mark.parametrize("template", [LAST_ROUND, UNTIL_FINAL, ALL_SHOWN], ids=["last round", "until final", "all"])
 def test_turns_are_numbered_within_their_whole_chat(tmp_path: Path, template: str, mode: str) -> None:
     """Of a text of a split chat, too: evaluations tell the loss of each turn of the assistant."""
-    chat = [USER, turn("t0."), *[{**each, "content": "t1."} if each.get("tool_calls") else each for each in ROUND]]
+    chat = [USER, turn("t0."), USER, turn("t1.", "Look.", call(path="a")), tool("one"), turn("t2.", "So.")]
     chat += [USER, turn("t3.", "Hm."), USER, turn("t4.")]
-    chat = [{**each, "content": "t2."} if each["content"] == "Done." else each for each in chat]
     words = (f"data.on_rewritten_turns={mode}", "data.added_tokens=[<|im_end|>, <|return|>]")
     rows = open_rows(prepare(tmp_path, [chat], template, *words).path, "train")
     found = {}
@@ -254,30 +241,18 @@ def test_raise_says_the_same_whoever_made_the_store(tmp_path: Path, snapshot: Sn
 def test_a_template_in_use_writes_the_date_of_training() -> None:
     """On every day. `date -d` says which day that was."""
     said = "data.chat_template_kwargs={strftime_now: 2026-11-27}"
-    tokenizer = load_tokenizer(parse_recipe(RECIPE, "r.yaml", [said]).recipe.model)
+    tokenizer = load_tokenizer(parse_recipe(PREPARING, "r.yaml", [said]).recipe.model)
     tokenizer.chat_template = "{{- strftime_now('%A, %d %B %Y') ~ ';' }}" + CHATML
     for variables, day in (({}, "Friday, 26 July 2024"), ({"strftime_now": "2026-11-27"}, "Friday, 27 November 2026")):
         with closing(Renderer(tokenizer, variables=variables)) as renderer:
             assert renderer.render_text([USER]).startswith(f"{day};")
 
 
-RECIPE = """\
-model: {config: {model_type: llama}, tokenizer: bytes}
-data:
-  datasets:
-    - path: FOLDER/d.jsonl
-  max_length: 4096
-  assistant_only_loss: true
-  chat_template: FOLDER/t.jinja
-  store_dir: FOLDER/store
-"""
-
-
-def prepare(folder: Path, rows: list[Any], template: str, *overrides: str) -> Prepared:
-    write_rows(folder / "d.jsonl", [row if isinstance(row, str | dict) else {"messages": row} for row in rows])
+def prepare(folder: Path, rows: list[Any], template: str, *overrides: str, **options: Any) -> Prepared:
     (folder / "t.jinja").write_text(template)
-    recipe = parse_recipe(RECIPE.replace("FOLDER", str(folder)), "r.yaml", overrides).recipe
-    return prepare_data(recipe, 8, lambda _: None)
+    rows = [row if isinstance(row, str | dict) else {"messages": row} for row in rows]
+    words = ("data.max_length=4096", "data.assistant_only_loss=true", f"data.chat_template={folder}/t.jinja")
+    return prepare_rows(folder, rows, *words, *overrides, **options)
 
 
 SWITCHED = LAST_ROUND.replace("loop.index0 > ns.last and (", "(preserve_thinking or loop.index0 > ns.last) and (")
@@ -286,52 +261,41 @@ UNCLEAR = "{%- for m in messages | reverse %}{{- m.role + ': ' + m.content }}{%-
 ONE_ANSWER = "{%- if messages | length > 2 %}{{- raise_exception('one answer') }}{%- endif %}" + CHATML
 UNTHINKING = {"messages": ROUND, "chat_template_kwargs": {"enable_thinking": False}}
 # Chats that are refused, and the lines of the recipe that the hint names: each alone must help.
-HINTS: dict[str, tuple[list[Any], str, list[str], list[str]]] = {
-    "calls": ([TWO], CHATML, [], ["data.on_rewritten_turns=keep"]),
-    "thoughts": ([THOUGHTS], CHATML, [], ["data.thoughts=drop", "data.on_rewritten_turns=keep"]),
-    "rewritten": ([TWO], LAST_ROUND, [], ["data.on_rewritten_turns=split", "data.on_rewritten_turns=keep"]),
-    "switch": ([TWO], SWITCHED, [], [
-        "data.chat_template_kwargs={preserve_thinking: true}", "data.on_rewritten_turns=split",
-        "data.on_rewritten_turns=keep",
-    ]),
-    "tools": ([{"messages": TWO[-2:], "tools": [{"name": "find"}]}], LAST_ROUND, [], ["data.on_rewritten_turns=keep"]),
-    "variable": ([PLAIN], LAST_ROUND, ["data.chat_template_kwargs={enable_thinkin: true}"],
-                 ["data.chat_template_kwargs={enable_thinking: true}"]),
-    "variable of a source": ([PLAIN], LAST_ROUND, ["data.datasets.0.chat_template_kwargs={enable_thinkin: true}"],
-                             ["data.datasets.0.chat_template_kwargs={enable_thinking: true}"]),
-    "variable of a row": ([GOOD, {"messages": GOOD, "chat_template_kwargs": {"messages": 1}}], CHATML, [],
-                          ["data.on_bad_row=skip"]),
-    "field": ([[USER, turn("a", weight=1)]], CHATML, ["data.datasets.0.train_field=learn"],
-              ["data.datasets.0.train_field=auto"]),
-    "mask": ([[USER, turn("a", mask=True), USER, turn("b", mask=False)]], CHATML, [],
-             ["data.datasets.0.train_field=mask", "data.datasets.0.train_field=not mask"]),
-    "no mask": ([[USER, turn("a", weight=1)]], CHATML, ["data.assistant_only_loss=false"],
-                ["data.assistant_only_loss=true", "data.datasets.0.train_field=none"]),
-    "thinks": ([UNTHINKING], LAST_ROUND, [], ["data.thoughts=drop"]),
-    "text": ([{"messages": GOOD, "text": "words"}], CHATML, [], ["data.datasets.0.type=chat"]),
-    "unclear": ([PLAIN], UNCLEAR, [], ["data.assistant_only_loss=false"]),
-    "no chats": ([{"text": "words"}], CHATML, [], ["data.assistant_only_loss=false"]),
-    "template": ([GOOD, PLAIN], ONE_ANSWER, [], ["data.on_bad_row=skip"]),
-    "no row": ([GOOD, "{"], CHATML, [], ["data.on_bad_row=skip"]),
-    "role": ([GOOD, [{"role": "narrator", "content": "a"}]], CHATML, [], ["data.on_bad_row=skip"]),
-    "image": ([GOOD, [{"role": "user", "content": [{"type": "image"}]}, turn("a")]], CHATML, [],
-              ["data.on_bad_row=skip"]),
-    "end mark": ([GOOD, [USER, turn("a", "", call(path="<|end|>"))]], ALL_SHOWN, [], ["data.on_bad_row=skip"]),
-    "untrainable": ([GOOD, [USER, turn("a", weight=0)]], CHATML, [], ["data.skip_untrainable=true"]),
-    "long": ([GOOD, [USER, turn("long " * 50), USER, turn("b")]], CHATML, ["data.max_length=128"], [
-        "data.excess_length_strategy=split", "data.max_length=382"]),
-}  # fmt: skip
+HINTS: dict[str, tuple[list[Any], str, list[str]]] = {
+    "calls": ([TWO], CHATML, []),
+    "thoughts": ([THOUGHTS], CHATML, []),
+    "rewritten": ([TWO], LAST_ROUND, []),
+    "switch": ([TWO], SWITCHED, []),
+    "tools": ([{"messages": TWO[-2:], "tools": [{"name": "find"}]}], LAST_ROUND, []),
+    "variable": ([PLAIN], LAST_ROUND, ["data.chat_template_kwargs={enable_thinkin: true}"]),
+    "variable of a source": ([PLAIN], LAST_ROUND, ["data.datasets.0.chat_template_kwargs={enable_thinkin: true}"]),
+    "variable of a row": ([GOOD, {"messages": GOOD, "chat_template_kwargs": {"messages": 1}}], CHATML, []),
+    "field": ([[USER, turn("a", weight=1)]], CHATML, ["data.datasets.0.train_field=learn"]),
+    "mask": ([[USER, turn("a", mask=True), USER, turn("b", mask=False)]], CHATML, []),
+    "no mask": ([[USER, turn("a", weight=1)]], CHATML, ["data.assistant_only_loss=false"]),
+    "thinks": ([UNTHINKING], LAST_ROUND, []),
+    "text": ([{"messages": GOOD, "text": "words"}], CHATML, []),
+    "unclear": ([PLAIN], UNCLEAR, []),
+    "no chats": ([{"text": "words"}], CHATML, []),
+    "template": ([GOOD, PLAIN], ONE_ANSWER, []),
+    "no row": ([GOOD, "{"], CHATML, []),
+    "role": ([GOOD, [{"role": "narrator", "content": "a"}]], CHATML, []),
+    "image": ([GOOD, [{"role": "user", "content": [{"type": "image"}]}, turn("a")]], CHATML, []),
+    "end mark": ([GOOD, [USER, turn("a", "", call(path="<|end|>"))]], ALL_SHOWN, []),
+    "untrainable": ([GOOD, [USER, turn("a", weight=0)]], CHATML, []),
+    "long": ([GOOD, [USER, turn("long " * 50), USER, turn("b")]], CHATML, ["data.max_length=128"]),
+}
 LINE = re.compile(r"(data(?:\.\w+)+): (\{.*?\}|\[.*?\]|not \w+|[\w-]+)")
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_the_lines_that_hints_name_help(tmp_path: Path, name: str) -> None:
-    rows, template, wrong, expected = HINTS[name]
+def test_the_lines_that_hints_name_help(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> None:
+    rows, template, wrong = HINTS[name]
     with pytest.raises((DataError, RecipeError)) as caught:
         prepare(tmp_path, rows, template, *wrong)
     hints = " ".join(problem.hint for problem in caught.value.problems)
     lines = [f"{key}={value}" for key, value in LINE.findall(hints)]
-    assert [line for line in lines if line != "data.datasets.0.type=text"] == expected
+    assert lines == snapshot
     for line in lines:
         key = line.partition("=")[0]
         kept = [each for each in wrong if not each.startswith(key)]
@@ -342,15 +306,12 @@ def test_the_lines_that_hints_name_help(tmp_path: Path, name: str) -> None:
 def test_the_lines_about_templates_help(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A tokenizer without a template: first a template is named, then the tokens that it writes."""
     wrap(train("qwen")).save_pretrained(tmp_path / "bare")
-    recipe = RECIPE.replace("FOLDER", str(tmp_path)).replace("tokenizer: bytes", f"tokenizer: {tmp_path}/bare")
-    recipe = recipe.replace(f"  chat_template: {tmp_path}/t.jinja\n", "")
-    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": GOOD}))
-    said = []
-    for taken in ([], ["data.chat_template=llama-3"]):
-        said.append(explain(prepare_data, parse_recipe(recipe, "r.yaml", taken).recipe, 8, lambda _: None))
+    bare, said = f"model.tokenizer={tmp_path / 'bare'}", []
+    for taken in ([bare], [bare, "data.chat_template=llama-3"]):
+        said.append(explain(prepare_rows, tmp_path, [{"messages": GOOD}], *taken))
     assert said == snapshot
     ((key, value),) = LINE.findall(said[-1].partition("hint: ")[2])
-    prepared = prepare_data(parse_recipe(recipe, "r.yaml", [*taken, f"{key}={value}"]).recipe, 8, lambda _: None)
+    prepared = prepare_rows(tmp_path, [{"messages": GOOD}], *taken, f"{key}={value}")
     assert len(open_rows(prepared.path, "train")) == 1
 
 
@@ -399,12 +360,11 @@ def test_the_cost_of_split_is_that_of_its_tokens(template: str) -> None:
 
 
 def test_a_row_is_shown_as_it_is_trained(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    prepare(tmp_path, [[USER, turn("a")], TWO], LAST_ROUND, "data.on_rewritten_turns=split")
-    recipe = parse_recipe(RECIPE.replace("FOLDER", str(tmp_path)), "r.yaml", ["data.on_rewritten_turns=split"]).recipe
-    report = prepare_data(recipe, 8, lambda _: None, show=(0, 2)).report
+    words = (tmp_path, [[USER, turn("a")], TWO], LAST_ROUND, "data.on_rewritten_turns=split")
+    report = prepare(*words, show=(0, 2)).report
     assert [format_sample(shown) for shown in report["samples"]] == snapshot(name="texts")
-    page = make_data_page({**prepare_data(recipe, 8, lambda _: None).report, "samples": report["samples"][1:]})
-    for kind, words in (("target", "[[&lt;think&gt;"), ("answer", "((&lt;call&gt;"), ("context", "&lt;|im_start|&gt;")):
-        assert f"<span class={kind}>{words}" in page
-    refused = [explain(prepare_data, recipe, 8, lambda _: None, show=row) for row in ((0, 9), (3, 1))]
+    page = make_data_page({**prepare(*words).report, "samples": report["samples"][1:]})
+    for kind, text in (("target", "[[&lt;think&gt;"), ("answer", "((&lt;call&gt;"), ("context", "&lt;|im_start|&gt;")):
+        assert f"<span class={kind}>{text}" in page
+    refused = [explain(prepare, *words, show=row) for row in ((0, 9), (3, 1))]
     assert refused == snapshot(name="no such row")
