@@ -163,13 +163,6 @@ def test_workers_make_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_bad_rows_are_an_error_also_where_the_store_exists(tmp_path: Path) -> None:
-    write_rows(tmp_path, {"text": "a"}, {"text": ""})
-    assert prepare(tmp_path, "data.on_bad_row=skip").report["sources"][0]["num_bad"] == 1
-    with pytest.raises(DataError, match=r"d\.jsonl:2:1"):
-        prepare(tmp_path)
-
-
 def test_a_cut_chat_is_reported(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     turns = [{"role": role, "content": "x" * 20} for role in ("user", "assistant") * 2]
     write_rows(tmp_path, {"messages": turns}, {"messages": turns[:2]})
@@ -187,32 +180,20 @@ def test_a_cut_chat_is_reported(tmp_path: Path, snapshot: SnapshotAssertion) -> 
     assert (counts["cut_off_pieces"], counts["torn_turns"], torn.report["notes"]) == snapshot
 
 
-def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path) -> None:
-    write_texts(tmp_path, 3)
-    chat = write_rows(
-        tmp_path,
+def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": "t"},
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-        name="c.jsonl",
-    )
-    pair = write_rows(tmp_path, {"prompt": "2 + 2 =", "completion": " 4"}, name="p.jsonl")
-    ids = write_rows(tmp_path, {"input_ids": [65, 66, 67], "labels": [-100, 66, 67]}, name="i.jsonl")
-    ask = write_rows(tmp_path, {"instruction": "q", "input": "i", "output": "o"}, name="a.jsonl")
-    files = [tmp_path / "d.jsonl", chat, pair, ids, ask]
+        {"prompt": "2 + 2 =", "completion": " 4"},
+        {"input_ids": [65, 66, 67], "labels": [-100, 66, 67]},
+        {"instruction": "q", "input": "i", "output": "o"},
+    ]
+    files = [write_rows(tmp_path, row, name=f"{number}.jsonl") for number, row in enumerate(rows)]
     sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
     prepared = prepare(tmp_path, sources, "data.assistant_only_loss=true")
-    assert [source["kind"] for source in prepared.report["sources"]] == [
-        "text", "chat", "completion", "tokens", "instruction",
-    ]  # fmt: skip
-    assert read_documents(prepared)[3:] == [
-        "<|begin|>user\nq<|end|>\n<|begin|>assistant\na<|end|>\n",
-        "2 + 2 = 4<|end|>",
-        "ABC",
-        "<|begin|>user\nq\n\ni<|end|>\n<|begin|>assistant\no<|end|>\n",
-    ]
-    assert [source["num_targets"] for source in prepared.report["sources"]][1:] == [2, 3, 2, 2]
-    samples = prepared.report["samples"]
-    assert [sample["where"].split(":")[0] for sample in samples] == [str(file) for file in files]
-    assert [{run["is_target"] for run in sample["runs"]} for sample in samples] == [{True}, *[{True, False}] * 4]
+    kinds = [(source["kind"], source["num_targets"]) for source in prepared.report["sources"]]
+    assert list(zip(kinds, read_documents(prepared), strict=True)) == snapshot(name="documents")
+    assert [format_sample(sample) for sample in prepared.report["samples"]] == snapshot(name="samples")
 
 
 def test_empty_text_files_are_counted(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -243,27 +224,16 @@ def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
         assert len({sample["where"] for sample in samples}) == len(samples) == result
 
 
-def test_a_sample_shows_both_ends_of_each_turn(tmp_path: Path) -> None:
+def test_a_sample_shows_both_ends_of_each_turn(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A long answer is cut in its middle, and what is left out is counted: no bracket closes where no target ends."""
-    sizes = [500, 3, 900, 2, 700]
     turns = [
         {"role": ("user", "assistant")[at % 2], "content": f"{at}first{'x' * size}last{at}"}
-        for at, size in enumerate([*sizes, 800])
+        for at, size in enumerate([500, 3, 900, 2, 700, 800])
     ]
     write_rows(tmp_path, {"messages": turns})
-    report = prepare(tmp_path, "data.assistant_only_loss=true", "data.max_length=4096").report
-    (sample,) = report["samples"]
-    bare = format_sample(sample).replace("\n  | ", "\n").replace("\n", "")
-    assert bare.count("[[") == bare.count("]]") == 1 + 3
-    for at, turn in enumerate(turns):
-        assert f"{at}first" in bare
-        assert f"last{at}<|end|>{']]' * (at % 2)}" in bare
-        assert f"[[{at}first" in bare or at % 2 == 0
-        assert bare.count(turn["content"]) == (len(turn["content"]) < 50), "short turns are whole"
+    (sample,) = prepare(tmp_path, "data.assistant_only_loss=true", "data.max_length=4096").report["samples"]
+    assert format_sample(sample).replace("x" * 40, "X") == snapshot
     cut = sum(run["num_left_out"] for run in sample["runs"])
-    counted = [int(number.replace(",", "")) for number in re.findall(r"\.\.\. ([\d,]+) tokens left out \.\.\.", bare)]
-    assert len(counted) == 4
-    assert sum(counted) == cut
     shown = "".join(run["text"] + run["end"] for run in sample["runs"])
     assert len(re.sub(r"<.\w+.>", "#", shown)) + cut == sample["num_tokens"], "a token is a letter or a mark"
 
