@@ -44,24 +44,19 @@ def make_timed(parts: dict[str, float], seconds: float = 1.0, loss: float = 2.0)
     return Timed(steps, 100, 1e12, 989.0, 1 << 30, 1 << 30, loss, parts, 0.1)
 
 
-def run_sweep(
-    monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any
-) -> Any:
+def run_sweep(outcomes: Any, place: subject.BenchDevice | None = None, **more: Any) -> Any:
     """Runs a sweep without starting ranks: `outcomes(recipe, is_ours, num_sides)` says how each side ends."""
 
     def run(world: int, calls: Any, **_: Any) -> list[Any]:
         return [outcomes(args[0], function is subject.time_steps, len(calls)) for function, args in calls]
 
-    monkeypatch.setattr(subject, "run_interleaved", run)
-    if place is not None:
-        monkeypatch.setattr(subject, "find_device", lambda *_: place)
     options = {"lengths": (32, 64), "sp_sizes": (1, 2), "levers": "auto", "num_steps": 4, "against_trainer": False}
     sweep = subject.BenchSweep(**{**options, "time_limit_seconds": 60.0, **more})
     recipe = make_recipe("parallel.sp_size=2")
-    return subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
+    return subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None, device=place, run=run)
 
 
-def test_an_oom_is_a_row_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
+def test_an_oom_is_a_row_and_the_sweep_goes_on(snapshot: SnapshotAssertion) -> None:
     def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         if recipe.data.max_length == 64:
             return RankFailureError(1, "OutOfMemoryError", "tried to allocate 2 GiB", "")
@@ -69,22 +64,20 @@ def test_an_oom_is_a_row_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch, 
             return RankFailureError(0, "ValueError", "something else", "")
         return make_timed({"mlp": 0.5})
 
-    findings = run_sweep(monkeypatch, end, lengths=(32, 64, 96, 128))
+    findings = run_sweep(end, lengths=(32, 64, 96, 128))
     assert [row.verdict for row in findings.rows] == ["", "OOM", "FAIL", ""] * 2
     assert findings.rows[1].text == snapshot
     assert {row.group for row in findings.rows} == {"sp 1 x dp 2", "sp 2 x dp 1"}
 
 
-def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_cause() -> None:
     place = subject.BenchDevice("cuda", 2, load_hardware().get_gpu("h100-80gb"))
 
     def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         is_long = recipe.data.max_length == 64
         return RankFailureError(0, "OutOfMemoryError", "no", "") if is_long else make_timed({"mlp": 0.5})
 
-    findings = run_sweep(monkeypatch, end, place, sp_sizes=(2,))
+    findings = run_sweep(end, place, sp_sizes=(2,))
     values = findings.rows[0].values
     assert values["step_error"] == pytest.approx(values["predicted_step_seconds"] / values["step_seconds"] - 1)
     assert values["memory_error"] == pytest.approx(values["predicted_memory_bytes"] / (1 << 30) - 1)
@@ -92,23 +85,21 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
     assert (findings.rows[1].verdict, "largest in " in findings.rows[1].text) == ("OOM", True)
     page = make_findings_page(findings.describe())
     assert page.count("<svg ") == 0  # one length that fits is no curve
-    longer = run_sweep(monkeypatch, lambda *_: make_timed({"mlp": 0.5}), place, sp_sizes=(2,))
+    longer = run_sweep(lambda *_: make_timed({"mlp": 0.5}), place, sp_sizes=(2,))
     page = make_findings_page(longer.describe())
     assert "sp 2 x dp 1, predicted" in page
     assert f"torch {find_version('torch')}" in page
     assert page.count("<svg ") >= 5
 
 
-def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
+def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(snapshot: SnapshotAssertion) -> None:
     def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         if recipe.data.max_length == 64 and num_sides == 2:
             return RankFailureError(0, "OutOfMemoryError", "two models at once", "")
         loss = 2.0 if is_ours or recipe.data.max_length != 96 else 2.1
         return make_timed({"exchange": 0.5, "mlp": 0.5}, 1.0 if is_ours else 1.5, loss)
 
-    findings = run_sweep(monkeypatch, end, lengths=(32, 64, 96), sp_sizes=(2,), against_trainer=True)
+    findings = run_sweep(end, lengths=(32, 64, 96), sp_sizes=(2,), against_trainer=True)
     ratios = {row.name: row for row in findings.rows if row.group == "the Trainer's time by ours"}
     assert [row.verdict for row in findings.rows if row.group == "sp 2 x dp 1, the Trainer"] == ["", "", ""]
     paired, alone, other = (ratios[f"sp 2 x dp 1, {length}"] for length in (32, 64, 96))
@@ -118,9 +109,7 @@ def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(
     assert (other.verdict, [alone.text, other.text]) == ("WARN", snapshot)
 
 
-def test_what_goes_to_a_disk_has_a_folder_that_is_gone_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_to_a_disk_has_a_folder_that_is_gone_afterwards(tmp_path: Path) -> None:
     words = (f"memory.nvme_path={tmp_path}", "memory.activation_offload_device=nvme", "memory.activation_offloading=1")
     recipe, made = make_recipe("parallel.sp_size=2", *words), list[Path]()
 
@@ -130,9 +119,8 @@ def test_what_goes_to_a_disk_has_a_folder_that_is_gone_afterwards(
             made[-1].mkdir()
         return [make_timed({"mlp": 0.5}) for _ in calls]
 
-    monkeypatch.setattr(subject, "run_interleaved", run)
     sweep = subject.BenchSweep((32,), (1, 2), "auto", 4, False, 60.0, is_paired=True)
-    subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
+    subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None, run=run)
     assert {folder.parent for folder in made} == {tmp_path}
     assert len(set(made)) == 2, "two cells at once share nothing"
     assert list(tmp_path.iterdir()) == []
@@ -159,12 +147,12 @@ def test_all_levers_are_the_strongest_set() -> None:
     assert not subject.settle_levers(recipe, shape, h100, "none")[1].gradient_checkpointing
 
 
-def test_sequence_parallelism_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_parallelism_off_and_on() -> None:
     def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         assert num_sides == 2
         return make_timed({"exchange": 0.2, "mlp": 0.8}, 1.0 if recipe.parallel.sp_size == 2 else 0.8)
 
-    findings = run_sweep(monkeypatch, end, lengths=(32,), is_paired=True)
+    findings = run_sweep(end, lengths=(32,), is_paired=True)
     row = findings.rows[-1]
     assert row.group == "time with sp off by time with sp on"
     assert row.values["speed_ratio"] == pytest.approx(0.8)

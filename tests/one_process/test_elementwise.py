@@ -349,7 +349,7 @@ def test_a_gpu_takes_the_fastest_way_that_is_exact(
     assert choice.is_lasting == ("compiled" in errors), "a difference comes again, a failure may not"
 
 
-def test_a_trial_is_as_large_as_a_ranks_rows_up_to_what_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_is_as_large_as_a_ranks_rows_up_to_what_no_cache_holds() -> None:
     """A kernel's start takes longer than the work on few rows. Norms of heads have narrow rows, and more of them."""
     drawn: dict[tuple[str, tuple[int, ...]], int] = {}
 
@@ -357,9 +357,8 @@ def test_a_trial_is_as_large_as_a_ranks_rows_up_to_what_no_cache_holds(monkeypat
         drawn[part, row] = num_timed
         return FakeTrial({}, {"transformers": 1.0})
 
-    monkeypatch.setattr(choosing, "_Trial", note)
     widths = Widths(4096, 32, 128, 14336, {"rounded": {4096, 128}})
-    choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 8192)
+    choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 8192, make_trial=note)
     rows = {("rounded", (4096,)): 8192, ("rounded", (128,)): 8192 * 32, ("rotary", (32, 128)): 8192}
     assert drawn == {**rows, ("gate", (14336,)): choosing.TIMED_BYTES // (14336 * 2)}
 
@@ -374,12 +373,11 @@ def test_a_choice_is_kept_by_widths_and_rows(monkeypatch: pytest.MonkeyPatch, tm
         tried.append(part)
         return FakeTrial({"torch": 0.01, "compiled": 0.01}, {"transformers": 3e-3, "torch": 2e-3, "compiled": 1e-3})
 
-    monkeypatch.setattr(choosing, "_Trial", make)
-
     def count_tried(hidden: int = 64, num_tokens: int = 64) -> int:
         tried.clear()
         widths = Widths(hidden, 4, 16, 128, {"rounded": {hidden}})
-        choice = choose_implementations(torch.device("cuda"), torch.bfloat16, widths, num_tokens, uses_cache=True)
+        gpu, how = torch.device("cuda"), {"uses_cache": True, "make_trial": make}
+        choice = choose_implementations(gpu, torch.bfloat16, widths, num_tokens, **how)  # type: ignore[arg-type]
         compiled = dict.fromkeys(("rounded", "rotary", "gate"), "compiled")
         assert choice.implementations == {**NO_IMPLEMENTATIONS, **compiled}
         return len(tried)
@@ -396,14 +394,13 @@ def test_a_choice_is_kept_by_widths_and_rows(monkeypatch: pytest.MonkeyPatch, tm
     [("gemma2", "offset", "transformers", 0), ("olmo2", "precise", "torch", 9), ("qwen3", "rounded", "torch", 9)],
 )
 def test_each_kind_of_norm_has_a_way_of_its_own(
-    model_type: str, part: Any, way: str, num_served: int, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+    model_type: str, part: Any, way: str, num_served: int, snapshot: SnapshotAssertion
 ) -> None:
     """Where the compiler fails, a norm that torch has no kernel for keeps transformers' code."""
-    seconds = {"transformers": 2e-3, "torch": 1e-3}
-    monkeypatch.setattr(choosing, "_Trial", lambda *_: FakeTrial({"torch": 0.01}, seconds))
     model = make_pair(model_type)[0]
     widths = Widths(32, 4, 8, 48, find_norm_widths(model))
-    choice = choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 64)
+    trial = FakeTrial({"torch": 0.01}, {"transformers": 2e-3, "torch": 1e-3})
+    choice = choose_implementations(torch.device("cuda"), torch.bfloat16, widths, 64, make_trial=lambda *_: trial)
     assert choice.implementations[part] == way
     assert choice.reason == snapshot, "of norms, the model's own kind alone is named"
     assert serve_elementwise(model, choice.implementations).norms == num_served

@@ -41,22 +41,19 @@ PROBE = make_probe(make_bytes_tokenizer(), 64)
     "model_type",
     [pytest.param(name, marks=mark_by(name in TELLING[::3], name in TELLING)) for name in sorted(FAMILIES)],
 )
-def test_a_family_is_exported_as_transformers_saves_it(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_is_exported_as_transformers_saves_it(model_type: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     config = make_config(model_type)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "theirs")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     checkpoint = save_as_ranks(trained, tmp_path / "step-1")
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 40_000)
     messages: list[str] = []
 
     def check(to: Path) -> None:
         messages.append(check_model(checkpoint, to, config, torch.float32, lambda _: None, PROBE))
 
-    folder = export(checkpoint, tmp_path / "ours", config, check=check)
+    folder = export(checkpoint, tmp_path / "ours", config, check=check, shard_bytes=40_000)
     assert "off by 0.0e+00;" in messages[0]
     ours, theirs = (read_tensors(tmp_path / name) for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()

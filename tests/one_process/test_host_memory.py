@@ -122,22 +122,21 @@ def make_plan() -> Any:
     return settle(recipe, read_model_shape(recipe.model.config, "test"), Levers())
 
 
-def test_ranks_count_with_their_own_core(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
+def test_ranks_count_with_their_own_core(snapshot: SnapshotAssertion) -> None:
     plan, said = make_plan(), []
     for milliseconds in (H100.host.yardstick, 3 * H100.host.yardstick):
-        monkeypatch.setattr(inputs, "measure_core_milliseconds", lambda found=milliseconds: found)
-        said.append("; ".join(Forecast(LeverChoice(Levers(), {}, None), H100, True).explain_host(plan)))
+        forecast = Forecast(LeverChoice(Levers(), {}, None), H100, True, lambda found=milliseconds: found)
+        said.append("; ".join(forecast.explain_host(plan)))
     first, second = (float(text.split("about ")[1].split(" ms")[0].replace(",", "")) for text in said)
     assert second / first == pytest.approx(3, rel=0.1)
     assert re.sub(r"\d[\d.,]*", "NUMBER", said[0]) == snapshot
 
 
-def test_nothing_is_said_where_the_gpu_is_unknown_or_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_where_the_gpu_is_unknown_or_the_limit() -> None:
     plan, choice = make_plan(), LeverChoice(Levers(), {}, None)
-    monkeypatch.setattr(inputs, "measure_core_milliseconds", lambda: 1e-6 * H100.host.yardstick)
-    assert Forecast(choice, None, False).explain_host(plan) == []
-    assert Forecast(choice, replace(H100, tflops=1e-3), True).explain_host(plan) == []
-    assert Forecast(choice, H100, False).explain_host(plan) == []
+    for gpu, is_known in ((None, False), (replace(H100, tflops=1e-3), True), (H100, False)):
+        forecast = Forecast(choice, gpu, is_known, lambda: 1e-6 * H100.host.yardstick)
+        assert forecast.explain_host(plan) == []
 
 
 def test_a_slow_attention_kernel_is_named_with_its_cost(snapshot: SnapshotAssertion) -> None:

@@ -43,7 +43,7 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.failure import describe_failure
-from ulysses_cli.train.memory import offload, tiling
+from ulysses_cli.train.memory import tiling
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
 from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, DiskFile, Extents, HostPool, OffloadDiskError, Offloader
 from ulysses_cli.train.memory.tiled_mlp import TiledBlock, tile_mlps
@@ -279,27 +279,6 @@ def test_sums_are_added_in_the_product_where_a_device_can(monkeypatch: pytest.Mo
     assert 2 not in apart
 
 
-@pytest.mark.parametrize("kind", sample(["qwen3_moe", "gemma4_text"], quick=["qwen3_moe"]))
-def test_experts_by_grouped_products_equal_single_ones(kind: str) -> None:
-    """grouped_mm is what transformers takes by default. In float32, the widest dtype that it has."""
-    grouped = {"experts_implementation": "grouped_mm"}
-    levers = Levers(loss_tile=9, mlp_tiles=5, checkpointing="save_attention")
-    expected = run_alone(Case(kind, dtype=torch.float32))
-    for each in (Levers(), levers):
-        for name, value in run_alone(Case(kind, each, dtype=torch.float32, changes=grouped)).items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5 * expected[name].abs().max().item())
-
-
-def test_several_rows_in_a_batch() -> None:
-    torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 4)).double()
-    hidden = torch.randn(3, 7, 4, dtype=torch.float64, requires_grad=True)
-    expected = torch.autograd.grad(block(hidden).square().sum(), [hidden, *block.parameters()])
-    TiledBlock(block, lambda _: 4)
-    result = torch.autograd.grad(block(hidden).square().sum(), [hidden, *block.parameters()])
-    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
-
-
 def test_a_tile_without_an_expert_leaves_its_gradient_zero() -> None:
     """Every weight gets a gradient on every rank, also an adapter or expert that no token reached."""
 
@@ -526,10 +505,9 @@ def test_a_forward_without_backward_frees_its_buffers() -> None:
     assert offloader.pool.num_bytes == 0
 
 
-def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
-    page, pool = mmap.PAGESIZE, HostPool(is_pinned=False)
-    monkeypatch.setattr(offload, "GROWS_WITHIN_SECONDS", 0.0)
-    monkeypatch.setattr(offload, "count_free_bytes", lambda: LEFT_FREE_BYTES + 10 * page - pool.num_bytes)
+def test_the_pool_is_bounded_and_grows_with_rows(snapshot: SnapshotAssertion) -> None:
+    page = mmap.PAGESIZE
+    pool = HostPool(is_pinned=False, count_free=lambda: LEFT_FREE_BYTES + 10 * page - pool.num_bytes, patience=0.0)
     small, large = pool.take(10), pool.take(4 * page - 9)
     assert (small.numel(), large.numel()) == (page, 4 * page), "whole pages, which can be locked one by one"
     assert small.data_ptr() % page == large.data_ptr() % page == 0
@@ -544,13 +522,11 @@ def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("grows_by", "fits"), [(4, True), (0, False)])
-def test_memory_that_a_machine_shows_only_when_it_is_used(
-    grows_by: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_a_machine_shows_only_when_it_is_used(grows_by: int, fits: bool) -> None:
     """A machine that shows 2 pieces, and as many more with each look where its memory grows."""
-    piece, shown, pool = 16 * mmap.PAGESIZE, [2], HostPool(is_pinned=False)
+    piece, shown = 16 * mmap.PAGESIZE, [2]
 
-    def count_free_bytes() -> int:
+    def count_free() -> int:
         shown[0] += grows_by
         return LEFT_FREE_BYTES + shown[0] * piece - count_used()
 
@@ -558,11 +534,9 @@ def test_memory_that_a_machine_shows_only_when_it_is_used(
         status = Path("/proc/self/smaps_rollup").read_text()
         return max(0, 1024 * int(status.split("Anonymous:")[1].split()[0]) - before)
 
-    monkeypatch.setattr(offload, "PIECE_BYTES", piece)
-    monkeypatch.setattr(offload, "GROWS_WITHIN_SECONDS", 0.05)
     before = 0
     before = count_used()
-    monkeypatch.setattr(offload, "count_free_bytes", count_free_bytes)
+    pool = HostPool(is_pinned=False, count_free=count_free, piece_bytes=piece, patience=0.05)
     with nullcontext() if fits else pytest.raises(MemoryError):
         assert pool.take(20 * piece).numel() == 20 * piece
     assert pool.num_bytes == (20 * piece if fits else 0)

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.run.checkpoints import CheckpointError
-from ulysses_cli.train.export import weights
 from ulysses_cli.train.export.base_model import find_base_files
 from ulysses_cli.train.export.merging import Merging, add_adapters
 from ulysses_cli.train.export.weights import check_adapter, make_probe
@@ -33,7 +32,8 @@ PROBE = make_probe(make_bytes_tokenizer(), 64)
 
 def make_merging(tmp_path: Path, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype, **more: Any) -> Merging:
     settings = LoraConfig(**{**ADAPTERS, **more})
-    return Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), settings, trained, dtype)
+    files = find_base_files(str(tmp_path / "base"), None)
+    return Merging(checkpoint, files, settings, trained, dtype, shard_bytes=40_000)
 
 
 def merge(
@@ -65,11 +65,10 @@ TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projec
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
 )
-def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path) -> None:
     family = FAMILIES[model_type]
     targets = UNSHARED if family.shares_blocks else NAMED if family.refused_by_peft else "all-linear"
     config, adapted, checkpoint, _ = adapt(tmp_path, model_type, target_modules=targets)
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 40_000)
     ours, reference, folder = merge_both(tmp_path, config, adapted, checkpoint, target_modules=targets)
     assert len(list(folder.glob("*.safetensors"))) > 1
     before = read_tensors(tmp_path / "base")
@@ -204,7 +203,6 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
         from support.families import make_config
         from transformers import AutoModelForCausalLM
         from peft import LoraConfig, PeftModel, get_peft_model
-        from ulysses_cli.train.export import weights as export
         from ulysses_cli.train.export.base_model import find_base_files
         from ulysses_cli.train.export.merging import Merging
 
@@ -224,10 +222,9 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
         del base, trained
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
-        export.MAX_SHARD_BYTES = 30 * 10**6
         (folder / "to").mkdir()
         files = find_base_files(str(folder / "base"), None)
-        merging = Merging(checkpoint, files, settings, torch.float32, torch.float32)
+        merging = Merging(checkpoint, files, settings, torch.float32, torch.float32, shard_bytes=30 * 10**6)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = read_peak()
         merging.write(folder / "to", skeleton)

@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from ulysses_cli.run.key import KEY, Seal
 from ulysses_cli.train.processes import rendezvous
-from ulysses_cli.train.processes import store as waiting
 from ulysses_cli.train.processes.rendezvous import (
     Attendance,
     SealedBackend,
@@ -282,12 +281,11 @@ class CuttableStore:
         return [self.store.get(key) for key in keys]
 
 
-def test_signs_name_the_machine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_name_the_machine_that_is_lost() -> None:
     """Whatever machines do: only those count that have met, and a new meeting forgets old silences."""
-    monkeypatch.setattr(waiting, "SIGN_SECONDS", 0.01)
     store = dist.HashStore()
     ends: list[Any] = [CuttableStore(store) for _ in range(3)]
-    first, second, third = (Signs(end, own, 3, StoreCalls()) for own, end in enumerate(ends))
+    first, second, third = (Signs(end, own, 3, StoreCalls(), 0.01) for own, end in enumerate(ends))
 
     def wait_for(seconds: float) -> None:
         end = time.monotonic() + 60
@@ -335,8 +333,7 @@ def test_two_machines_with_one_rank_are_refused(machines: Machines, snapshot: Sn
 
 
 @pytest.mark.check
-def test_an_address_without_a_master_is_reported(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
-    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
+def test_an_address_without_a_master_is_reported(snapshot: SnapshotAssertion) -> None:
     said = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         own = silent.getsockname()[1]
@@ -344,7 +341,7 @@ def test_an_address_without_a_master_is_reported(monkeypatch: pytest.MonkeyPatch
             ("127.0.0.1", find_port(), None, 0.1), ("127.0.0.1", own, None, 0.1), ("x", own, "127.0.0.1", 60.0)
         ):  # fmt: skip
             with pytest.raises(MeetingError) as failed:
-                open_store(f"{host}:{port}", OURS, listens_at, seconds)
+                open_store(f"{host}:{port}", OURS, listens_at, seconds, answer_seconds=0.5)
             said.append(f"{failed.value}: {failed.value.hint}".replace(str(port), "PORT"))
     assert said == snapshot
 

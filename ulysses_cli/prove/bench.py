@@ -109,11 +109,23 @@ def find_device(recipe: Recipe, hardware: Hardware) -> BenchDevice:
     return BenchDevice("cuda", count, hardware.recognise(facts.name, facts.total_memory, host_bytes)[0])
 
 
+Run = Callable[..., list[Any]]
+
+
 def bench(
-    recipe: Recipe, config: Mapping[str, Any], subject: str, hardware: Hardware, sweep: BenchSweep, report: Report
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    subject: str,
+    hardware: Hardware,
+    sweep: BenchSweep,
+    report: Report,
+    *,
+    device: BenchDevice | None = None,
+    run: Run = run_interleaved,
 ) -> Findings:
-    """For a recipe that passed its checks. All cells use the same number of ranks: dp_size is the world by sp_size."""
-    findings, device = Findings("bench", subject), find_device(recipe, hardware)
+    """For a recipe that passed its checks. All cells use the same number of ranks: dp_size is the world by sp_size.
+    `device`: by default that of this machine."""
+    findings, device = Findings("bench", subject), device or find_device(recipe, hardware)
     if sweep.against_trainer and recipe.preference is not None:
         findings.notes.append("preference: the loss of the next token on both sides, as the Trainer has none of pairs")
         recipe = recipe.model_copy(update={"preference": None})
@@ -131,7 +143,7 @@ def bench(
     for sides in list_matches(cells, shape, device, sweep):
         names = " and ".join(f"{side.group}, {side.name} tokens" for side in sides)
         report(f"{names}: {format_count(world, 'rank')}" + (" each, with alternating steps" if len(sides) > 1 else ""))
-        results, is_paired = measure(sides, world, device, sweep)
+        results, is_paired = measure(sides, partial(run, world, device=device.device), sweep)
         for side, result in zip(sides, results, strict=True):
             findings.rows.append(describe(side, result, shape, device))
             report(summarize(findings.rows[-1]))
@@ -191,10 +203,10 @@ def list_matches(
             yield (own,)
 
 
-def measure(sides: Sequence[Side], world: int, device: BenchDevice, sweep: BenchSweep) -> tuple[list[SideResult], bool]:
+def measure(sides: Sequence[Side], start: Run, sweep: BenchSweep) -> tuple[list[SideResult], bool]:
     """Returns each side's result, and whether their steps were interleaved. Where two models at once do not fit in
     memory, the sides run one after the other."""
-    run = partial(run_interleaved, world, device=device.device, time_limit=sweep.time_limit_seconds)
+    run = partial(start, time_limit=sweep.time_limit_seconds)
     try:
         results = run([side.call for side in sides])
         if len(sides) == 1 or not any(isinstance(result, RankFailureError) and is_memory(result) for result in results):

@@ -69,7 +69,9 @@ class ExpertsProbe:
         device: torch.device,
         dtype: torch.dtype,
         num_tokens: int,
+        most_elements: int = MOST_ELEMENTS,
     ) -> None:
+        self.most_elements = most_elements
         self.experts_class, self.config, self.num_chosen = experts_class, config, num_chosen
         self.device, self.dtype, self.num_tokens = device, dtype, num_tokens
 
@@ -81,7 +83,7 @@ class ExpertsProbe:
             block: Any = self.experts_class(config)
         num_elements = sum(each.numel() for each in block.parameters()) // block.num_experts
         num_all = block.num_experts
-        block.num_experts = min(num_all, max(self.num_chosen + 2, MOST_ELEMENTS // num_elements))
+        block.num_experts = min(num_all, max(self.num_chosen + 2, self.most_elements // num_elements))
         for module in block.modules():
             for name, weight in module.named_parameters(recurse=False):
                 stacked = weight.size(0) == num_all

@@ -120,6 +120,7 @@ class Forecast:
     choice: LeverChoice
     gpu: Gpu | None
     is_known_gpu: bool
+    measure_core: Callable[[], float] = measure_core_milliseconds
 
     @property
     def peak_tflops(self) -> float | None:
@@ -158,7 +159,7 @@ class Forecast:
         if self.gpu is None or not self.is_known_gpu:
             return []
         costs = self.gpu.host
-        costs = replace(costs, core_speed=costs.yardstick / measure_core_milliseconds())
+        costs = replace(costs, core_speed=costs.yardstick / self.measure_core())
         job = make_job(plan.recipe, plan.shape, plan.levers, gpus_per_node=self.gpu.gpus_per_node)
         bound = find_host_bound(job, replace(self.gpu, host=costs))
         return [] if bound is None else [f"steps are limited {bound.explain()[0]}", bound.explain()[1]]

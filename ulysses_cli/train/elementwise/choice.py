@@ -89,7 +89,13 @@ class Widths:
 
 
 def choose_implementations(
-    device: torch.device, dtype: torch.dtype, widths: Widths, num_tokens: int, *, uses_cache: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: Widths,
+    num_tokens: int,
+    *,
+    uses_cache: bool = False,
+    make_trial: Callable[..., Any] | None = None,
 ) -> ElementwiseChoice:
     """Tries all candidates where there is a GPU. `num_tokens`: of a rank's rows. A choice in which nothing failed is
     kept for later runs, since trials compile for up to half a minute."""
@@ -104,7 +110,8 @@ def choose_implementations(
     }
 
     def choose() -> Choice[str]:
-        return _try_parts({part: [_Trial(part, device, dtype, *row) for row in rows[part]] for part in CANDIDATES})
+        make = make_trial or _Trial
+        return _try_parts({part: [make(part, device, dtype, *row) for row in rows[part]] for part in CANDIDATES})
 
     facts = {"dtype": str(dtype), "rows": rows}  # beyond some length all rows of tokens are timed alike
     choice = choose_once(facts | _list_versions(device), SOURCES, choose, _is_choice) if uses_cache else choose()

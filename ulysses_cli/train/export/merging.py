@@ -21,6 +21,7 @@ from ulysses_cli.plan.units import format_count
 from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.export.base_model import NOTHING, BaseModel, Carried, FileLayout, find_carried, list_buffer_names
 from ulysses_cli.train.export.weights import (
+    MAX_SHARD_BYTES,
     MEMORY_SHARE,
     PREFIX,
     CheckpointWeights,
@@ -60,7 +61,9 @@ class Merging:
         dtype: torch.dtype,
         num_own_tokens: int | None = None,
         base: BaseModel | None = None,
+        shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
+        self.shard_bytes = shard_bytes
         self.base, self.wrapper = base, base.wrapper if base is not None else None
         self.files, self.adapter_config, self.num_own_tokens = files, adapter_config, num_own_tokens
         self.trained_dtype, self.dtype = trained_dtype, dtype
@@ -82,7 +85,7 @@ class Merging:
         tables = layout.name_in_files(_find_tables(skeleton))
         buffers = layout.name_in_files({name: state[name] for name in list_buffer_names(skeleton)}).keys()
         in_files = self.wrapper.name_in_files if self.wrapper else str
-        writer = ShardWriter(to, "model", self.dtype)
+        writer = ShardWriter(to, "model", self.dtype, self.shard_bytes)
         for file in self.files:
             with safe_open(file, "pt") as opened:
                 names = [(target, name) for name in opened.keys() if (target := _match(name, wanted))]  # noqa: SIM118

@@ -39,8 +39,8 @@ LAYER = re.compile(r"(.*?\.layers\.\d+\.)")
 class ShardWriter:
     """Writes tensors to STEM.safetensors, or to numbered shards with an index. Holds one shard at a time."""
 
-    def __init__(self, to: Path, stem: str, dtype: torch.dtype) -> None:
-        self.to, self.stem, self.dtype = to, stem, dtype
+    def __init__(self, to: Path, stem: str, dtype: torch.dtype, max_bytes: int = MAX_SHARD_BYTES) -> None:
+        self.to, self.stem, self.dtype, self.max_bytes = to, stem, dtype, max_bytes
         self.files: list[tuple[Path, list[str]]] = []
         self.batch: list[tuple[str, Tensor]] = []
         self.batch_bytes = self.total_bytes = 0
@@ -51,7 +51,7 @@ class ShardWriter:
     def add_unchanged(self, name: str, tensor: Tensor) -> None:
         """Keeps the tensor's own dtype: training has not changed it."""
         num_bytes = tensor.numel() * tensor.dtype.itemsize
-        if self.batch and self.batch_bytes + num_bytes > MAX_SHARD_BYTES:
+        if self.batch and self.batch_bytes + num_bytes > self.max_bytes:
             self._flush()
         self.batch.append((name, tensor))
         self.batch_bytes += num_bytes
@@ -125,13 +125,14 @@ def export_weights(
     skeleton: Any = None,
     base: BaseModel | None = None,
     carried: Carried = NOTHING,
+    shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
     """Writes every trained tensor to model*.safetensors or adapter_model.safetensors. Returns the names written.
     `skeleton`: the model on the meta device. `base`: the model whose layout the files get; None for random weights."""
     wrapper = base.wrapper if base is not None and not is_adapter else None
     layout = FileLayout(skeleton, _find_folder(base)) if skeleton is not None else None
     names = sorted(name for name in weights.shapes if rename(name, is_adapter) not in left_out)
-    writer = ShardWriter(to, "adapter_model" if is_adapter else "model", dtype)
+    writer = ShardWriter(to, "adapter_model" if is_adapter else "model", dtype, shard_bytes)
     for group in _group_by_layer(names):
         for name, tensor in _read(group, weights, dtype, is_adapter, layout):
             writer.add(wrapper.name_in_files(name) if wrapper else name, tensor)
@@ -194,6 +195,7 @@ def export_model(
     base: BaseModel | None = None,
     tell: Callable[[str], object] = lambda _: None,
     turn_ends: Sequence[str] = (),
+    shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Writes the whole folder. It gets its final name only when it is complete and `check` has raised nothing. `merge`,
     if given, writes the weights instead; it takes the folder, the model on the meta device and what is carried over.
@@ -212,7 +214,7 @@ def export_model(
             merge(folder, skeleton, carried)
         else:
             weights = CheckpointWeights(checkpoint) if isinstance(checkpoint, Path) else checkpoint
-            export_weights(weights, folder, dtype, tied, is_adapter, skeleton, base, carried)
+            export_weights(weights, folder, dtype, tied, is_adapter, skeleton, base, carried, shard_bytes)
         if is_adapter:
             adapter_config.inference_mode = True
             adapter_config.save_pretrained(folder)

@@ -171,10 +171,18 @@ PIECE_BYTES, GROWS_WITHIN_SECONDS = 64 << 20, 2.0  # of memory that a machine sh
 class HostPool:
     """Host buffers, page-locked for a GPU once and reused in every step. Each has its own whole pages: a page that two
     buffers share cannot be locked twice. A lack of host memory is an error here, before the system kills a process for
-    it."""
+    it. `piece_bytes` and `patience`, in seconds: how it looks whether the machine shows more memory than at first."""
 
-    def __init__(self, *, is_pinned: bool) -> None:
-        self.is_pinned = is_pinned
+    def __init__(
+        self,
+        *,
+        is_pinned: bool,
+        count_free: Callable[[], int] | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        patience: float = GROWS_WITHIN_SECONDS,
+    ) -> None:
+        self.is_pinned, self.count_free = is_pinned, count_free or count_free_bytes
+        self.piece_bytes, self.patience = piece_bytes, patience
         self.num_bytes = 0
         self._free: list[Tensor] = []
         self._given_back: deque[Tensor] = deque()
@@ -194,8 +202,8 @@ class HostPool:
                 return smallest
             if self._free:
                 self._release(self._free.pop())
-        pages, free = map_pages(num_bytes), count_free_bytes()
-        if num_bytes + LEFT_FREE_BYTES > free and not grow_into(pages):
+        pages, free = map_pages(num_bytes), self.count_free()
+        if num_bytes + LEFT_FREE_BYTES > free and not self._grow_into(pages):
             raise MemoryError(
                 f"what layers save needs {num_bytes / GIB:.2f} GiB of host memory on top of this rank's "
                 f"{self.num_bytes / GIB:.2f}, and {free / GIB:.2f} are free: offload fewer layers "
@@ -207,6 +215,19 @@ class HostPool:
             self._locked[buffer.data_ptr()] = pages
         self.num_bytes += num_bytes
         return buffer
+
+    def _grow_into(self, pages: mmap.mmap) -> bool:
+        """Whether the machine has room for these pages. Some show little memory, and more as it is used (gVisor, or a
+        guest that gets memory from its host when it needs some): pages are used in pieces, each when there is room."""
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        for piece in buffer.split(self.piece_bytes):
+            latest = time.monotonic() + self.patience
+            while piece.numel() + LEFT_FREE_BYTES > self.count_free():
+                if time.monotonic() >= latest:
+                    return False
+                time.sleep(self.patience / 100)
+            piece.zero_()
+        return True
 
     def give_back(self, buffer: Tensor) -> None:
         """Takes no lock: a finalizer calls it, at any place of any thread, also in one that holds the lock."""
@@ -237,20 +258,6 @@ def map_pages(num_bytes: int) -> mmap.mmap:
         with suppress(OSError):  # a kernel without it
             pages.madvise(advice)
     return pages
-
-
-def grow_into(pages: mmap.mmap) -> bool:
-    """Whether the machine has room for these pages. Some show little memory, and more as it is used (gVisor, or a guest
-    that gets memory from its host when it needs some): pages are used in pieces, each when there is room for it."""
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    for piece in buffer.split(PIECE_BYTES):
-        latest = time.monotonic() + GROWS_WITHIN_SECONDS
-        while piece.numel() + LEFT_FREE_BYTES > count_free_bytes():
-            if time.monotonic() >= latest:
-                return False
-            time.sleep(GROWS_WITHIN_SECONDS / 100)
-        piece.zero_()
-    return True
 
 
 def _unlock(locked: dict[int, mmap.mmap], addresses: Iterable[int]) -> None:

@@ -51,7 +51,7 @@ Say = Callable[[str], object]
 NAME = "ulysses"
 STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
-ANSWER_SECONDS = 60.0  # for a running master to answer
+ANSWER_SECONDS = 60.0
 CHECK_SECONDS = 0.2
 SILENT_SECONDS = 30.0  # agents give a sign every two seconds
 LOST_SECONDS = 40.0  # a call to the store takes milliseconds
@@ -320,9 +320,15 @@ def register(say: Say = lambda _: None) -> Meeting:
 
 
 def open_store(
-    endpoint: str, seal: Seal, own_address: str | None, join_seconds: float, say: Say = lambda _: None
+    endpoint: str,
+    seal: Seal,
+    own_address: str | None,
+    join_seconds: float,
+    say: Say = lambda _: None,
+    answer_seconds: float = ANSWER_SECONDS,
 ) -> dist.TCPStore:
-    """The master's store, which listens at `own_address` alone; with None, a connection to it."""
+    """The master's store, which listens at `own_address` alone; with None, a connection to it. `answer_seconds`: for a
+    running master to answer."""
     host, _, port = endpoint.rpartition(":")
     if own_address is not None:
         try:
@@ -333,7 +339,7 @@ def open_store(
         store.set(GREETING, base64.b64encode(seal.close(GREETING, b"")).decode("ascii"))
         return store
     _wait_for_master(host, int(port), join_seconds, say)
-    store = _connect(host, int(port), endpoint)
+    store = _connect(host, int(port), endpoint, answer_seconds)
     try:
         store.wait([GREETING], ANSWER_TIMEOUT)
         seal.open(GREETING, base64.b64decode(store.get(GREETING), validate=True))
@@ -362,7 +368,7 @@ def _wait_for_master(host: str, port: int, join_seconds: float, say: Say) -> Non
             time.sleep(0.5)
 
 
-def _connect(host: str, port: int, endpoint: str) -> dist.TCPStore:
+def _connect(host: str, port: int, endpoint: str, answer_seconds: float) -> dist.TCPStore:
     """Connects in a thread: torch waits without end for a listener that does not answer."""
     stores: list[dist.TCPStore] = []
 
@@ -372,7 +378,7 @@ def _connect(host: str, port: int, endpoint: str) -> dist.TCPStore:
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(ANSWER_SECONDS)
+    thread.join(answer_seconds)
     if not stores:
         raise MeetingError(f"what listens at {endpoint} is not the master of a run", _ask_for_master(endpoint))
     return stores[0]

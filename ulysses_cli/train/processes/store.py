@@ -144,7 +144,10 @@ class Signs:
     thread: what machines do meanwhile may take any time. torch's heartbeats do not serve: a machine that was cut off
     for some seconds gives none any more, though it goes on."""
 
-    def __init__(self, store: dist.Store, own: int, count: int, calls: StoreCalls) -> None:
+    def __init__(
+        self, store: dist.Store, own: int, count: int, calls: StoreCalls, seconds: float = SIGN_SECONDS
+    ) -> None:
+        self.seconds = seconds
         self.store = store
         self.own = own
         self.count = count
@@ -171,7 +174,7 @@ class Signs:
         others = [number for number in range(self.count) if number != self.own]
         with suppress(RuntimeError):  # the store is gone: the agent's own calls say so
             while True:
-                time.sleep(SIGN_SECONDS)
+                time.sleep(self.seconds)
                 self._give()
                 if (heartbeats := self.heartbeats) is not None:
                     with self.calls.timed():
