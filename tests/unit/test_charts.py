@@ -64,15 +64,6 @@ def test_thinning_keeps_the_extremes_of_every_column(points: list[tuple[float, f
     assert all(point in remaining for point in kept), "order"
 
 
-def test_a_spike_of_one_step_among_many_is_drawn() -> None:
-    ys = [1.0] * 100_000
-    ys[54_321] = 50.0
-    svg = draw_lines("t", [Series("loss", range(len(ys)), ys)], "step", "loss")
-    fifty = find_tick(svg, "0") + (find_tick(svg, "40") - find_tick(svg, "0")) * 50 / 40
-    assert min(y for run in read_line(svg) for _, y in run) == pytest.approx(fifty, abs=0.2)
-    assert len(svg) < 20_000
-
-
 def test_points_agree_with_the_ticks() -> None:
     svg = draw_lines("t", [Series("a", [1, 2, 3], [2.0, 4.0, 8.0])], "step", "loss", y_log=True)
     heights = [y for _, y in read_line(svg)[0]]

@@ -159,25 +159,6 @@ def test_a_chat_may_be_cut_after_a_turn_of_the_assistant(name: str) -> None:
     assert all(tokenizer.decode(ids[at:]).startswith("<|im_start|>user") for at in cuts)
 
 
-@pytest.mark.parametrize("name", ["chatml", "mistral", "qwen3"])
-def test_completions(name: str) -> None:
-    """Only what follows the prompt is a target: an earlier answer of the assistant is not."""
-    tokenizer, template = make_tokenizer(name), TEMPLATES[name]
-    turns = talk("abcd")
-    sample = read_sample("completion", {"prompt": turns[:3], "completion": turns[3:]})
-    ids, flags = Encoder(tokenizer).encode(sample)
-    text = make_render(tokenizer, None)(turns)
-    start, stop = template.read(text)[-1]
-    assert tokenizer.decode(ids[(flags & TARGET) > 0]) == text[start:stop]
-
-
-def test_a_prompt_and_its_completion() -> None:
-    tokenizer = wrap(train("llama3"))
-    ids, flags = Encoder(tokenizer).encode(read_sample("completion", {"prompt": "Q: 1 + 1?\nA:", "completion": " 2."}))
-    assert tokenizer.decode(ids[flags > 0]) == " 2.</s>"
-    assert tokenizer.decode(ids) == "<s>Q: 1 + 1?\nA: 2.</s>"
-
-
 COUNTING = "{% for m in messages %}{{ m.role }} {{ messages | length }}: {{ m.content }}\n{% endfor %}"
 LATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ ' ' * (messages | length) }};{% endfor %}"
 SILENT = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
@@ -201,16 +182,3 @@ def test_headings_without_a_generation_prompt_are_no_targets() -> None:
     render = make_render(tokenizer, None)
     text = render(turns)
     assert [text[start:stop] for start, stop in find_spans(render, turns, text, ()).answers] == ["b\n", "d\n"]
-
-
-def test_a_chat_that_the_assistant_begins() -> None:
-    tokenizer = make_tokenizer("chatml")
-    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
-    ids, flags = encoder.encode(read_sample("chat", {"messages": talk("abc", begins="assistant")}))
-    assert tokenizer.decode(ids[(flags & TARGET) > 0]) == "a<|im_end|>c<|im_end|>"
-
-
-def test_a_chat_that_its_template_refuses_is_a_bad_row(snapshot: SnapshotAssertion) -> None:
-    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    encoder = Encoder(make_tokenizer("mistral"))
-    assert explain(encoder.encode, read_sample("chat", {"messages": turns}), error=BadRow) == snapshot

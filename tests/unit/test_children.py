@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.commands.prepare import prepare_recipe
-from ulysses_cli.report.recipe import describe_end
 from ulysses_cli.run import host
 
 SECONDS = 20
@@ -130,10 +129,6 @@ def test_files_get_the_umask_and_no_more_than_their_folder_allows(
     finally:
         os.umask(before)
     assert (folder / "file").stat().st_mode & 0o777 == expected
-
-
-def test_a_signal_is_explained(snapshot: SnapshotAssertion) -> None:
-    assert [describe_end(code) for code in (-signal.SIGBUS, 3, None)] == snapshot
 
 
 def test_a_killed_prepare_worker_names_the_file_that_it_read(

@@ -22,6 +22,8 @@ from ulysses_cli.plan.problem import DONE, FAILED, STOPPED, USAGE, get_signal_co
 from ulysses_cli.run import downloads, launcher
 
 TINY = str(TINY_RECIPE)
+LIGHT = ["--help", "--version", f"validate-config {TINY}", "recipes list", f"estimate-memory {TINY}"]
+LIGHT += ["plan --model Qwen/Qwen3-8B --max-length 64Ki --gpus h100-80gb:8"]
 
 
 def test_a_valid_recipe_is_shown_on_a_screen() -> None:
@@ -95,20 +97,7 @@ def test_a_recipe_may_be_named_by_an_option(words: str) -> None:
     assert "--config" in run("config-schema", "--config", "train").stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    sample_every(
-        4,
-        [
-            "--help",
-            "--version",
-            f"validate-config {TINY}",
-            "recipes list",
-            f"estimate-memory {TINY}",
-            "plan --model Qwen/Qwen3-8B --max-length 64Ki --gpus h100-80gb:8",
-        ],
-    ),
-)
+@pytest.mark.parametrize("words", sample_every(4, LIGHT))
 def test_the_light_half_imports_nothing_heavy(words: str) -> None:
     code = (
         "import sys; from ulysses_cli.cli import run\n"

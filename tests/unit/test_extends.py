@@ -60,26 +60,6 @@ def test_merging_is_that_of_plain_data(seed: int, base: Path) -> None:
     assert load_recipe("shipped.yaml").recipe == load_recipe("whole.yaml").recipe
 
 
-def test_a_key_is_replaced_under_any_of_its_names_and_a_list_is_one_value(base: Path) -> None:
-    base.write_text(
-        VALID.replace("max_length", "sequence_len").replace("- path: owner/texts", "{path: a/b, weight: 2}")
-    )
-    Path("r.yaml").write_text("extends: base.yaml\ndata: {max_length: 4Ki, datasets: {path: c/d}}\nlora: {r: 4}\n")
-    recipe = load_recipe("r.yaml").recipe
-    assert recipe.data.max_length == 4096
-    assert [(each.path, each.weight) for each in recipe.data.datasets] == [("c/d", 1.0)]
-    Path("s.yaml").write_text("extends: r.yaml\nlora: null\n")
-    assert load_recipe("s.yaml").recipe.lora is None
-    assert load_recipe("s.yaml", ["data.datasets.1.path=e/f"]).recipe.data.datasets[1].path == "e/f"
-
-
-def test_what_a_file_merges_by_anchors_is_laid_over_too(base: Path) -> None:
-    base.write_text(VALID.replace("train:\n", "train:\n  <<: {warmup_steps: 2}\n"))
-    Path("r.yaml").write_text("extends: base.yaml\ntrain: {<<: {max_steps: 7, warmup_steps: 1}, warmup_steps: 3}\n")
-    train = load_recipe("r.yaml").recipe.train
-    assert (train.max_steps, train.warmup_steps) == (7, 3)
-
-
 def test_each_value_has_the_place_of_its_own_file(base: Path) -> None:
     Path("r.yaml").write_text("extends: ./base.yaml\ntrain:\n  warmup_steps: 3\n")
     loaded = load_recipe("r.yaml", ["train.learning_rate=1e-4"])
@@ -92,12 +72,6 @@ def test_mistakes_of_both_files_are_told_at_once(base: Path, snapshot: SnapshotA
     base.write_text(VALID + "  optim: x\n  warmup_stps: 3\nrun: {seed: 1, seed: 2}\n")
     Path("r.yaml").write_text("extends: base.yaml\ntrain:\n  min_lr: -1\nrun: {seed: 3}\nmodle: {}\n")
     assert explain(load_recipe, "r.yaml", ["train.max_steps=x"]) == snapshot
-
-
-def test_a_value_that_the_base_has_wrong_may_be_replaced(base: Path) -> None:
-    base.write_text(VALID.replace("max_steps: 10", "max_steps: x"))
-    Path("r.yaml").write_text("extends: base.yaml\ntrain: {max_steps: 3}\n")
-    assert load_recipe("r.yaml").recipe.train.max_steps == 3
 
 
 def test_a_file_that_extends_none_may_be_extended(base: Path) -> None:

@@ -71,16 +71,6 @@ def test_all_mistakes_at_once_in_the_order_of_the_file() -> None:
     assert str(load().locate("parallel.zero_stage")) == "r.yaml:4:3"  # not written: the section's place
 
 
-def test_anchors_and_merged_mappings() -> None:
-    """An override changes one place of an anchor; written keys win over merged ones."""
-    sources = "  datasets: &d [{path: a/b}]\n  eval_datasets: *d\n"
-    text = VALID.replace("  datasets:\n    - path: owner/texts\n", sources)
-    data = load("data.eval_datasets.0.path=c/d", text=text).recipe.data
-    assert (data.datasets[0].path, data.eval_datasets[0].path) == ("a/b", "c/d")
-    train = load(text=VALID.replace("train:\n", "train:\n  <<: {max_steps: 3, warmup_steps: 2}\n")).recipe.train
-    assert (train.max_steps, train.warmup_steps) == (10, 2)
-
-
 def test_the_hash_changes_with_settings_that_decide_values() -> None:
     base = compute_recipe_hash(load().recipe)
     for same in ("parallel.sp_size=2", "memory.tiled_mlp=true", "run.output_dir=x", "data.num_workers=2"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.real_model import READY, needs_real_model
 from support.refusals import explain
-from support.templates import CHATML, TEMPLATES
+from support.templates import CHATML
 from support.tiers import sample
 from support.tokenizers_trained import train, wrap
 from syrupy.assertion import SnapshotAssertion
@@ -55,22 +55,6 @@ def make_encoder(template: str, *, only_said: bool = True) -> Encoder:
     tokenizer = wrap(train("qwen"), chat_template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": list(IM)})
     return Encoder(tokenizer, EncoderSettings(assistant_only_loss=only_said))
-
-
-def test_text_beside_a_call_may_be_left_out() -> None:
-    """As Llama's template does."""
-    either = "{%- if m.tool_calls %}{{- m.tool_calls[0].function | tojson }}{%- else %}{{- m.content }}{%- endif %}"
-    encoder = make_encoder(HEAD + either + TAIL)
-    ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("I look.", calls=[call(a=1)])]}))
-    assert [(part.turn, part.kind, part.words) for part in encoder.lost] == [(1, "text", "I look.")]
-    assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == '{"name": "find", "arguments": {"a": 1}}<|im_end|>'
-
-
-@pytest.mark.parametrize("template", [CHATML, TEMPLATES["marked"].text], ids=["found", "marked"])
-def test_an_end_mark_alone_is_no_target(template: str) -> None:
-    encoder = make_encoder(template)
-    ids, flags = encoder.encode(read_sample("chat", {"messages": [*CALLING, turn("Done.")]}))
-    assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == "Done.<|im_end|>"
 
 
 @pytest.mark.parametrize(

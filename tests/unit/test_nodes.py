@@ -17,12 +17,9 @@ from ulysses_cli.run.environments import SCHEDULERS, choose_stop_code, expand_ho
 from ulysses_cli.run.nodes import Nodes, find_nodes
 
 
-def test_one_machine_has_all_processes() -> None:
+def test_options_win_over_the_environment_and_that_over_slurm() -> None:
     assert find_nodes(8, {}) == Nodes(processes_here=8)
     assert find_nodes(8, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "gpu01"}) == Nodes(processes_here=8)
-
-
-def test_options_win_over_the_environment_and_that_over_slurm() -> None:
     slurm = {"SLURM_STEP_NODELIST": "gpu[07-08,12]", "SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "2"}
     assert find_nodes(24, slurm) == Nodes(3, 2, "gpu07", 29400, 8)
     ours = {**slurm, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
