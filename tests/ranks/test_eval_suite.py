@@ -187,14 +187,6 @@ def test_a_resumed_run_asks_what_its_end_had_interrupted(
     assert evaluation.steps == samples.steps == short_check.steps == [step] * (step == 4)
 
 
-def test_a_score_that_is_known_is_not_asked_for_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was killed while it wrote the model has asked the last questions already."""
-    suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), print)
-    monkeypatch.setattr(eval_suite, "ask_questions", Mock(side_effect=AssertionError("asked again")))
-    done: Any = SimpleNamespace(step=8, evaluated={SCORE_MEASURE: {8: 0.5}})
-    suite.run(done, StopConditions())
-
-
 RECIPE = make_settings(
     {**BYTES_CONFIG, "max_position_embeddings": 2048},
     parallel={"sp_size": 2},

@@ -2,6 +2,7 @@
 live training engine, with other prompts for other groups of ranks, under ZeRO-3, between two steps."""
 
 from datetime import timedelta
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,52 +136,38 @@ def compare(model_type: str, kind: str, chunks: int = 1, ring_size: int = 1) -> 
     return worst
 
 
-FAMILIES = [*ATTENTION_ONLY, *HYBRIDS]
-QUICK = [("gemma2", 2, "several")]
+# family, ranks, prompts, chunks of heads, ring
+Case = tuple[str, int, str, int, int]
+CASES: list[Case] = [
+    *product((*ATTENTION_ONLY, *HYBRIDS), (1, 2, 4), ("one", "several"), (1,), (1,)),
+    *((name, 2, "one", 2, 1) for name in ATTENTION_ONLY),
+    *((name, num_ranks, "several", 1, ring) for name in ATTENTION_ONLY for num_ranks, ring in ((2, 2), (3, 3), (4, 2))),
+]
+QUICK: list[Case] = [("gemma2", 2, "several", 1, 1)]
 # of each kind of layer and each feature of attention: windows, sinks, softcaps, latents, layers of several head sizes
-CHECKED = [
-    ("llama", 4, "one"),
-    *((name, 2, "several") for name in ("gpt_oss", "qwen3_next", "kimi_linear", "deepseek_v3", "gemma4_text", "lfm2")),
-    ("bamba", 2, "one"),
-]
+MANY_KINDS = ("gpt_oss", "qwen3_next", "kimi_linear", "deepseek_v3", "gemma4_text", "lfm2")
 # windows of which a rank holds no key, sinks, latents, and heads that three ranks do not divide
-CHECKED_RINGS = [("gemma2", 4, 2), ("gpt_oss", 3, 3), ("gemma4_text", 2, 2), ("deepseek_v3", 2, 2), ("llama", 3, 3)]
-CASES = [
-    pytest.param(
-        name, num_ranks, kind, marks=mark_by((name, num_ranks, kind) in QUICK, (name, num_ranks, kind) in CHECKED)
-    )
-    for name in FAMILIES
-    for num_ranks in (1, 2, 4)
-    for kind in ("one", "several")
+RINGS = (("gemma2", 4, 2), ("gpt_oss", 3, 3), ("gemma4_text", 2, 2), ("deepseek_v3", 2, 2), ("llama", 3, 3))
+CHECKED: list[Case] = [
+    ("llama", 4, "one", 1, 1),
+    ("bamba", 2, "one", 1, 1),
+    *((name, 2, "several", 1, 1) for name in MANY_KINDS),
+    *((name, 2, "one", 2, 1) for name in ("llama", "gpt_oss")),
+    *((name, num_ranks, "several", 1, ring) for name, num_ranks, ring in RINGS),
 ]
-
-
-@pytest.mark.parametrize(("model_type", "num_ranks", "kind"), CASES)
-def test_tokens_and_logits_equal_those_of_transformers(model_type: str, num_ranks: int, kind: str) -> None:
-    if num_ranks == 1:
-        assert compare(model_type, kind) < TOLERANCE
-    else:
-        assert max(run_on_ranks(num_ranks, compare, model_type, kind)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=mark_by(False, name in ("llama", "gpt_oss"))) for name in ATTENTION_ONLY]
+    "case", [pytest.param(each, marks=mark_by(each in QUICK, each in CHECKED)) for each in CASES], ids=str
 )
-def test_a_prompt_is_read_by_chunks_of_heads(model_type: str) -> None:
-    assert max(run_on_ranks(2, compare, model_type, "one", 2)) < TOLERANCE
-
-
-RINGS = [
-    pytest.param(name, num_ranks, ring_size, marks=mark_by(False, (name, num_ranks, ring_size) in CHECKED_RINGS))
-    for name in ATTENTION_ONLY
-    for num_ranks, ring_size in ((2, 2), (3, 3), (4, 2))
-]
-
-
-@pytest.mark.parametrize(("model_type", "num_ranks", "ring_size"), RINGS)
-def test_tokens_of_a_ring_equal_those_of_transformers(model_type: str, num_ranks: int, ring_size: int) -> None:
-    """More ranks than divide the heads: a rank has heads of its own and a share of the prefix's keys."""
-    assert max(run_on_ranks(num_ranks, compare, model_type, "several", 1, ring_size)) < TOLERANCE
+def test_tokens_and_logits_equal_those_of_transformers(case: Case) -> None:
+    """A prompt may be read by chunks of heads. On a ring, more ranks than divide the heads have a share of the prefix's
+    keys."""
+    model_type, num_ranks, *how = case
+    if num_ranks == 1:
+        assert compare(model_type, *how) < TOLERANCE
+    else:
+        assert max(run_on_ranks(num_ranks, compare, model_type, *how)) < TOLERANCE
 
 
 PROMPTS = [[[*range(3, 40), 7], [*range(3, 40), 9, 11]], [[*range(20, 41)]]]  # of each group

@@ -73,7 +73,16 @@ CASES = [
     ("granitemoehybrid", "2x1", 1, False, "default"),
     *((name, "2x1", 3, False, "host") for name in ("qwen3_5_text", "nemotron_h", "lfm2")),
     ("qwen3_5_text", "2x2", 3, True, "host"),
+    ("qwen3_5_text", "8x1", 3, False, "default"),
+    ("nemotron_h", "8x1", 1, False, "default"),
+    ("lfm2", "8x1", 3, False, "default"),
+    ("zamba2", "2x1", 3, True, "attention"),
+    ("zamba2", "2x2", 2, True, "attention"),
 ]
+MORE_LEVERS = LEVERS | {
+    "leaf": LEAVES["none"],
+    "attention": ("lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",),  # of shared blocks alone
+}
 
 
 @pytest.mark.parametrize(
@@ -81,22 +90,9 @@ CASES = [
     [pytest.param(*case, marks=mark_by(False, case == CASES[0])) for case in CASES],
 )
 def test_training_equals_plain_torch(model_type: str, layout: str, stage: int, lora: bool, levers: str) -> None:
-    more = (LEVERS | {"leaf": LEAVES["none"]}).get(levers, ())
-    check_training(layout, 1, stage, lora, *more, config=describe_hybrid(model_type), tolerance=TOLERANCE, floor=FLOOR)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("model_type", "stage"), [("qwen3_5_text", 3), ("nemotron_h", 1), ("lfm2", 3)])
-def test_eight_ranks_of_a_row(model_type: str, stage: int) -> None:
-    config = {**describe_hybrid(model_type), **EIGHT_HEADS[model_type]}
-    check_training("8x1", 1, stage, False, config=config, tolerance=TOLERANCE, floor=FLOOR)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("layout", "stage"), [("2x1", 3), ("2x2", 2)])
-def test_adapters_on_the_attention_of_shared_blocks(layout: str, stage: int) -> None:
-    targets = "lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
-    check_training(layout, 1, stage, True, targets, config=describe_hybrid("zamba2"), tolerance=TOLERANCE, floor=FLOOR)
+    config = {**describe_hybrid(model_type), **(EIGHT_HEADS[model_type] if layout == "8x1" else {})}
+    words = MORE_LEVERS.get(levers, ())
+    check_training(layout, 1, stage, lora, *words, config=config, tolerance=TOLERANCE, floor=FLOOR)
 
 
 HELD_OUT = [[(20, 0), (9, 0), (31, 12)], [(64, 0)], [(1, 0), (50, 3)]]

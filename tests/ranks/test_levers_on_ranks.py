@@ -100,7 +100,7 @@ def test_zero3(kind: str, levers: Levers, sp_size: int, lora: tuple[str, ...]) -
     assert max(run_on_ranks(2, compare_zero3, case, sp_size)) < TOLERANCE
 
 
-def compare_alone(case: Case, levers: Levers, **changes: Any) -> float:
+def compare_alone(case: Case, levers: Levers, changes: dict[str, Any]) -> float:
     """On sharded weights of two ranks with these levers, and in one process without."""
     expected = run_alone(case)
     result = run_zero3(dataclasses.replace(case, levers=levers, changes=changes), 2, steps=1)
@@ -111,29 +111,25 @@ def compare_alone(case: Case, levers: Levers, **changes: Any) -> float:
     return max(measure_difference({"loss": loss, **found}, expected).values())
 
 
-def compare_grouped(levers: Levers) -> float:
-    """Experts in grouped products, and each expert by itself."""
-    return compare_alone(Case("qwen3_moe", dtype=torch.float32), levers, experts_implementation="grouped_mm")
+GROUPED_EXPERTS = Case("qwen3_moe", dtype=torch.float32)  # transformers takes grouped_mm by default
+PREFERENCE = Case("llama", dtype=torch.float32, first_target=sum(LENGTHS) // 2, is_preference=True)
 
 
-def compare_preferences(levers: Levers, lora: tuple[str, ...]) -> float:
-    """A loss that follows from the losses of all ranks' targets, of which rank 0 has none."""
-    half = sum(LENGTHS) // 2
-    return compare_alone(Case("llama", dtype=torch.float32, lora=lora, first_target=half, is_preference=True), levers)
-
-
-@pytest.mark.parametrize("levers", sample([Levers(), ALL], quick=[], checked=[ALL]), ids=["without tiles", "tiles"])
-def test_grouped_experts_on_sharded_weights_equal_single_ones_on_one_process(levers: Levers) -> None:
-    """grouped_mm is what transformers takes by default."""
-    assert max(run_on_ranks(2, compare_grouped, levers)) < TOLERANCE
-
-
-PREFERENCES = [(Levers(loss_tile=7), ()), (ALL, ADAPTED), (Levers(), ())]
-
-
-@pytest.mark.parametrize(("levers", "lora"), sample(PREFERENCES, quick=PREFERENCES[:1], checked=PREFERENCES))
-def test_losses_of_targets_on_sharded_weights_and_a_rank_without_any(levers: Levers, lora: tuple[str, ...]) -> None:
-    assert max(run_on_ranks(2, compare_preferences, levers, lora)) < TOLERANCE
+@pytest.mark.parametrize(
+    ("case", "levers", "changes"),
+    [
+        (PREFERENCE, Levers(loss_tile=7), {}),
+        pytest.param(dataclasses.replace(PREFERENCE, lora=ADAPTED), ALL, {}, marks=pytest.mark.check),
+        pytest.param(PREFERENCE, Levers(), {}, marks=pytest.mark.check),
+        pytest.param(GROUPED_EXPERTS, ALL, {"experts_implementation": "grouped_mm"}, marks=pytest.mark.check),
+        pytest.param(GROUPED_EXPERTS, Levers(), {"experts_implementation": "grouped_mm"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_sharded_weights_have_the_gradients_of_one_process(case: Case, levers: Levers, changes: dict[str, Any]) -> None:
+    """A preference's loss follows from the losses of all ranks' targets, of which rank 0 has none. Experts run in
+    grouped products, and each by itself."""
+    assert max(run_on_ranks(2, compare_alone, case, levers, changes)) < TOLERANCE
 
 
 def count_gathers_of(case: Case, parts: tuple[str, ...]) -> dict[str, int]:
