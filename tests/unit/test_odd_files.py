@@ -1,8 +1,10 @@
 """Tests files that never end, never begin or are cut while they are read: each is one problem with its place."""
 
+import glob
 import gzip
 import json
 import os
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -32,19 +34,13 @@ def make_tree(folder: Path) -> None:
 
 def test_patterns_match_as_in_a_shell(tmp_path: Path) -> None:
     make_tree(tmp_path)
-    import glob
-
     patterns = ["**/*.jsonl", "**", "a/**", "*/**/*.jsonl", "**/b/*", "a/*", "**/a/**/z.jsonl", "*.jsonl", "no/**/x"]
     for pattern in patterns:
         expected = {os.path.normpath(values) for values in glob.glob(str(tmp_path / pattern), recursive=True)}
         values = {os.path.normpath(values) for values in expand_pattern(str(tmp_path / pattern))}
         assert values - {str(tmp_path), str(tmp_path / "a")} == expected - {str(tmp_path), str(tmp_path / "a")}, pattern
-    before = os.getcwd()
-    os.chdir(tmp_path)
-    try:
+    with chdir(tmp_path):
         assert expand_pattern("**/*.jsonl") == sorted(glob.glob("**/*.jsonl", recursive=True))
-    finally:
-        os.chdir(before)
 
 
 def test_links_that_lead_in_circles(tmp_path: Path, snapshot: SnapshotAssertion) -> None:

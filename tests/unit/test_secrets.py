@@ -14,20 +14,14 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEA7\nq1w2e3r4t5y6u7i8\n---
 ACCOUNT = json.dumps({"type": "service_account", "private_key": PEM, "client_email": "someone@here"})
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["HF_TOKEN", "HF_TOKEN_2", "AWS_ACCESS_KEY_ID", "GPG_PASSPHRASE", "AZURE_DEVOPS_PAT", "DB_PWD", "SMTP_PASS",
-     "PROXY_AUTH", "STORAGE_CONNECTION_STRING", "SLACK_WEBHOOK_URL", "GCP_CREDENTIALS_JSON", "REDIS_PASSWORD", "PASS"],
-)  # fmt: skip
-def test_a_variable_is_a_secret_by_its_name(name: str) -> None:
-    known = collect_secrets({}, {name: VALUE})
+def test_a_variable_is_a_secret_by_its_name() -> None:
     output = f"a {VALUE} in {json.dumps(VALUE)} and https://x/{VALUE.replace('/', '%2F').replace(' ', '%20')}"
-    assert "battery" not in mask_text(output, known)
-
-
-@pytest.mark.parametrize("name", ["PWD", "OLDPWD", "PATH", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "GIT_AUTHOR", "COMPASS"])
-def test_other_variables_are_no_secrets(name: str) -> None:
-    assert collect_secrets({}, {name: VALUE}) == frozenset()
+    names = "HF_TOKEN HF_TOKEN_2 AWS_ACCESS_KEY_ID GPG_PASSPHRASE AZURE_DEVOPS_PAT DB_PWD SMTP_PASS PROXY_AUTH PASS"
+    names += " STORAGE_CONNECTION_STRING SLACK_WEBHOOK_URL GCP_CREDENTIALS_JSON REDIS_PASSWORD"
+    for name in names.split():
+        assert "battery" not in mask_text(output, collect_secrets({}, {name: VALUE})), name
+    for name in ["PWD", "OLDPWD", "PATH", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "GIT_AUTHOR", "COMPASS"]:
+        assert collect_secrets({}, {name: VALUE}) == frozenset(), name
 
 
 def test_a_value_of_several_lines_is_known_by_each() -> None:
