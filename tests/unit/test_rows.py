@@ -18,7 +18,7 @@ from support.tiers import count_examples
 from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.packer import Portion
-from ulysses_cli.data.store import PackedRows, hash_content, open_rows
+from ulysses_cli.data.store import CALL, SAID, TARGET, THOUGHT, TURN, TURN_BITS, PackedRows, hash_content, open_rows
 from ulysses_cli.data.transaction import read_manifest
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.readers.problems import DataError
@@ -29,23 +29,18 @@ PACKINGS = st.sampled_from(["documents", "stream", "off"])
 
 
 def read_plainly(rows: PackedRows, row: int, documents: list[list[int]], flags: list[list[int]]) -> list[Any]:
-    """Yields (token, label, position) of a row's tokens, derived again from the documents themselves."""
+    """Returns (token, label, position, class of the label) of a row's tokens, derived again from the documents. Turns
+    are runs of SAID, counted from the document's begin."""
     results: list[list[int]] = []
-    targets: list[bool] = []
     for number, start, stop in rows.pieces(row):
         for at in range(start, stop):
-            has_next = at + 1 < stop and flags[number][at + 1] & 1
-            results.append(
-                [
-                    documents[number][at],
-                    documents[number][at + 1] if has_next else -100,
-                    len(results) if rows.is_joined else at - start,
-                ]
-            )
-            targets.append(bool(flags[number][at] & 1))
-    if rows.is_joined:
-        for at in range(len(results) - 1):
-            results[at][1] = results[at + 1][0] if targets[at + 1] else -100
+            said = "".join("x" if mark & SAID else " " for mark in flags[number][: at + 1])
+            label = documents[number][at] if flags[number][at] & TARGET else -100
+            if results and (at > start or rows.is_joined):
+                results[-1][1] = label
+            if at > start:
+                results[-1][3] = flags[number][at] | max(0, len(said.split()) - 1) << TURN_BITS
+            results.append([documents[number][at], -100, len(results) if rows.is_joined else at - start, 0])
     return results
 
 
@@ -55,7 +50,8 @@ def test_rows_hold_the_documents_tokens(
     data: st.DataObject, packing: str, is_joined: bool, max_length: int, seed: int
 ) -> None:
     sources = data.draw(st.lists(SOURCE, min_size=1, max_size=3))
-    flags = [[[data.draw(st.integers(0, 3)) for _ in document] for document in source] for source in sources]
+    codes = st.sampled_from([0, TARGET, TURN, TURN | TARGET, SAID, SAID | TARGET, SAID | THOUGHT | TARGET, SAID | CALL])
+    flags = [[[data.draw(codes) for _ in document] for document in source] for source in sources]
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = make_prepared(
@@ -80,45 +76,18 @@ def test_rows_hold_the_documents_tokens(
         for row in range(len(rows)):
             expected = read_plainly(rows, row, documents, marks)
             assert rows.count_tokens(row) == len(expected) <= max_length
-            assert rows.count_targets(row) == sum(label != -100 for _, label, _ in expected) > 0
+            assert rows.count_targets(row) == sum(label != -100 for _, label, *_ in expected) > 0
             lengths = [piece.stop - piece.start for piece in rows.pieces(row)]
             assert rows.get_lengths(row) == ((sum(lengths),) if is_joined else tuple(lengths))
-            padded = expected + [[7, -100, at] for at in range(9)]
+            padded = expected + [[7, -100, at, 0] for at in range(9)]
             start = data.draw(st.integers(0, len(padded) - 1))
             stop = data.draw(st.integers(start + 1, len(padded)))
             for first, last in ((0, len(padded)), (start, stop)):
                 part = rows.read(row, first, last)
-                shown = np.stack([part.input_ids, part.labels, part.positions], 1)
+                classes = [code for *_, code in padded[first:last]] if part.classes is None else part.classes
+                shown = np.stack([part.input_ids, part.labels, part.positions, classes], 1)
                 assert shown.dtype == np.int64
                 assert shown.tolist() == padded[first:last]
-
-
-@settings(max_examples=count_examples(60))
-@given(st.data(), PACKINGS, st.integers(4, 50))
-def test_rows_tell_what_the_assistant_does_in_each_label(data: st.DataObject, packing: str, max_length: int) -> None:
-    """4: it says this; 8: as a thought; 16: as a call. Turns are its runs of 4, counted from the document's begin."""
-    documents = data.draw(SOURCE)
-    codes = st.sampled_from([0, 2, 4, 5, 13, 21])
-    flags = [[data.draw(codes) for _ in document] for document in documents]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"max_length": max_length, "packing": packing, "skip_untrainable": True}
-        try:
-            path = make_prepared(Path(folder), [documents], flags=[flags], **settings)
-        except DataError as error:
-            assert [problem.key for problem in error.problems] == ["data.datasets"]
-            return
-        rows = open_rows(path, "train")
-        for row in range(len(rows)):
-            expected = []
-            for number, start, stop in rows.pieces(row):
-                for at in range(start + 1, stop):
-                    said = "".join("x" if mark & 4 else " " for mark in flags[number][: at + 1])
-                    expected.append((flags[number][at], max(0, len(said.split()) - 1)))
-                expected.append(None)
-            first = data.draw(st.integers(0, len(expected) - 1))
-            part = rows.read(row, first, len(expected))
-            for code, wanted in zip(part.classes.tolist(), expected[first:], strict=True):
-                assert wanted is None or (code & 255, code >> 8) == wanted
 
 
 @settings(max_examples=count_examples(50))
