@@ -1,14 +1,11 @@
 """Tests the shipped chat templates, whose texts are in prepared.txt, and templates of the user."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.messages import PREPARED
-from support.refusals import explain
 from support.tokenizers_trained import train, wrap
-from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.models.model_files import FOLDER, SHIPPED, read_template
 
@@ -45,14 +42,6 @@ def test_a_prompt_ends_where_the_answer_begins(name: str) -> None:
 def test_chatml_begins_with_the_tokenizers_bos() -> None:
     tokenizer = wrap(train("qwen"), chat_template=read_template("chatml").text)
     assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False) == "<|im_start|>user\nHi <|im_end|>\n"
-
-
-def test_text_that_is_no_template_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    file, problems = tmp_path / "a.jinja", []
-    for content in (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}\n", b"model: {}\n", b"{{ \xff }}"):
-        file.write_bytes(content)
-        problems.append(explain(read_template, str(file)))
-    assert problems == snapshot
 
 
 def test_features_of_transformers_templates_work() -> None:

@@ -1,7 +1,6 @@
 """Tests the DeepSpeed config that a recipe makes, and what a user may set in it."""
 
 from support.recipes import load
-from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.plan.ds_config import find_contradictions, make_ds_config, merge_user_config
 from ulysses_cli.plan.resolved import make_layout
@@ -55,8 +54,3 @@ def test_a_users_keys_are_merged_and_the_recipes_win() -> None:
     assert merged["zero_optimization"] == {**made["zero_optimization"], "reduce_bucket_size": 7}
     assert merged["wall_clock_breakdown"] is True
     assert "wall_clock_breakdown" not in made
-
-
-def test_a_contradiction_names_the_recipes_setting(snapshot: SnapshotAssertion) -> None:
-    recipe = load("deepspeed.bf16.enabled=false", "deepspeed.zero_optimization.offload_param.device=cpu").recipe
-    assert list(find_contradictions(recipe, make_ds_config(recipe, make_layout(recipe)))) == snapshot

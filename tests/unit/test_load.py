@@ -16,7 +16,6 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
 from ulysses_cli.plan.recipe.schema import inspect_annotation, parse_number, walk_settings
-from ulysses_cli.validate import split_words
 
 
 def complain(text: str, *overrides: str) -> list[str]:
@@ -53,16 +52,6 @@ def test_every_alias_is_accepted_and_shown() -> None:
             assert f"{section}.{alias} is understood as {setting.key}" in loaded.notes
             num_aliases += 1
     assert num_aliases > 30
-
-
-def test_an_override_wins_over_any_name_of_its_setting() -> None:
-    assert load("parallel.sp_size=2", text=VALID.replace("sp_size", "ulysses_size")).recipe.parallel.sp_size == 2
-    assert load("data.datasets.0.path=other/set").recipe.data.datasets[0].path == "other/set"
-    assert load("lora.r=8").recipe.lora is not None
-    assert load("lora.r=8", "lora=null").recipe.lora is None
-    assert load("deepspeed.a.b=1").recipe.deepspeed == {"a": {"b": 1}}
-    assert load("lora.target_modules=all-linear").recipe.lora.target_modules == "all-linear"  # type: ignore[union-attr]
-    assert load("data.datasets.0.data_files=*.jsonl").recipe.data.datasets[0].data_files == ("*.jsonl",)
 
 
 def test_all_mistakes_at_once_in_the_order_of_the_file() -> None:
@@ -131,22 +120,6 @@ def test_text_on_the_command_line_stays_as_typed() -> None:
     assert load("run.run_name='a b'").recipe.run.run_name == "a b"
     assert load("run.run_name=null").recipe.run.run_name is None
     assert load("deepspeed.comms_logger=*").recipe.deepspeed == {"comms_logger": "*"}
-
-
-@pytest.mark.parametrize(
-    ("words", "overrides"),
-    [
-        ("r.yaml train.max_steps=3", ["train.max_steps=3"]),
-        ("r.yaml train.max_steps", ["train.max_steps"]),
-        ("r.yaml train.max_steps 3 lora.r=2", ["train.max_steps 3", "lora.r=2"]),
-        ("train.max_steps = 3 r.yaml", ["train.max_steps 3"]),
-        ("max_steps r.yaml", ["max_steps"]),
-    ],
-)
-def test_keys_without_a_value_are_no_files(words: str, overrides: list[str]) -> None:
-    assert split_words(words.split()) == (["r.yaml"], overrides)
-    assert split_words(["trian.max_steps"]) == ([], ["trian.max_steps"])
-    assert split_words(["train.yaml", "model.yml", "x"]) == (["train.yaml", "model.yml", "x"], [])
 
 
 @pytest.mark.parametrize("name", ["datasets", "eval_datasets"])

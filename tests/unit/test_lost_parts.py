@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support.real_model import READY, needs_real_model
 from support.refusals import explain
-from support.templates import CHATML
 from support.tiers import sample
 from support.tokenizers_trained import train, wrap
 from syrupy.assertion import SnapshotAssertion
@@ -82,17 +81,6 @@ def test_an_empty_thought_of_the_prompt_is_no_target(prompt: str, off: str, said
     assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]) == said.replace("So.", "Because.") + said
     ids, flags = encoder.encode(read_sample("chat", {"messages": [USER, turn("So.", "Hm.")]}))
     assert encoder.tokenizer.decode(ids[(flags & TARGET) > 0]).endswith("Hm.\n</think>\n\nSo.<|im_end|>")
-
-
-@pytest.mark.parametrize(("only_completion", "turns"), [(True, [3]), (False, [1, 3])])
-def test_a_completions_prompt_may_lack_thoughts_but_not_calls(only_completion: bool, turns: list[int]) -> None:
-    """When the model is asked, the template leaves out the same thoughts."""
-    encoder = make_encoder(CHATML)
-    encoder.settings = EncoderSettings(completion_only_loss=only_completion)
-    encoder.encode(read_sample("completion", {"prompt": THINKING[:3], "completion": THINKING[3:]}))
-    assert [part.turn for part in encoder.lost] == turns
-    encoder.encode(read_sample("completion", {"prompt": [*CALLING, USER], "completion": [turn("So.")]}))
-    assert [(part.turn, part.kind) for part in encoder.lost] == [(1, "calls")]
 
 
 def test_keys_and_marks_of_thoughts() -> None:
