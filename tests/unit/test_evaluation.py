@@ -50,25 +50,19 @@ def ask(metric: Any, answer: str, *references: str, **facts: Any) -> float:
     ("metric", "answer", "references", "expected"),
     [
         ("all", "They are 12 and\x00 ABC", ("12", "abc", "7"), 2 / 3),
-        ("part", "It was Paris.", ("paris", "London"), 1),
-        ("part", "It was Rome.", ("paris", "London"), 0),
-        ("line", "It is:\n#define  A 3", ("#define A\t\t3",), 1),
-        ("line", "#define B 3", ("#define A\t\t3",), 0),
+        ("part", "It was Paris.", ("paris", "London"), 1), ("part", "It was Rome.", ("paris", "London"), 0),
+        ("line", "It is:\n#define  A 3", ("#define A\t\t3",), 1), ("line", "#define B 3", ("#define A\t\t3",), 0),
         ("first_numbers", "1, 4, 9", ("1", "4", "8", "2"), 0.5),
-        ("none", "None of them.", ("none",), 1),
-        ("none", "None, or 1234567", ("none",), 0),
-        ("set_f1", "Thoughts\nFinal Answer: [a, b]", ("b", "c"), 0.5),
-        ("set_f1", "Final Answer: []", (), 1),
-        ("set_f1", "Final Answer: [a]", (), 0),
-        ("set_f1", "a, b", ("a", "b"), 0),
+        ("none", "None of them.", ("none",), 1), ("none", "None, or 1234567", ("none",), 0),
+        ("set_f1", "Thoughts\nFinal Answer: [a, b]", ("b", "c"), 0.5), ("set_f1", "Final Answer: []", (), 1),
+        ("set_f1", "Final Answer: [a]", (), 0), ("set_f1", "a, b", ("a", "b"), 0),
         ("plain_part", "It is the “Times Square”.\n", ("a times square", "x"), 1),
         ("plain_part", "It is The Times-Square!", ("times square",), 0),
         ("share_right", "Paragraph 3, or 4", ("Paragraph 3",), 0.5),
-        ("sentence", "*The correct answer is (B)*", ("B",), 1),
-        ("sentence", "The correct answer is B", ("B",), 1),
+        ("sentence", "*The correct answer is (B)*", ("B",), 1), ("sentence", "The correct answer is B", ("B",), 1),
         ("sentence", "B", ("B",), 0),
     ],
-)
+)  # fmt: skip
 def test_an_answer_is_scored_by_its_rule(
     metric: str, answer: str, references: tuple[str, ...], expected: float
 ) -> None:

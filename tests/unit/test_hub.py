@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from support.commands import run_process
 from support.recipes import LLAMA, load
 from support.refusals import explain
 from support.tiers import sample_every
@@ -48,16 +47,6 @@ def complain(name: str, *overrides: str) -> str:
 def put(folder: Path, **changes: object) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-
-
-def test_a_local_folder_comes_first(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    put(tmp_path / "m", num_attention_heads=16)
-    result = find(str(tmp_path / "m"))
-    assert (result.shape.num_heads, result.source) == (16, f"{tmp_path}/m/config.json")
-    (tmp_path / "m" / "config.json").write_text("{nope")
-    problems = [complain(str(tmp_path / "m"))]
-    (tmp_path / "m" / "config.json").unlink()
-    assert [*problems, complain(str(tmp_path / "m")), complain("./no/such/model")] == snapshot
 
 
 def test_an_infinite_number_as_transformers_writes_it(tmp_path: Path) -> None:
@@ -184,14 +173,8 @@ def hub_address() -> Iterator[str]:
 def validate_online(address: str, name: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: {{name_or_path: {name}}}\ndata: {{max_length: 8, datasets: [{{path: owner/x}}]}}\n")
-    return subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", "validate-config", str(recipe), "--online"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "HF_ENDPOINT": address, "HF_TOKEN": "hf_planted_secret", "HF_HUB_OFFLINE": "0"},
-    )
+    environ = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_planted_secret", "HF_HUB_OFFLINE": "0"}
+    return run_process("validate-config", str(recipe), "--online", **environ)
 
 
 @pytest.mark.parametrize(("name", "code"), sample_every(4, [("fine", 0), ("gated", 2), ("missing", 2), ("empty", 2)]))
@@ -206,7 +189,7 @@ def test_the_hub_is_asked_on_request(
 
 @pytest.mark.check
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    done = validate_online("http://127.0.0.1:9", "owner/fine", tmp_path)
+    done = validate_online(NOWHERE, "owner/fine", tmp_path)
     assert (done.returncode, done.stderr) == (2, snapshot)
 
 

@@ -121,20 +121,19 @@ def test_what_a_look_at_the_data_finds(texts: Path, tmp_path: Path) -> None:
     assert survey_data("owner/texts").num_bytes is None
 
 
-TURNS = (("user", "What is 2+2?"), ("assistant", "Four."), ("user", "Sure?"), ("assistant", "Yes, it is."))
+def write_chats(file: Path) -> None:
+    """Chats of two questions."""
+    write_rows(file, [{"messages": talk(f"{n}: 2+2?", "Four.", "Sure?", "Yes, it is.")} for n in range(30)])
 
 
-def write_chats(file: Path, count: int = 30) -> Path:
-    """Chats of two questions, in the format that the file's name says."""
-    turns = [{"role": role, "content": text} for role, text in TURNS]
-    chats = [{"messages": [{**turns[0], "content": f"{n}: 2+2?"}, *turns[1:]]} for n in range(count)]
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """In the format that the file's name says."""
     if file.suffix == ".parquet":
         from pyarrow import Table, parquet
 
-        parquet.write_table(Table.from_pylist(chats), file)
+        parquet.write_table(Table.from_pylist(rows), file)
     else:
-        file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    return file
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "folder/chats.jsonl"])
@@ -165,15 +164,14 @@ JUDGED: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
 }
 
 
-def talk(asked: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def talk(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("case", JUDGED)
 def test_judged_answers_become_a_recipe_of_preferences(texts: Path, case: str, snapshot: SnapshotAssertion) -> None:
     make, kind = JUDGED[case]
-    rows = [make(f"{number}? ") for number in range(30)]
-    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("pairs.jsonl"), [make(f"{number}? ") for number in range(30)])
     shown = write_tiny("pairs.jsonl")
     assert shown.returncode == 0, shown.stderr
     assert (": answers with labels" if kind == "unpaired" else ": pairs of answers") in shown.stderr
@@ -189,8 +187,7 @@ def test_judged_answers_become_a_recipe_of_preferences(texts: Path, case: str, s
 
 
 def test_rows_that_prepare_refuses_are_said_and_not_called_valid(texts: Path, snapshot: SnapshotAssertion) -> None:
-    rows = [{"messages": [{"role": "user", "content": "q"}]}, {"messages": []}]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("rows.jsonl"), [{"messages": talk("q")}, {"messages": []}])
     shown = write_tiny("rows.jsonl")
     assert (shown.returncode, shown.stderr) == (1, snapshot)
     assert Path("my.yaml").exists()  # its data can be named or described differently
