@@ -208,6 +208,14 @@ def test_a_check_that_raises_stops_no_other_and_failures_come_first(snapshot: Sn
     assert not findings.passed
 
 
+def test_where_there_is_a_gpu_its_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    for num_gpus in (0, 2):
+        monkeypatch.setattr(doctor, "count_gpus", lambda num_gpus=num_gpus: num_gpus)
+        notes = doctor.examine(None, None, load_hardware(), "", lambda _: None).notes
+        assert (doctor.GPU_HINT in notes) == bool(num_gpus)
+
+
 def test_a_recipe_for_gpus_fails_without_them() -> None:
     (found,) = doctor.check_gpus(make_target("run.device=auto"))
     assert (found.verdict, "run.device=cpu" in found.fix) == ("FAIL", True)

@@ -20,6 +20,7 @@ from ulysses_cli.train.experts import (
     choose_experts,
     compute_in_loop,
     find_experts,
+    find_missing_package,
     try_experts,
 )
 
@@ -111,6 +112,12 @@ def test_a_faulty_implementation_is_passed_over(name: str, monkeypatch: pytest.M
     assert words in chosen.reason
     with pytest.raises(ValueError, match=words):
         choose_experts("sonicmoe", probe, {}, run_trial=lambda trial: trial())
+
+
+def test_what_is_missing_is_said_in_a_few_words() -> None:
+    assert find_missing_package(torch.device("cpu")) == NO_GPU["sonicmoe"]
+    if not torch.cuda.is_available():
+        assert ". " not in find_missing_package(torch.device("cuda"))
 
 
 def test_one_that_is_named_is_proven_too(snapshot: SnapshotAssertion) -> None:

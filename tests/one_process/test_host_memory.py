@@ -23,7 +23,7 @@ from ulysses_cli.plan.resolved import settle
 from ulysses_cli.prove import doctor
 from ulysses_cli.prove.results import CheckTarget, Finding
 from ulysses_cli.train import inputs
-from ulysses_cli.train.inputs import Forecast
+from ulysses_cli.train.inputs import Forecast, Yardstick, measure_core_milliseconds
 from ulysses_cli.train.processes import device, host
 
 LLAMA = ("model.name_or_path=meta-llama/Llama-3.1-8B", "data.max_length=8192", "parallel.sp_size=1")
@@ -154,3 +154,10 @@ def test_a_slow_attention_kernel_is_named_with_its_cost(snapshot: SnapshotAssert
     assert said.explain_attention(long, ["torch_varlen"], [256] * 4096) == []
     unknown = Forecast(said.choice, replace(H100, packed_attention=None), True)
     assert unknown.explain_attention(long, ["torch_varlen"], [1 << 20]) == []
+
+
+def test_a_core_is_measured_in_milliseconds() -> None:
+    assert 0.05 < measure_core_milliseconds() < 50
+    yardstick = Yardstick()
+    yardstick.measure()
+    assert yardstick.module.weight.grad is None, "nothing is kept from call to call"

@@ -119,10 +119,13 @@ def test_an_installed_kernel_is_used(name: str, monkeypatch: pytest.MonkeyPatch)
     assert choose(name, run_packed, monkeypatch) == Choice(expected, "equals torch's code on packed documents")
 
 
-def test_a_run_prints_each_choice_with_its_reason(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
-    """A rank of a delta net's run, where neither package is installed."""
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2"])
+def test_a_run_prints_each_choice_with_its_reason(
+    model_type: str, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    """A rank of a run, where no package is installed."""
     monkeypatch.setattr(choosing, "TIMED_TOKENS", 128)
-    model, plan, lines = make_hybrid("qwen3_5_text", "eager"), make_plan("qwen3_5_text", "parallel.zero_stage=1"), []
+    model, plan, lines = make_hybrid(model_type, "eager"), make_plan(model_type, "parallel.zero_stage=1"), []
     groups: Any = SimpleNamespace(sp_axis=SequenceAxis(None, 1, 0))
 
     def choose_all(functions: Any, plan: RunPlan, groups: Any, device: torch.device) -> dict[str, Choice[Kernel]]:

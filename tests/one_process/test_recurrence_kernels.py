@@ -146,7 +146,6 @@ def run_failing(*_: Any) -> Any:
     raise RuntimeError("no image of this kernel for this device")
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("rule", RULES)
 def test_a_right_kernel_takes_whole_rows_and_one_that_leaks_single_documents(
     rule: str, snapshot: SnapshotAssertion

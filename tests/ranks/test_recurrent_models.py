@@ -3,6 +3,7 @@ and the gradient of every parameter. A token of one document changes no bit of a
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -110,16 +111,6 @@ def test_a_recomputation_gets_the_saved_result() -> None:
     assert [count_rules("save_attention"), count_rules("full")] == [2, 2]
 
 
-def make_isolated(model_type: str, axis: SequenceAxis, mode: Mode | None, changes: dict[str, Any]) -> torch.nn.Module:
-    if model_type in HYBRIDS:
-        model = make_split_model(model_type, axis, **changes)
-    else:
-        model = make_model(model_type, register_attention(axis, "sdpa"), **changes)
-    if mode:
-        checkpoint_layers(model.train(), mode)
-    return model
-
-
 def compute_own(
     model: torch.nn.Module, axis: SequenceAxis, lengths: Sequence[int], changed: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -139,39 +130,6 @@ def compute_own(
     return logits.detach()[0], hidden.grad[0]
 
 
-def list_changed_tokens(
-    model_type: str, lengths: Sequence[int], changed: Sequence[int], mode: Mode | None, changes: dict[str, Any]
-) -> list[list[int]]:
-    """For each changed document, this rank's tokens whose logits differ in any bit, then those whose gradients do."""
-    axis = make_sequence_axis(dist.group.WORLD)
-    model = make_isolated(model_type, axis, mode, changes)
-    before = compute_own(model, axis, lengths, None)
-    first = axis.rank * before[0].size(0)
-    return [
-        [first + int(token) for token in (own != other).any(-1).nonzero().flatten()]
-        for document in changed
-        for own, other in zip(before, compute_own(model, axis, lengths, document), strict=True)
-    ]
-
-
-def check_isolation(
-    num_ranks: int,
-    model_type: str,
-    changed: Sequence[int],
-    mode: Mode | None = None,
-    lengths: Sequence[int] = LENGTHS,
-    changes: dict[str, Any] | None = None,
-) -> None:
-    """The first token of a document, from which the recurrence carries on to the last; and its gradients, which the
-    backward carries from the last to the first."""
-    by_rank = run_on_ranks(
-        num_ranks, list_changed_tokens, model_type, lengths, changed, mode, {**DENSE[model_type], **(changes or {})}
-    )
-    bounds = list(walk_bounds(lengths))
-    expected = [list(range(*bounds[document])) for document in changed for _ in ("logits", "gradients")]
-    assert [list(chain.from_iterable(of_ranks)) for of_ranks in zip(*by_rank, strict=True)] == expected
-
-
 # No experts: where tokens go decides how many are computed together, and so how a sum is rounded.
 DENSE: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
@@ -185,43 +143,74 @@ DENSE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 0},
     "gemma4_text": {"num_hidden_layers": 6, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
 }
-TWO = ("qwen3_5_text", "lfm3")
 EVERY = tuple(range(len(LENGTHS)))
+OF_NEIGHBOURS: dict[str, Any] = {
+    "changed": tuple(range(len(ONE_TOKEN_NEIGHBOURS))), "lengths": ONE_TOKEN_NEIGHBOURS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """`changed`: documents that change, one after the other."""
+
+    model_type: str
+    num_ranks: int = 2
+    changed: tuple[int, ...] = EVERY
+    mode: Mode | None = None
+    lengths: tuple[int, ...] = LENGTHS
+    heads: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, axis: SequenceAxis) -> torch.nn.Module:
+        changes = {**DENSE[self.model_type], **self.heads}
+        if self.model_type in HYBRIDS:
+            model = make_split_model(self.model_type, axis, **changes)
+        else:
+            model = make_model(self.model_type, register_attention(axis, "sdpa"), **changes)
+        if self.mode:
+            checkpoint_layers(model.train(), self.mode)
+        return model
+
+
+def list_changed_tokens(case: Isolation) -> list[list[int]]:
+    """For each changed document, this rank's tokens whose logits differ in any bit, then those whose gradients do."""
+    axis = make_sequence_axis(dist.group.WORLD)
+    model = case.make(axis)
+    before = compute_own(model, axis, case.lengths, None)
+    first = axis.rank * before[0].size(0)
+    return [
+        [first + int(token) for token in (own != other).any(-1).nonzero().flatten()]
+        for document in case.changed
+        for own, other in zip(before, compute_own(model, axis, case.lengths, document), strict=True)
+    ]
+
+
+TWO = ("qwen3_5_text", "lfm3")
+QUICK = [Isolation(name, changed=(4,)) for name in TWO]
+CHECKED = [
+    *(Isolation(name) for name in (*TWO, "bamba", "gemma4_text")),
+    Isolation("falcon_h1", **OF_NEIGHBOURS),
+]
+MODES: tuple[Mode | None, ...] = (None, "save_attention")
 ISOLATED = [
-    *(pytest.param(name, (4,), 2) for name in TWO),
-    *(
-        pytest.param(
-            name, EVERY, num_ranks, marks=mark_by(False, num_ranks == 2 and name in (*TWO, "bamba", "gemma4_text"))
-        )
-        for name in DENSE
-        for num_ranks in (2, 4)
-    ),
+    *QUICK,
+    *(Isolation(name, num_ranks) for name in DENSE for num_ranks in (2, 4)),
+    *(Isolation(name, mode="save_attention") for name in DENSE),
+    *(Isolation(name, **OF_NEIGHBOURS) for name in DENSE),
+    *(Isolation(name, 8, mode=mode, heads=heads) for name, heads in EIGHT_HEADS.items() for mode in MODES),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "changed", "num_ranks"), ISOLATED)
-def test_a_token_changes_its_own_document_alone(model_type: str, changed: tuple[int, ...], num_ranks: int) -> None:
-    check_isolation(num_ranks, model_type, changed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model_type", DENSE)
-def test_a_token_changes_its_own_document_alone_with_checkpointing(model_type: str) -> None:
-    """The recomputation gets the saved result of a recurrence, of all documents."""
-    check_isolation(2, model_type, EVERY, "save_attention")
-
-
-@pytest.mark.parametrize("model_type", sample(DENSE, quick=(), checked=["falcon_h1"]))
-def test_neighbours_of_one_token_do_not_notice_each_other(model_type: str) -> None:
-    check_isolation(2, model_type, range(len(ONE_TOKEN_NEIGHBOURS)), lengths=ONE_TOKEN_NEIGHBOURS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", [None, "save_attention"])
-@pytest.mark.parametrize("model_type", EIGHT_HEADS)
-def test_a_token_changes_its_own_document_alone_on_eight_ranks(model_type: str, mode: Mode | None) -> None:
-    """Slices are 8 tokens long: most documents lie on several ranks, and a rank holds up to 3 of them."""
-    check_isolation(8, model_type, EVERY, mode, changes=EIGHT_HEADS[model_type])
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=mark_by(each in QUICK, each in CHECKED)) for each in ISOLATED], ids=str
+)
+def test_a_token_changes_its_own_document_alone(case: Isolation) -> None:
+    """The first token of a document, from which the recurrence carries on to the last; and its gradients, which the
+    backward carries from the last to the first. A recomputation gets the saved result of a recurrence, of all
+    documents. Slices of eight ranks are 8 tokens long: most documents lie on several, and a rank holds up to 3."""
+    by_rank = run_on_ranks(case.num_ranks, list_changed_tokens, case)
+    bounds = list(walk_bounds(case.lengths))
+    expected = [list(range(*bounds[document])) for document in case.changed for _ in ("logits", "gradients")]
+    assert [list(chain.from_iterable(of_ranks)) for of_ranks in zip(*by_rank, strict=True)] == expected
 
 
 def refuse(call: Callable[..., object], *words: object, **options: object) -> str:
