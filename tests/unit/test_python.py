@@ -5,10 +5,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT, TINY_RECIPE
 from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 
@@ -17,8 +17,6 @@ from ulysses_cli.api import RecipeError, estimate, plan, train, validate
 from ulysses_cli.run.launcher import StepListener, open_listener
 from ulysses_cli.run.records import name_asker
 
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "recipes/tiny-cpu.yaml"
 MEASURE = """
 import sys, time
 started = time.process_time()
@@ -30,16 +28,14 @@ print(time.process_time() - started, *sys.modules)
 def test_an_import_takes_under_a_tenth_of_a_second_and_no_torch() -> None:
     times = []
     for _ in range(3):
-        words = subprocess.run(
-            [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
-        ).stdout.split()
+        words = subprocess.check_output([sys.executable, "-c", MEASURE], text=True).split()
         assert not {"torch", "transformers", "numpy", "pydantic", "typer"} & set(words[1:])
         times.append(float(words[0]))
     assert min(times) < 0.1
 
 
 def test_a_recipe_is_a_file_or_a_mapping() -> None:
-    assert validate(TINY, {"parallel.sp_size": 1}).resolved.layout.sp_size == 1
+    assert validate(TINY_RECIPE, {"parallel.sp_size": 1}).resolved.layout.sp_size == 1
     recipe: dict[str, Any] = {
         "model": {"name_or_path": "Qwen/Qwen3-8B"},
         "data": {"datasets": [{"path": "owner/texts"}], "max_length": "32Ki"},
@@ -65,7 +61,7 @@ def test_ranks_must_be_able_to_import_a_loss() -> None:
     assert api.name_function(test_ranks_must_be_able_to_import_a_loss).startswith(os.path.abspath(__file__) + ":test_")
     for name, function in {"lambda": lambda losses: losses, "follow": StepListener.follow, "print": print}.items():
         assert name in explain(api.name_function, function, error=ValueError)
-    keys = {text: [problem.key for problem in validate(TINY, {"train.token_loss": text}).problems] for text in
+    keys = {text: [problem.key for problem in validate(TINY_RECIPE, {"train.token_loss": text}).problems] for text in
             ("losses.focal", "none.py:focal", "a b:c", "losses:focal")}  # fmt: skip
     assert keys == {"losses.focal": ["train.token_loss"], "none.py:focal": ["train.token_loss"],
                     "a b:c": ["train.token_loss"], "losses:focal": []}  # fmt: skip
@@ -73,7 +69,7 @@ def test_ranks_must_be_able_to_import_a_loss() -> None:
 
 def test_training_refuses_other_threads(snapshot: SnapshotAssertion) -> None:
     with ThreadPoolExecutor() as threads:
-        assert threads.submit(explain, train, TINY, error=RuntimeError).result() == snapshot
+        assert threads.submit(explain, train, TINY_RECIPE, error=RuntimeError).result() == snapshot
 
 
 def follow(script: str, call: Callable[[str, dict[str, Any]], object], *words: str) -> tuple[StepListener, list[str]]:

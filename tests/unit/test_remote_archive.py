@@ -79,6 +79,7 @@ def test_a_damaged_checkpoint_of_the_bucket_is_skipped_with_its_reason(
     flipped[7] ^= 1
     damages = {
         "missing": (SHARES[1], None),
+        "unfinished": ("manifest.json", None),
         "short": (SHARES[1], b"x"),
         "flipped": (SHARES[0], bytes(flipped)),
         "state": ("state.json", b"{}"),
@@ -97,13 +98,6 @@ def test_a_damaged_checkpoint_of_the_bucket_is_skipped_with_its_reason(
     said = explain(bring, bucket, tmp_path / "nothing", error=CheckpointError)
     assert said == snapshot(name="none is valid")
     assert list_local(tmp_path / "nothing") == []
-
-
-def test_an_unfinished_upload_is_no_checkpoint(bucket: Bucket, tmp_path: Path) -> None:
-    upload(bucket, tmp_path / "here", 2, 4)
-    bucket.delete("checkpoints/step-4/manifest.json")
-    assert list_remote_steps(bucket) == [2]
-    assert bring(bucket, tmp_path / "there") == ["downloading BUCKET/checkpoints/step-2"]
 
 
 def test_the_manifest_waits_for_every_machine(bucket: Bucket, tmp_path: Path) -> None:
