@@ -1,7 +1,6 @@
 """Tests how a recipe's data is prepared: what is written, what is reused, what changes are noticed, kills, and two
 processes at once."""
 
-import gzip
 import json
 import os
 import re
@@ -172,41 +171,6 @@ def test_a_cut_chat_is_reported(tmp_path: Path, snapshot: SnapshotAssertion) -> 
     assert (counts["cut_off_pieces"], counts["torn_turns"], torn.report["notes"]) == snapshot
 
 
-def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    rows: list[dict[str, Any]] = [
-        {"text": "t"},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-        {"prompt": "2 + 2 =", "completion": " 4"},
-        {"input_ids": [65, 66, 67], "labels": [-100, 66, 67]},
-        {"instruction": "q", "input": "i", "output": "o"},
-    ]
-    files = [write_rows(tmp_path, row, name=f"{number}.jsonl") for number, row in enumerate(rows)]
-    sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
-    prepared = prepare(tmp_path, sources, "data.assistant_only_loss=true")
-    kinds = [(source["kind"], source["num_targets"]) for source in prepared.report["sources"]]
-    assert list(zip(kinds, read_documents(prepared), strict=True)) == snapshot(name="documents")
-    assert [format_sample(sample) for sample in prepared.report["samples"]] == snapshot(name="samples")
-
-
-def test_empty_text_files_are_counted(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name, text in (("a.txt", "a text"), ("b.txt", ""), ("c.md", "\ufeff \n\n"), ("d.md", "more")):
-        (folder / name).write_text(text)
-    with gzip.open(folder / "e.txt.gz", "wb"):
-        pass
-    as_files = prepare(tmp_path, f"data.datasets.0.path={folder}").report["sources"][0]
-    tree = f"data.datasets.0={{path: {folder}, type: folder, join_files: false}}"
-    as_tree = prepare(tmp_path, tree).report["sources"][0]
-    assert as_files["num_documents"] == 2
-    assert as_files["left_out"] == {"empty file": {"count": 3, "example": str(folder / "b.txt")}}
-    assert as_tree["left_out"]["empty file"]["count"] == 2
-    for name in ("a.txt", "d.md"):
-        (folder / name).write_text(" ")
-    for path in (folder, folder / "a.txt"):
-        assert explain(prepare, tmp_path, f"data.datasets.0.path={path}") == snapshot(name=path.name)
-
-
 def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
     files = [write_texts(tmp_path, 5), write_texts(tmp_path, 2, "e.jsonl")]
     sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
@@ -260,20 +224,6 @@ def test_chats_without_a_template_are_one_problem(
     assert explain(prepare, tmp_path, words, *more) == snapshot(name="no tokens")
 
 
-def test_a_secret_in_a_document_is_masked_in_the_sample_and_reported(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    turns = [{"role": "user", "content": "use hf_QwErTyUiOpAsDfGh"}, {"role": "assistant", "content": "no"}]
-    write_rows(tmp_path, {"messages": turns})
-    report = prepare(tmp_path, "data.assistant_only_loss=true").report
-    assert "use ***<|end|>" in "".join(run["text"] for run in report["samples"][0]["runs"])
-    assert "hf_Qw" not in json.dumps(report)
-    assert report["notes"] == snapshot
-    assert "hf_QwErTyUiOpAsDfGh" in read_documents(prepare(tmp_path, "data.assistant_only_loss=true"))[0]
-    write_texts(tmp_path)
-    assert not prepare(tmp_path).report["samples"][0]["is_masked"]
-
-
 def test_equal_tokens_are_one_document_whatever_their_targets(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(40)]
     write_rows(tmp_path, *({"text": text} for text in texts))
@@ -287,13 +237,6 @@ def test_equal_tokens_are_one_document_whatever_their_targets(tmp_path: Path) ->
     assert train_side | eval_side == {f"{text}<|end|>" for text in texts}
     prepared = prepare(tmp_path, f"data.eval_datasets=[{{path: {same}}}]")
     assert prepared.report["leaked_documents"] == 40
-
-
-def test_files_not_read_or_read_twice_are_noted(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    write_texts(tmp_path)
-    (tmp_path / "e.txt").write_text("e")
-    prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path}}}, {{path: {tmp_path}}}]", "data.max_length=512")
-    assert prepared.report["notes"][:3] == snapshot
 
 
 def test_data_sets_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
@@ -312,23 +255,6 @@ def test_data_sets_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert read_documents(prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'saved'}}}]")) == expected
     said = explain(prepare, tmp_path, by_name.replace("streaming: STREAMING", "split: nonsense"))
     assert said.partition(": Unknown")[0] == snapshot
-
-
-def test_a_folder_from_end_to_end(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / "a.py").write_text("a = 1")
-    (tmp_path / "tree" / "b.py").write_bytes("\ufeffb = 'ä'\n".encode())
-    tree = f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]"
-    prepared = prepare(tmp_path, tree)
-    assert read_documents(prepared) == ["=== a.py ===\na = 1\n=== b.py ===\nb = 'ä'\n<|end|>"]
-    inside = f"data.store_dir={tmp_path / 'tree' / 'store'}"
-    for _ in range(2):  # what a run writes into the tree does not belong to it
-        again = prepare(tmp_path, tree, inside)
-        assert read_documents(again) == read_documents(prepared)
-        assert again.path.name == prepared.path.name
-    unsplit = explain(prepare, tmp_path, tree, "data.eval_split=0.1")
-    (tmp_path / "tree" / "c.py").write_bytes(b"c = 1\nd = '\xe4'\n")
-    assert [unsplit, explain(prepare, tmp_path, tree, error=DataError)] == snapshot
 
 
 def start(tmp_path: Path, *overrides: str) -> "subprocess.Popen[str]":

@@ -231,13 +231,6 @@ def test_each_chosen_turn_is_a_target_once_behind_its_own_prompt(template: str) 
     check()
 
 
-def test_raise_says_the_same_whoever_made_the_store(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    for made_before in (False, True):
-        if made_before:
-            prepare(tmp_path, [TWO], LAST_ROUND, "data.on_rewritten_turns=keep")
-        assert explain(prepare, tmp_path, [TWO], LAST_ROUND, error=DataError) == snapshot(name="said")
-
-
 def test_a_template_in_use_writes_the_date_of_training() -> None:
     """On every day. `date -d` says which day that was."""
     said = "data.chat_template_kwargs={strftime_now: 2026-11-27}"
