@@ -1,6 +1,7 @@
 """Tests that processes of the package end with the process that started them, do not block on output, and know their
 limits."""
 
+import io
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -131,37 +133,33 @@ def test_files_get_the_umask_and_no_more_than_their_folder_allows(
     assert (folder / "file").stat().st_mode & 0o777 == expected
 
 
-def test_a_killed_prepare_worker_names_the_file_that_it_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
-) -> None:
-    start_instead(tmp_path, DYING_READER, monkeypatch)
-    assert prepare_recipe(make_plan(load())).exit_code == 128 + signal.SIGBUS
-    assert capsys.readouterr().err == snapshot
-
-
 STOPPING = """
 import os, signal, sys, time
-number = int(os.environ["NUMBER"])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-os.kill(os.getppid(), number)
-time.sleep(0 if number == signal.SIGINT else 600)
+os.kill(os.getppid(), NUMBER)
+time.sleep(0 if NUMBER == signal.SIGINT else 600)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, None), (signal.SIGTERM, 143)])
-def test_an_interrupted_preparation_says_how_to_go_on(
-    tmp_path: Path,
-    number: int,
-    code: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    snapshot: SnapshotAssertion,
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (STOPPING.replace("NUMBER", "signal.SIGINT"), None),
+        (STOPPING.replace("NUMBER", "signal.SIGTERM"), 143),
+        (DYING_READER, 128 + signal.SIGBUS),
+    ],
+    ids=["interrupted", "stopped", "killed"],
+)
+def test_a_preparation_that_ends_early_says_what_it_read_or_how_to_go_on(
+    program: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    start_instead(tmp_path, STOPPING, monkeypatch)
-    monkeypatch.setenv("NUMBER", str(int(number)))
-    with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
-        prepare_recipe(make_plan(load()))
-    assert (getattr(end.value, "code", None), capsys.readouterr().err) == (code, snapshot)
+    start_instead(tmp_path, program, monkeypatch)
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            found = prepare_recipe(make_plan(load())).exit_code
+        except (KeyboardInterrupt, SystemExit) as end:
+            found = getattr(end, "code", None)
+    assert (found, said.getvalue()) == (code, snapshot)
 
 
 CRASHING = """

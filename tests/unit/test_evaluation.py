@@ -270,16 +270,15 @@ def test_a_summary_has_intervals_depths_and_what_was_too_long() -> None:
     assert [row["difference"] for row in compare_results(results, list_results(40, 20))] == [0.0, 0.5]
 
 
-def test_groups_intervals_and_the_difference_of_all_questions_are_shown() -> None:
+def test_groups_intervals_and_the_other_model_are_shown() -> None:
     """Of each length and difficulty two questions; the second model answers three more of all eight."""
     old, new = list_results(2, 4, "v2"), list_results(5, 4, "v2")
     whole = compare_all(old, new)
     assert (whole["n"], whole["difference"]) == (8, 3 / 8)
     assert compare_all(old, []) is None
-    findings = {
-        **summarize(new), "subject": "model", "seconds": 3.0, "num_ranks": 2,
-        "differences": compare_results(old, new), "difference": whole,
-    }  # fmt: skip
+    alone = {**summarize(new), "subject": "tuned", "seconds": 3.0, "num_ranks": 2}
+    compared = {"differences": compare_results(old, new), "difference": whole}
+    findings = {**alone, **compared, "against": {**summarize(old), "subject": "me/base"}}
     by_group = {row["group"]: (row["by"], row["n"], row["score"]) for row in findings["groups"]}
     assert by_group == {"easy": ("difficulty", 4, 0.75), "hard": ("difficulty", 4, 0.5)}
     shown = [" ".join(line.split()) for line in format_quality(findings).splitlines()]
@@ -287,20 +286,10 @@ def test_groups_intervals_and_the_difference_of_all_questions_are_shown() -> Non
     assert {"v2 difficulty easy 4 75.0 % 30-95", "v2 difficulty hard 4 50.0 % 15-85"} < {*shown}
     assert "mean of 1 task at 8Ki: 25.0 % (5-70)" in shown
     assert any(line.startswith("all all 8 25.0 % 62.5 % +37.5 ") for line in shown)
-    page = make_quality_page(findings)
-    assert all(words in page for words in ("difficulty", "hard", "(5-70)", "+37.5"))
-
-
-def test_a_page_draws_the_other_model_beside_this_one() -> None:
-    old, new = list_results(4, 10), list_results(18, 10)
-    alone = {**summarize(new), "subject": "tuned", "seconds": 3.0, "num_ranks": 2}
-    before = {**summarize(old), "subject": "me/base"}
-    compared = {"differences": compare_results(old, new), "difference": compare_all(old, new), "against": before}
-    plain, page = make_quality_page(alone), make_quality_page({**alone, **compared})
+    plain, page = make_quality_page(alone), make_quality_page(findings)
     assert page.count("<svg ") == plain.count("<svg ") + 2, "both means as lines, and the other's map"
-    for words in ("me/base", "20.0 %", "+70.0", "this model"):
-        assert words in page
-        assert words not in plain
+    assert all(words in page for words in ("difficulty", "hard", "(5-70)"))
+    assert [(words in page, words in plain) for words in ("+37.5", "me/base", "this model")] == [(True, False)] * 3
 
 
 def test_questions_over_one_text_stand_beside_each_other_and_are_read_together() -> None:

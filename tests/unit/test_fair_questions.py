@@ -25,6 +25,13 @@ from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_pro
 PROMPTER = make_prompter(make_bytes_tokenizer())
 
 
+def write_squad(folder: Path, *contexts: str) -> Path:
+    pairs = [{"question": "Who?", "answers": [{"text": "Ann"}]}]
+    paragraphs = [{"context": context, "qas": pairs} for context in contexts]
+    (folder / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    return folder / "squad.json"
+
+
 @pytest.mark.parametrize(
     "task", sample_every(3, [each for each in list_needle_tasks() if each.name.startswith("niah_multikey")])
 )
@@ -88,11 +95,9 @@ def test_lines_of_code_can_be_answered(tmp_path: Path) -> None:
 
 def test_every_question_of_the_users_files_is_known_to_fit(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """One paragraph that is too long for the length is said before a model is loaded, not hours later."""
-    pairs = [{"question": "Who?", "answers": [{"text": "Ann"}]}]
     texts = ["It is Ann."] * 30 + ["It is Ann. " * 500]
-    paragraphs = [{"context": f"{at}. {text}", "qas": pairs} for at, text in enumerate(texts)]
-    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    plan = plan_suites(["qa_1"], Sources(squad=tmp_path / "squad.json"))
+    squad = write_squad(tmp_path, *(f"{at}. {text}" for at, text in enumerate(texts)))
+    plan = plan_suites(["qa_1"], Sources(squad=squad))
     assert explain(check_lengths, plan, PROMPTER, Amount((2000,), 200)) == snapshot
 
 
@@ -100,10 +105,8 @@ def test_every_question_of_the_users_files_is_known_to_fit(tmp_path: Path, snaps
 def test_what_fills_up_a_question_is_no_word(suite: str, length: int, tmp_path: Path) -> None:
     """Lists of words keep the ten that come most often; a fill of words would be the commonest of a short one. Other
     paragraphs of a question end within the last."""
-    pairs = [{"question": "Who?", "answers": [{"text": "Ann"}]}]
-    paragraphs = [{"context": f"Ann {at} " + "went to town " * 60, "qas": pairs} for at in range(20)]
-    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    sources = Sources(squad=tmp_path / "squad.json") if suite == "qa_1" else Sources()
+    squad = write_squad(tmp_path, *(f"Ann {at} " + "went to town " * 60 for at in range(20)))
+    sources = Sources(squad=squad) if suite == "qa_1" else Sources()
     prompter = make_prompter(wrap(train("llama3")))
     for prompt in make_prompts(plan_suites([suite], sources), prompter, Amount((length,), 5), lambda _: None):
         begin, end = prompt.sample.context or (0, 0)

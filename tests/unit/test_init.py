@@ -95,11 +95,8 @@ def test_a_wrong_answer_is_asked_for_again(texts: Path, snapshot: SnapshotAssert
     assert (recipe["data"]["max_length"], recipe["lora"]["r"]) == (512, 16)
 
 
-def test_no_recipe_is_overwritten_and_no_answer_is_an_error(texts: Path, snapshot: SnapshotAssertion) -> None:
-    Path("my.yaml").write_text("mine")
-    assert invoke("--data", "texts", "--yes").returncode == 2
-    assert Path("my.yaml").read_text() == "mine"
-    shown = invoke("other.yaml", answers="texts\n")
+def test_no_answer_is_an_error(texts: Path, snapshot: SnapshotAssertion) -> None:
+    shown = invoke(answers="texts\n")
     assert (shown.returncode, shown.stderr) == (2, snapshot)
 
 

@@ -320,24 +320,20 @@ def test_a_first_signal_asks_and_a_second_kills(first: signal.Signals) -> None:
     assert signals.first == first
 
 
-def test_a_model_without_checkpoints_is_not_continued(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    """The run would start anew, and the old model would pass for the new run's."""
-    folder.check_continued_dir(tmp_path)
-    (tmp_path / "model").mkdir()
-    folder.check_continued_dir(tmp_path)
-    (tmp_path / "model" / "config.json").touch()
-    assert explain(folder.check_continued_dir, tmp_path) == snapshot
-
-
 def test_an_earlier_run_is_deleted_only_with_overwrite(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """A model without checkpoints is not continued: the run would start anew, and the old model would pass for the new
+    run's."""
     folder.check_run_dir(tmp_path, [], overwrite=False)
-    for name, own in (("checkpoints", "mine.pt"), ("model", "weights.bin")):
+    for name, own in (("checkpoints", "step-1/mine.pt"), ("model", "weights.bin")):
         (tmp_path / name).mkdir()
+        folder.check_continued_dir(tmp_path)
+        (tmp_path / name / own).parent.mkdir(exist_ok=True)
         (tmp_path / name / own).touch()
         inputs = ["owner/name", str(tmp_path / name / "base")]
         problems = [
             explain(folder.check_run_dir, tmp_path, [], overwrite=False),
             explain(folder.check_run_dir, tmp_path, inputs, overwrite=True),
+            explain(folder.check_continued_dir, tmp_path) if name == "model" else folder.check_continued_dir(tmp_path),
         ]
         assert problems == snapshot(name=name)
         folder.check_run_dir(tmp_path, [], overwrite=True)
