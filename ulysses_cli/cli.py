@@ -131,6 +131,7 @@ FEW_COLLECTIONS = 20_000
 
 def run() -> None:
     """Entry point of the `ulysses` command."""
+    from ulysses_cli.plan.ledger.kept import keep_on_disk
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
     from ulysses_cli.run import host
@@ -139,7 +140,8 @@ def run() -> None:
     gc.set_threshold(FEW_COLLECTIONS)  # Python looks for cycles after 700 new objects; a plan makes millions
     printing.open_closed_streams()
     try:
-        app()
+        with keep_on_disk():
+            app()
     except RecipeError as error:  # about the machine: a command reports problems of its recipe itself
         printing.print_problems(error.problems)
         sys.exit(USAGE)

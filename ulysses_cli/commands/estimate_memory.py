@@ -3,13 +3,11 @@ With --trace a child process traces a step; its result is cached under a hash of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import PIPE
 from typing import TYPE_CHECKING, Annotated, Any
@@ -333,14 +331,13 @@ def read_length(key: str, text: str | None) -> int:
     return number
 
 
-DEPENDS_ON = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
-ROOMS = ("train", "prove", "plan")
 SHOWN_CHARS = 2000
 
 
 def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> dict[str, Any]:
     """For a recipe that passed its checks. Takes minutes, or no time where the result is in the cache. Raises
     RecipeError where the trace fails."""
+    from ulysses_cli.plan.ledger.kept import get_cache_folder
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
     from ulysses_cli.run import host
@@ -351,7 +348,7 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
         "levers": vars(levers),
         "world_size": make_layout(recipe).world_size,
     }
-    file = _get_folder() / f"{compute_key(request)}.json"
+    file = get_cache_folder() / "traces" / f"{compute_key(request)}.json"
     try:
         return {**json.loads(file.read_text(encoding="utf-8")), "from_cache": True}
     except (OSError, ValueError):
@@ -375,21 +372,8 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
 def compute_key(request: Mapping[str, Any]) -> str:
     """A hash of the request, of the code that is traced and of the packages that it uses. Paths of data and of the run
     do not count."""
+    from ulysses_cli.plan.ledger.kept import hash_code, hash_text
+
     recipe = {name: value for name, value in request["recipe"].items() if name != "run"}
     recipe["data"] = {name: value for name, value in recipe["data"].items() if name not in ("datasets", "store_dir")}
-    digest = hashlib.sha256(json.dumps({**request, "recipe": recipe}, sort_keys=True, default=str).encode())
-    for package in DEPENDS_ON:
-        try:
-            digest.update(f"{package} {version(package)}".encode())
-        except PackageNotFoundError:
-            digest.update(package.encode())
-    root = Path(__file__).parents[1]
-    for room in ROOMS:
-        for file in sorted((root / room).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:32]
-
-
-def _get_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "ulysses" / "traces"
+    return hash_text(hash_code() + json.dumps({**request, "recipe": recipe}, sort_keys=True, default=str))

@@ -206,8 +206,7 @@ def _compute_loss_bytes(job: Job) -> float:
 
 def _get_attention(job: Job, gpu: Gpu) -> tuple[float, float]:
     """Shares of the peak, forward and backward, by the model's widest heads."""
-    widths = [layer.attention.head_dim for layer in job.shape.layers if layer.attention is not None]
-    is_narrow = max(widths, default=0) <= NARROW_HEAD
+    is_narrow = max((mixer.head_dim for mixer in job.shape.attentions), default=0) <= NARROW_HEAD
     return gpu.get_attention(is_packed=job.kernel in PACKED_KERNELS, is_narrow=is_narrow)
 
 
@@ -331,7 +330,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     if not saved or not levers.gradient_checkpointing:
         return _compute_speed(job, gpu)
     none, every = replace(levers, saved_layers=0), replace(levers, saved_layers=0, gradient_checkpointing=False)
-    again, once = (_compute_speed(replace(job, levers=each), gpu) for each in (none, every))
+    again, once = (_compute_speed(job.with_levers(each), gpu) for each in (none, every))
     return _join_speeds(again, once, min(1.0, saved / job.shape.num_layers))
 
 

@@ -94,13 +94,19 @@ BACKWARD_RECURRENCE = 3.0  # two products for each of the forward's, whose state
 
 def compute_recurrence_flops(job: Job) -> float:
     """Forward, of one rank in a micro-step: what convolutions and recurrences do for each token."""
-    return float(sum(map(count_state_flops, job.shape.layers))) * job.local_tokens
+    return _count_recurrence(job.shape)[0] * job.local_tokens
 
 
 def compute_recurrence_bytes(job: Job) -> float:
     """Memory traffic of a forward of convolutions, with the copies around them."""
-    mixers = (mixer for layer in job.shape.layers for mixer in layer.mixers)
-    return float(job.dtype_bytes * sum(map(_count_convolution_passes, mixers))) * job.local_tokens
+    return job.dtype_bytes * _count_recurrence(job.shape)[1] * job.local_tokens
+
+
+@lru_cache(maxsize=64)
+def _count_recurrence(shape: ModelShape) -> tuple[float, float]:
+    """Operations, and elements read and written, for each token."""
+    mixers = (mixer for layer in shape.layers for mixer in layer.mixers)
+    return float(sum(map(count_state_flops, shape.layers))), float(sum(map(_count_convolution_passes, mixers)))
 
 
 def _count_convolution_passes(mixer: Mixer) -> int:

@@ -117,6 +117,12 @@ class Job:
         """Cheap, because every ledger looks up caches by job."""
         return hash((self.shape, self.layout, self.max_length, self.levers, self.batch, self.model))
 
+    def with_levers(self, levers: Levers) -> Job:
+        """The same with other levers, for searches: dataclasses.replace takes as long as it takes to judge one."""
+        own, other = vars(self), object.__new__(Job)
+        vars(other).update({name: own[name] for name in self.__dataclass_fields__}, levers=levers)
+        return other
+
     @cached_property
     def family(self) -> Family:
         return FAMILIES[self.shape.model_type]

@@ -5,11 +5,11 @@ differ in nothing that it can feel, such as the number of ranks, or how many lay
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.depth import Depth, Stack, Turn, Window, choose_depth, join_path, split_path
@@ -21,6 +21,7 @@ from ulysses_cli.plan.ledger.hooks import (
     name_moment,
 )
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, MemorySnapshot
+from ulysses_cli.plan.ledger.kept import Kept, KeptOnDisk
 from ulysses_cli.plan.ledger.stage3 import ShardedEngine, ShardSettings
 from ulysses_cli.plan.ledger.stage_1_and_2 import WholeEngine
 from ulysses_cli.plan.ledger.step import DTYPES, Recording, SizedRun, alone, read_stack
@@ -247,26 +248,7 @@ def _list_highest(holding: EngineBytes, alike: Alike) -> Iterator[Turn]:
             yield turns[at]
 
 
-T = TypeVar("T")
-
-
-class Kept:
-    """The last values that were made, by what they were made of."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.values = most, OrderedDict[Hashable, Any]()
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self.values:
-            self.values[key] = make()
-            while len(self.values) > self.most:
-                self.values.popitem(last=False)
-        self.values.move_to_end(key)
-        found: T = self.values[key]
-        return found
-
-
-STACKS, RECORDINGS, WALKS = Kept(64), Kept(256), Kept(256)
+STACKS, RECORDINGS, WALKS = Kept[Stack](64), Kept[Recording](256), Kept[EngineWalk | None](256)
 
 
 def run_step(job: Job, rank: int, *, runs_all: bool = False) -> dict[str, MemorySnapshot]:
@@ -401,6 +383,21 @@ def read_engine_settings(job: Job, rank: int) -> tuple[ShardSettings, int]:
 
 def find_moments(job: Job) -> dict[str, MemorySnapshot]:
     """Of each phase, that of the rank which is fullest then. Raises UnknownOperator for what has no sizes."""
+    return MOMENTS.get(job, None, lambda: _find_moments(job))
+
+
+def _pack_moments(moments: Mapping[str, MemorySnapshot]) -> dict[str, Any]:
+    return {phase: (moment.name, dict(moment.lines)) for phase, moment in moments.items()}
+
+
+def _unpack_moments(packed: Mapping[str, Any]) -> dict[str, MemorySnapshot]:
+    return {phase: MemorySnapshot(phase, name, lines) for phase, (name, lines) in packed.items()}
+
+
+MOMENTS = KeptOnDisk("moments", 256, _pack_moments, _unpack_moments)
+
+
+def _find_moments(job: Job) -> dict[str, MemorySnapshot]:
     found: dict[str, MemorySnapshot] = {}
     for rank in find_fullest_ranks(job):
         for phase, moment in run_step(job, rank).items():

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.hooks import GRADIENTS, LOGITS, MASTER, MOMENTS, PARAMETERS, SECOND
 from ulysses_cli.plan.ledger.job import Job, is_indexable
+from ulysses_cli.plan.ledger.kept import Kept, KeptOnDisk
 from ulysses_cli.plan.ledger.moments import (
-    Kept,
     find_fullest_ranks,
     forget_engine,
     join_walk,
@@ -81,7 +81,17 @@ def count_offloaded(job: Job) -> int:
     return sums[min(job.levers.offloaded_layers, len(sums) - 1)]
 
 
-NEEDS, PARTS = Kept(8192), Kept(1024)
+def _pack_parts(parts: Parts) -> list[Any]:
+    peaks, lower = ([[*part, size] for part, size in sizes.items()] for sizes in parts[:2])
+    return [peaks, lower, parts.saved]
+
+
+def _unpack_parts(packed: list[Any]) -> Parts:
+    peaks, lower = ({(phase, part): size for phase, part, size in sizes} for sizes in packed[:2])
+    return Parts(peaks, lower, tuple(packed[2]))
+
+
+NEEDS, PARTS = Kept[Needs](8192), KeptOnDisk("parts", 1024, _pack_parts, _unpack_parts)
 
 
 def _compute_needs(job: Job) -> Needs:
@@ -89,9 +99,9 @@ def _compute_needs(job: Job) -> Needs:
     levers, num_layers = job.levers, job.shape.num_layers
     if not levers.saved_layers or not levers.gradient_checkpointing:
         return _compute_even_needs(job)
-    some = _compute_even_needs(replace(job, levers=replace(levers, saved_layers=0)))
+    some = _compute_even_needs(job.with_levers(replace(levers, saved_layers=0)))
     every = replace(levers, saved_layers=0, gradient_checkpointing=False, offloaded_layers=0)
-    whole, first = _compute_even_needs(replace(job, levers=every)), num_layers - levers.saved_layers
+    whole, first = _compute_even_needs(job.with_levers(every)), num_layers - levers.saved_layers
     saved = [*_list_steps(some.sums)[:first], *_list_steps(whole.sums)[first:]]
     peaks, lower = Counter(some.peaks) | Counter(whole.peaks), Counter(some.lower) | Counter(whole.lower)
     return Needs(peaks, lower, (0, *accumulate(saved)), max(saved, default=0))
@@ -186,12 +196,12 @@ def _join(sizes: Mapping[Part, int]) -> dict[str, int]:
 def _find_fewest_chunks(job: Job, chunks: Sequence[int]) -> int:
     """Fewer cannot be indexed by any kernel."""
     levers = (replace(job.levers, head_chunks=number, tiled_mlp=True) for number in chunks)
-    fits = (each.head_chunks for each in levers if is_indexable(replace(job, levers=each)))
+    fits = (each.head_chunks for each in levers if is_indexable(job.with_levers(each)))
     return next(fits, chunks[-1])
 
 
 def _measure(own: Job, engine: Job, rank: int) -> Parts:
-    return PARTS.get((own, read_engine_settings(engine, rank)), lambda: _measure_anew(own, engine, rank))
+    return PARTS.get(own, read_engine_settings(engine, rank), lambda: _measure_anew(own, engine, rank))
 
 
 def _measure_anew(own: Job, engine: Job, rank: int) -> Parts:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.depth import choose_depth, find_number
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.kept import KeptOnDisk
 from ulysses_cli.plan.ledger.moments import get_stack
 from ulysses_cli.plan.ledger.step import SizedRun, alone, load_own
 from ulysses_cli.plan.levers import Levers
@@ -30,8 +30,14 @@ class Products(NamedTuple):
     widest_mlp: int
 
 
-@lru_cache(maxsize=64)
 def count_products(shape: ModelShape) -> Products:
+    return PRODUCTS.get(shape, None, lambda: _count_products(shape))
+
+
+PRODUCTS = KeptOnDisk("products", 64, list, lambda packed: Products(*packed))
+
+
+def _count_products(shape: ModelShape) -> Products:
     """Which module is an MLP, the lever says that runs MLPs in tiles. Raises UnknownOperator for what has no sizes."""
     job = Job(
         shape, Layout(), TOKENS, Levers(gradient_checkpointing=False), zero_stage=1, dtype_bytes=4

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ulysses_cli.plan.ledger.adapted_layers import QuantizedLinear, quantize_layers
 from ulysses_cli.plan.ledger.depth import find_layers, find_number
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.kept import KeptOnDisk
 from ulysses_cli.plan.ledger.step import DTYPES, alone, load_own, make_bare
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.sections import Lora
@@ -78,8 +79,19 @@ def get_weights(job: Job) -> Weights:
     return read_weights(job.model or job.shape, job.lora)
 
 
-@lru_cache(maxsize=64)
 def read_weights(shape: ModelShape, lora: Lora | None) -> Weights:
+    return WEIGHTS.get(shape, lora, lambda: _read_weights(shape, lora))
+
+
+WEIGHTS = KeptOnDisk(
+    "weights",
+    64,
+    lambda weights: [weights.every, weights.blocks],
+    lambda packed: Weights(tuple(Weight(*each) for each in packed[0]), tuple(map(tuple, packed[1]))),
+)
+
+
+def _read_weights(shape: ModelShape, lora: Lora | None) -> Weights:
     with alone():
         model = make_bare(shape, lora)
         weights = model.named_parameters()
@@ -92,11 +104,17 @@ def read_weights(shape: ModelShape, lora: Lora | None) -> Weights:
     return Weights(every, (before, *layers, behind))
 
 
-@lru_cache(maxsize=64)
 def list_linear_modules(shape: ModelShape) -> tuple[str, ...]:
     """Names of the linear layers that take an adapter, in the model's order. Experts are parts of one tensor and not
     layers; where peft adapts them by the names of an MLP, no layer of such a name takes one. () of a model whose file
     does not run on sizes."""
+    return LINEAR_MODULES.get(shape, None, lambda: _list_linear_modules(shape))
+
+
+LINEAR_MODULES = KeptOnDisk[tuple[str, ...]]("linear modules", 64, list, tuple)
+
+
+def _list_linear_modules(shape: ModelShape) -> tuple[str, ...]:
     try:
         with alone():
             model = make_bare(shape)

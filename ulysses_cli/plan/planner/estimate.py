@@ -115,7 +115,7 @@ def _list_changes(job: Job) -> Iterator[tuple[str, Job]]:
         ("memory.offload_param: none", {"offload_param": "none"}),
     ):
         if any(getattr(levers, name) != value for name, value in changed.items()):
-            yield words, replace(job, levers=replace(levers, **changed))
+            yield words, job.with_levers(replace(levers, **changed))
 
 
 DISK = "/mnt/nvme"
@@ -236,12 +236,12 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     settled = choice.make_job(recipe, shape, gpu)
     fit = judge(settled, ledger, gpu)
     # A longer row, or one that does not fit, leaves no memory for large tiles, early steps and whole weights.
-    frugal = replace(job, levers=stop_spending(choice.levers, open_names))
+    frugal = job.with_levers(stop_spending(choice.levers, open_names))
     own = job.max_length if fit.verdict == "fits" else 0  # which need not be a whole multiple
     return Estimate(
         gpu=gpu,
         job=settled,
-        longer=replace(job, levers=choice.levers),
+        longer=job.with_levers(choice.levers),
         choice=choice,
         ledger=ledger,
         fit=fit,

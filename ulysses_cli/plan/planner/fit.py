@@ -98,7 +98,7 @@ def fits(job: Job, gpu: Gpu) -> bool:
 
 def try_levers(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
     """The job's fit with other levers."""
-    return judge_indexable(replace(job, levers=levers), gpu)
+    return judge_indexable(job.with_levers(levers), gpu)
 
 
 def lower_stage(job: Job) -> Job | None:

@@ -135,7 +135,7 @@ def choose_for_job(
 ) -> tuple[LeverChoice, Ledger]:
     """What a search proposes and a run on sizes confirms, and that run's ledger. `stage_reason`: why the job has its
     stage of ZeRO; '' where it may be lower."""
-    settled, ledger = confirm(lambda room: replace(job, levers=_propose(job, room, open_names)), gpu)
+    settled, ledger = confirm(lambda room: job.with_levers(_propose(job, room, open_names)), gpu)
     lowered = stage_reason or choose_stage(settled, gpu)
     stage_reason = lowered if isinstance(lowered, str) else "all weights fit, and the GPU would wait for the processor"
     settled, ledger = (settled, ledger) if isinstance(lowered, str) else lowered
@@ -148,8 +148,8 @@ def _propose(job: Job, gpu: Gpu, open_names: list[str]) -> Levers:
     chosen = find_cheapest(job, gpu, open_names)
     if chosen is None:  # nothing fits: the levers that come nearest
         tried = [job.levers, *(replace(job.levers, **each) for each in list_last_measures(job, open_names))]
-        every = (one for each in tried for one in _walk_levers(replace(job, levers=each), _list_left(each, open_names)))
-        chosen = min(every, key=lambda levers: _count_need(replace(job, levers=levers), gpu))
+        every = (one for each in tried for one in _walk_levers(job.with_levers(each), _list_left(each, open_names)))
+        chosen = min(every, key=lambda levers: _count_need(job.with_levers(levers), gpu))
         judge_levers = partial(try_levers, job, gpu)
         least = judge_levers(chosen)
         if least is not None and least.spare_bytes >= 0 and "offloaded_layers" in open_names:  # the host is the wall
@@ -171,13 +171,13 @@ def find_cheapest(
     found = [_find_cheapest(job, open_names, judge_levers, may_fit)]
     if found[0] is None or not found[0][1]:
         for measure in list_last_measures(job, open_names):
-            given = replace(job, levers=replace(job.levers, **measure))
+            given = job.with_levers(replace(job.levers, **measure))
             names = [name for name in open_names if name not in measure]
             found.append(_find_cheapest(given, names, judge_levers, may_fit))
     fitting = [levers for levers, fits in filter(None, found) if fits]
     close = [levers for levers, fits in filter(None, found) if not fits]
     if len(fitting) > 1:
-        return min(fitting, key=lambda levers: compute_speed(replace(job, levers=levers), gpu).step_seconds)
+        return min(fitting, key=lambda levers: compute_speed(job.with_levers(levers), gpu).step_seconds)
     return next(iter(fitting + close), None)
 
 
@@ -257,7 +257,7 @@ def _lacks_host(job: Job, levers: Levers, most: Fit, judge_levers: Judge) -> boo
     without = judge_levers(replace(levers, offloaded_layers=0))
     if without is None or without.spare_bytes >= 0 or not without.fits_host:
         return without is None or not without.fits_host
-    layer_bytes = compute_saved_pinned(replace(job, levers=levers)) / levers.offloaded_layers
+    layer_bytes = compute_saved_pinned(job.with_levers(levers)) / levers.offloaded_layers
     num_needed = -without.spare_bytes / (MOST_SPARED * layer_bytes)
     host_excess = most.host_uncertainty_bytes - most.host_margin_bytes
     num_too_many = host_excess / (MOST_SPARED * layer_bytes * job.ranks_per_node)
@@ -303,7 +303,7 @@ def list_ranked_levers(job: Job, open_names: list[str]) -> tuple[Levers, ...]:
 @lru_cache(maxsize=256)
 def _rank_levers(job: Job, open_names: tuple[str, ...]) -> tuple[Levers, ...]:
     def rank(levers: Levers) -> tuple[bool, float]:
-        return not is_tried(replace(job, levers=levers)), _count_cost(levers, job.levers)
+        return not is_tried(job.with_levers(levers)), _count_cost(levers, job.levers)
 
     return tuple(sorted(_walk_levers(job, open_names), key=rank))
 
@@ -319,7 +319,7 @@ def list_strongest(job: Job) -> list[Levers]:
         "head_chunks": job.shape.common_heads // job.layout.ulysses_size,
         "offloaded_layers": count_most_offloaded(job.shape),
     }
-    given, names = replace(job, levers=replace(job.levers, **most)), [name for name in COSTS if name not in most]
+    given, names = job.with_levers(replace(job.levers, **most)), [name for name in COSTS if name not in most]
     jobs = [given, *(replace(given, levers=replace(given.levers, **each)) for each in list_last_measures(given, names))]
     every = (levers for each in jobs for levers in _walk_levers(each, _list_left(each.levers, names)))
     walked = [levers for levers in every if levers.gradient_checkpointing is not False]
@@ -341,7 +341,7 @@ def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
     best, chosen = find_max_length(job, gpu), job.levers
     multiple = job.layout.sp_size * ROW_MULTIPLE
     for levers in list_strongest(job):
-        tried = replace(job, levers=levers)
+        tried = job.with_levers(levers)
         longer = best + max(1, best // multiple // 256) * multiple
         if _fits_somehow(replace(tried, max_length=longer), gpu):
             best, chosen = max(longer, find_max_length(tried, gpu, _find_rooms)), levers
@@ -436,7 +436,7 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit, open_names: Collection[str
         return f"the GPU has room for all that layers save: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
     if value == off:
         if fit.verdict == "fits" and name == RECOMPUTING:
-            saving = replace(job, levers=replace(job.levers, gradient_checkpointing=False, offloaded_layers=0))
+            saving = job.with_levers(replace(job.levers, gradient_checkpointing=False, offloaded_layers=0))
             needs = weigh_ledger(saving).gpu_peak_bytes / GIB
             return f"without it the peak would be {needs:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
         if fit.verdict == "fits":
@@ -446,7 +446,7 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit, open_names: Collection[str
         return "would not help" if fit.wall != "host" else "the host has no room for it"
     # What is on a disk would be on the host instead.
     instead, lesser = ("on the host", {name: "cpu"}) if value == "nvme" else ("without it", {name: off})
-    without = replace(job, levers=replace(job.levers, **lesser))
+    without = job.with_levers(replace(job.levers, **lesser))
     if not is_indexable(without):
         return "without it a kernel would see 2^31 elements"
     if name in ("tiled_loss", "tiled_mlp") and not is_tried(without):

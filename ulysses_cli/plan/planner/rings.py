@@ -48,7 +48,7 @@ def is_slower(plan: Candidate, other: Candidate) -> bool:
 def may_win(layout: Layout, plan: Candidate) -> bool:
     """Whether another ring gains enough with the plan's levers. What layers save, and what of it leaves the GPU, is the
     same on any ring."""
-    own = replace(plan.job, levers=replace(plan.job.levers, offloaded_layers=0))
+    own = plan.job.with_levers(replace(plan.job.levers, offloaded_layers=0))
     mine, other = (compute_speed(job, plan.gpu).step_seconds for job in (own, change_ring(own, layout)))
     return other <= (1 - RING_GAIN) * mine
 

@@ -212,7 +212,7 @@ def compute_bound(job: Job, gpu: Gpu, levers: Levers) -> Speed:
     """No step with the same states, recomputation and MLPs in tiles is faster: with all that saves time, as if it took
     no memory, and with as much of the exchange hidden as there can be."""
     early = ALL_GROUPS if levers.offload_optimizer == "cpu" else 0
-    speed = compute_speed(replace(job, levers=replace(levers, leaf_layers=True, early_groups=early)), gpu)
+    speed = compute_speed(job.with_levers(replace(levers, leaf_layers=True, early_groups=early)), gpu)
     hidden = 0.0 if explain_no_overlap(job.shape, job.layout.ulysses_size) else MOST_HIDDEN * speed.parts["exchange"]
     return replace(speed, step_seconds=speed.step_seconds - hidden)
 
@@ -248,7 +248,7 @@ class LedgersOfJob:
         if held not in self.least:
             states = replace(OFF, offload_optimizer=levers.offload_optimizer, offload_param=levers.offload_param)
             tried = replace(states, gradient_checkpointing=not saves_all, tiled_mlp=held[1])
-            self.least[held] = weigh_least_ledger(replace(self.job, levers=tried))
+            self.least[held] = weigh_least_ledger(self.job.with_levers(tried))
         return self.least[held]
 
     def _count_saved(self, gpu: Gpu, levers: Levers) -> int:
@@ -284,7 +284,7 @@ class LedgersOfJob:
         return list_smallest(self.job)
 
     def judge(self, gpu: Gpu, levers: Levers) -> Fit | None:
-        tried = replace(self.job, levers=levers)
+        tried = self.job.with_levers(levers)
         if levers not in self.measured:
             self.measured[levers] = weigh_ledger(tried) if is_indexable(tried) else None
         ledger = self.measured[levers]

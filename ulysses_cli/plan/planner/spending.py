@@ -33,11 +33,11 @@ def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Collectio
     most: dict[str, Any] = {
         "large_tiles": int(levers.tiled_mlp or levers.tiled_loss),
         "leaf_layers": 0,
-        "early_groups": 0 if _find_no_overlap(replace(job, levers=levers)) else count_groups(job) - 1,
+        "early_groups": 0 if _find_no_overlap(job.with_levers(levers)) else count_groups(job) - 1,
     }
     for name in open_names:
         if name == "leaf_layers":  # of which tiles change the gain
-            most[name] = int(_explain_no_leaves(replace(job, levers=levers), gpu) == "")
+            most[name] = int(_explain_no_leaves(job.with_levers(levers), gpu) == "")
         if name in most:
             levers = _spend_most(job, gpu, levers, name, most[name])
     return _overlap_exchange(job, gpu, levers, open_names)
@@ -54,7 +54,7 @@ EFFICIENT_CHUNK = 128 * 1024
 def _overlap_exchange(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str]) -> Levers:
     """Exchanges a chunk of heads while another attends: in as many chunks as are predicted to take least time, of those
     with which the job fits."""
-    job = replace(job, levers=levers)
+    job = job.with_levers(levers)
     if "overlap_exchange" in open_names:
         overlaps, _ = _find_gains(job, gpu, open_names)
     else:
@@ -87,7 +87,7 @@ def _list_overlaps(job: Job, gpu: Gpu, open_names: Collection[str]) -> list[Job]
         queries = job.micro_step_tokens // job.layout.ring_size
         least = 1 if job.levers.overlap_exchange else EFFICIENT_CHUNK / queries
         numbers += [n for n in list_divisors(heads) if n > own and heads // n >= least]
-    tried = [replace(job, levers=replace(job.levers, head_chunks=n, overlap_exchange=True)) for n in numbers if n > 1]
+    tried = [job.with_levers(replace(job.levers, head_chunks=n, overlap_exchange=True)) for n in numbers if n > 1]
     return sorted(filter(is_indexable, tried), key=lambda each: compute_speed(each, gpu).step_seconds)
 
 
@@ -97,13 +97,13 @@ def _explain_no_leaves(job: Job, gpu: Gpu) -> str:
         return why
     if job.world_size == 1:
         return "one rank gathers nothing"
-    tried = (replace(job, levers=replace(levers, leaf_layers=each)) for each in (True, False))
+    tried = (job.with_levers(replace(levers, leaf_layers=each)) for each in (True, False))
     with_them, without = (compute_speed(each, gpu).step_seconds for each in tried)
     return "" if with_them < without else "the GPU does not wait for the processor"
 
 
 def _explain_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
-    in_turn = replace(job, levers=replace(job.levers, overlap_exchange=False))
+    in_turn = job.with_levers(replace(job.levers, overlap_exchange=False))
     if not job.levers.overlap_exchange:
         return _find_gains(job, gpu, open_names)[1] or NO_ROOM
     now, before = compute_speed(job, gpu), compute_speed(in_turn, gpu)
@@ -113,7 +113,7 @@ def _explain_overlap(job: Job, gpu: Gpu, open_names: Collection[str]) -> str:
 
 def has_chunks_for_speed(job: Job, gpu: Gpu) -> bool:
     """Whether the job would fit with all heads exchanged at once."""
-    at_once = replace(job, levers=replace(job.levers, head_chunks=1, overlap_exchange=False))
+    at_once = job.with_levers(replace(job.levers, head_chunks=1, overlap_exchange=False))
     return job.levers.overlap_exchange and judge(at_once, weigh_ledger(at_once), gpu).verdict == "fits"
 
 
@@ -125,8 +125,8 @@ def _stop_recomputing(job: Job, gpu: Gpu, levers: Levers, open_names: Collection
     for tiled_loss in (False, True) if "tiled_loss" in open_names and not levers.tiled_loss else (levers.tiled_loss,):
         saving = replace(levers, gradient_checkpointing=False, saved_layers=0, tiled_loss=tiled_loss)
         fit = try_levers(job, gpu, saving)
-        if fit is not None and fit.verdict == "fits" and is_tried(replace(job, levers=saving)):
-            seconds = [compute_speed(replace(job, levers=each), gpu).step_seconds for each in (saving, levers)]
+        if fit is not None and fit.verdict == "fits" and is_tried(job.with_levers(saving)):
+            seconds = [compute_speed(job.with_levers(each), gpu).step_seconds for each in (saving, levers)]
             return saving if seconds[0] < seconds[1] else levers
     return levers
 
@@ -141,9 +141,9 @@ def _save_layers(job: Job, gpu: Gpu, levers: Levers, open_names: Collection[str]
         return levers
     tiles = dict.fromkeys((levers.tiled_loss, levers.tiled_loss or "tiled_loss" in open_names))
     sets = [replace(levers, tiled_loss=tiled_loss) for tiled_loss in tiles]
-    sets = [each for each in sets if is_tried(replace(job, levers=each))]
+    sets = [each for each in sets if is_tried(job.with_levers(each))]
     tried = [_spend_most(job, gpu, each, "saved_layers", job.shape.num_layers - 1) for each in sets]
-    seconds = {each: compute_speed(replace(job, levers=each), gpu).step_seconds for each in (levers, *tried)}
+    seconds = {each: compute_speed(job.with_levers(each), gpu).step_seconds for each in (levers, *tried)}
     best = min(seconds, key=lambda each: seconds[each])
     return best if seconds[best] <= (1 - LEAST_SAVED) * seconds[levers] else levers
 
@@ -225,7 +225,7 @@ def explain_spending(job: Job, gpu: Gpu, name: str, fit: Fit, open_names: Collec
     if name == "leaf_layers":
         if value:
             return "the GPU would wait for the processor"
-        off = replace(job, levers=replace(levers, leaf_layers=False))
+        off = job.with_levers(replace(levers, leaf_layers=False))
         return _explain_no_leaves(off, gpu) or NO_ROOM
     if reason := _find_no_overlap(job):
         return reason

@@ -48,7 +48,7 @@ class LengthSweep:
 def compute_sweep(job: Job, gpu: Gpu, open_names: Collection[str] = ()) -> LengthSweep:
     """`open_names`: levers that the recipe leaves open. Those of them that spend memory are off, since a longer row has
     none left; where every lever is on, all that spend memory are off."""
-    job = replace(job, levers=replace(job.levers, **{name: getattr(OFF, name) for name in open_names}))
+    job = job.with_levers(replace(job.levers, **{name: getattr(OFF, name) for name in open_names}))
     names = [name for name in open_names if name not in SPENDING]
     lengths = tuple(SHORTEST << power for power in range(NUM_LENGTHS))
     world = job.layout.replica_size
@@ -114,7 +114,7 @@ def _choose_fits(job: Job, gpu: Gpu, lengths: tuple[int, ...], open_names: list[
 def _find_most(job: Job, open_names: list[str]) -> Levers:
     """The most of the open levers, among those with which kernels can index the job."""
     ranked = list_ranked_levers(job, open_names)
-    return next((levers for levers in reversed(ranked) if is_tried(replace(job, levers=levers))), ranked[-1])
+    return next((levers for levers in reversed(ranked) if is_tried(job.with_levers(levers))), ranked[-1])
 
 
 def _has_room(fit: Fit) -> bool:

@@ -172,6 +172,9 @@ def give_default(*_: Any, **__: Any) -> Callable[..., Any]:
     )
 
 
+EXECUTED: set[str] = set()  # files of transformers, in this process
+
+
 class Executed:
     """A module, what it holds when a run begins, and its own functions that keep results."""
 
@@ -234,6 +237,7 @@ class ModelSources:
         self.modules[name] = module
         sys.modules[module.__name__] = module  # dataclasses look there
         exec(_compile(path), vars(module))
+        EXECUTED.add(str(path))
         if name == "integrations.moe":
             module._grouped_mm = self.torch["torch"]._grouped_mm  # type: ignore[attr-defined]
         self.executed.append(Executed(module))
