@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ulysses_cli.hub import SHIPPED_TABLE
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.adapted_layers import LoraLinear
 from ulysses_cli.plan.ledger.depth import Depth
-from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.products import count_products
 from ulysses_cli.plan.ledger.step import SizedRun, alone
 from ulysses_cli.plan.ledger.weights import list_linear_modules, read_weights
@@ -34,8 +35,11 @@ from ulysses_cli.plan.models.layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import resolve
+from ulysses_cli.plan.rows.indexing import RowSizes, size_call
 from ulysses_cli.plan.rules.check import check_recipe
+from ulysses_cli.plan.sizes.library import CustomOperator
 from ulysses_cli.plan.sizes.sources import read_defaults
+from ulysses_cli.plan.sizes.tensor import Running
 from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
 from ulysses_cli.train.model.adapters import choose_layers
 from ulysses_cli.train.model.loading import find_unused_weights, stretch_positions
@@ -105,6 +109,39 @@ def test_products_with_weights_are_those_that_torch_counts(model_type: str) -> N
     counts = counter.get_flop_counts()["Global"]
     found = sum(counts.get(name, 0) for name in (torch.ops.aten.mm, torch.ops.aten.addmm))
     assert found == 2 * 8 * (sum(count_products(shape)[:2]) + shape.vocab_size * shape.hidden_size)
+
+
+SPLIT = (Layout(1, 1, 4, 2), 1), (Layout(1, 1, 2), 1), (Layout(1, 1, 2), 2)
+
+
+@pytest.mark.parametrize("model_type", sample_every(16, sorted(FAMILIES)))
+@pytest.mark.parametrize(("layout", "chunks"), sample(SPLIT, SPLIT[:1], ()))
+def test_the_census_knows_the_largest_calls_of_a_run_on_sizes(model_type: str, layout: Layout, chunks: int) -> None:
+    """On a ring a call may get fewer queries and keys. The census reads a shape's layers (plan/rows/indexing.py), since
+    a rule asks before anything runs, and a search asks thousands of times."""
+    config = make_hybrid_config(model_type) if model_type in HYBRIDS else make_config(model_type, **LAYERS)
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    if layout.sp_size // layout.ring_size not in shape.sp_sizes or shape.ring_obstacle:
+        layout = Layout()
+    sizes = RowSizes(1024, layout.sp_size, layout.ring_size, chunks, tiled_mlp=False, is_quantized=False)
+    every = tuple(range(shape.num_layers))
+    calls, rows = list[list[Any]](), [0]
+    with alone():
+        levers = Levers(gradient_checkpointing=False, head_chunks=chunks)
+        run = SizedRun(Job(shape, layout, 1024, levers), 0, Depth(every, every))
+        CustomOperator.inside = {"ulysses::attend": lambda *call: calls.append(list(call)) or 0}
+        Running.product = lambda a, b, _: rows.append(max(a.numel(), a.shape[0] * b.shape[-1]) if b.ndim == 3 else 0)
+        run.step()
+    told = {
+        (call.heads, call.kv_heads, call.head_dim): (call.queries, call.keys)
+        for call in (size_call(mixer, shape, sizes) for mixer in shape.attentions)
+    }
+    for q, k, v, *_ in calls:
+        queries, keys = told[q.shape[1], k.shape[1], max(q.shape[2], v.shape[2])]
+        is_whole = layout.ring_size == 1
+        assert (q.shape[0], k.shape[0]) == (queries, keys) if is_whole else q.shape[0] <= queries and k.shape[0] <= keys
+    width = max(shape.hidden_size, 2 * shape.moe_intermediate_size)
+    assert max(rows) <= sizes.local_tokens * max(1, shape.num_experts_per_token) * width
 
 
 def test_each_family_has_its_proof_on_ranks() -> None:
