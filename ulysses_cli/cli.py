@@ -33,7 +33,7 @@ from ulysses_cli.commands import (
     validate_config,
     verify,
 )
-from ulysses_cli.commands.options import EXIT_CODES, Command
+from ulysses_cli.commands.options import EXIT_CODES, Command, get_cache_folder
 from ulysses_cli.plan.problem import DONE, FAILED, USAGE, get_signal_code
 
 app = typer.Typer(
@@ -140,7 +140,7 @@ def run() -> None:
     gc.set_threshold(FEW_COLLECTIONS)  # Python looks for cycles after 700 new objects; a plan makes millions
     printing.open_closed_streams()
     try:
-        with keep_on_disk():
+        with keep_on_disk(get_cache_folder() / "sizes"):
             app()
     except RecipeError as error:  # about the machine: a command reports problems of its recipe itself
         printing.print_problems(error.problems)

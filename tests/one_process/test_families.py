@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.families import TELLING, has_experts, make_config
 from support.hybrids import HYBRIDS, make_hybrid_config
 from support.recipes import load
-from support.tiers import mark_by, sample_every
+from support.tiers import mark_by, sample, sample_every
 from support.training import make_recipe
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -31,7 +31,7 @@ def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.
         redirect_stdout(out),
         redirect_stderr(err),
         mock.patch.object(subprocess, "Popen", ServedPopen),
-        mock.patch.object(kept, "keep_on_disk", nullcontext),  # a test may have changed what runs execute
+        mock.patch.object(kept, "keep_on_disk", return_value=nullcontext()),  # a test may have changed what runs
     ):
         try:
             cli.run()

@@ -20,12 +20,12 @@ JOB = Job(LLAMA, Layout(1, 1, 8), 1 << 17, Levers())
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
 
 
 def ask(job: Job = JOB, others: object = None, made: int = 1) -> int:
     """Asks as a new command does, which would make this number."""
-    with keep_on_disk():
+    with keep_on_disk(Path("ulysses") / "sizes"):
         return KeptOnDisk[int]("numbers", 8, lambda number: [number], lambda packed: int(packed[0])).get(
             job, others, lambda: made
         )

@@ -22,6 +22,7 @@ from ulysses_cli.commands.options import (
     check_page,
     complete_gpus,
     end_with,
+    get_cache_folder,
     or_exit,
     write_page,
 )
@@ -337,7 +338,6 @@ SHOWN_CHARS = 2000
 def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> dict[str, Any]:
     """For a recipe that passed its checks. Takes minutes, or no time where the result is in the cache. Raises
     RecipeError where the trace fails."""
-    from ulysses_cli.plan.ledger.kept import get_cache_folder
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
     from ulysses_cli.run import host

@@ -4,6 +4,7 @@ trace."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -158,6 +159,10 @@ def write_page(file: Path, text: str) -> None:
 
     or_exit(write)
     printing.print_message(f"wrote {file}")
+
+
+def get_cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ulysses"
 
 
 def or_exit(call: Callable[[], T], output: Format = Format.text) -> T:

@@ -97,10 +97,6 @@ def hash_code() -> str:
     return digest.hexdigest()[:32]
 
 
-def get_cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ulysses"
-
-
 MOST_FILES, MOST_VALUES = 64, 4096
 
 
@@ -144,17 +140,18 @@ def list_facts(file: str) -> list[int]:
 
 
 class Disk:
-    files: ClassVar[dict[Path, KeptFile] | None] = None  # None: nothing is kept there
+    folder: ClassVar[Path | None] = None  # None: nothing is kept there
+    files: ClassVar[dict[Path, KeptFile]] = {}
 
 
 @contextmanager
-def keep_on_disk() -> Iterator[None]:
+def keep_on_disk(folder: Path) -> Iterator[None]:
     """Commands after this one have what is made inside."""
-    Disk.files = {}
+    Disk.folder = folder
     try:
         yield
     finally:
-        files, Disk.files = Disk.files, None
+        files, Disk.folder, Disk.files = Disk.files, None, {}
         for file in files.values():
             if file.added:
                 file.write()
@@ -162,10 +159,10 @@ def keep_on_disk() -> Iterator[None]:
 
 def find_file(of: Any) -> KeptFile | None:
     """Of the whole model of a job."""
-    if Disk.files is None:
+    if Disk.folder is None:
         return None
     shape = getattr(of, "model", None) or getattr(of, "shape", None) or of
-    path = get_cache_folder() / "sizes" / f"{hash_text(hash_code() + hash_shape(shape))}.json"
+    path = Disk.folder / f"{hash_text(hash_code() + hash_shape(shape))}.json"
     if path not in Disk.files:
         Disk.files[path] = KeptFile(path)
     return Disk.files[path]
