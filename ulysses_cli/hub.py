@@ -190,12 +190,6 @@ def load_table() -> dict[str, Mapping[str, Any]]:
     return table
 
 
-def _count_parameters(entry: Mapping[str, Any], shape: ModelShape) -> int | None:
-    """A user's file may leave it out."""
-    size = entry.get("num_parameters")
-    return size if isinstance(size, int) else find_num_parameters(shape)
-
-
 def summarize_table() -> list[ModelSummary]:
     """Every well-known model once, by name."""
     entries = {str(entry["repo"]): entry for entry in load_table().values()}

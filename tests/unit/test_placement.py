@@ -12,7 +12,7 @@ from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.layout import Coordinates, Layout, Placement, count_near_ranks, list_divisors
+from ulysses_cli.plan.layout import Layout, Placement, count_near_ranks, list_divisors
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import weigh_ledger
 from ulysses_cli.plan.levers import Levers
@@ -43,8 +43,7 @@ def test_copies_of_weights_and_machines(replicas: int, shards: int, sp_size: int
     if layout.world_size % num_nodes:
         return
     placement = Placement(layout, num_nodes)
-    at = {rank: (layout.get_coordinates(rank).dp_replicate, rank // placement.gpus_per_node)
-          for rank in range(layout.world_size)}  # fmt: skip
+    at = {rank: (rank // (shards * sp_size), rank // placement.gpus_per_node) for rank in range(layout.world_size)}
     for node in range(num_nodes):
         assert placement.list_copies(node) == sorted({copy for copy, where in at.values() if where == node})
     crossing = sum(len({where for copy, where in at.values() if copy == each}) > 1 for each in range(replicas))
@@ -151,32 +150,17 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts())
-def test_rank_and_coordinates_are_a_bijection(layout: Layout) -> None:
-    seen = [layout.get_coordinates(rank) for rank in range(layout.world_size)]
-    assert len(set(seen)) == layout.world_size
-    assert [layout.get_rank(at) for at in seen] == list(range(layout.world_size))
-    for rank in range(0, layout.world_size, 7):
-        at = seen[rank]
-        assert layout.get_dp_index(rank) == at.dp_replicate * layout.dp_shard_size + at.dp_shard
-
-
-@given(layouts())
 def test_sp_groups_partition_the_world(layout: Layout) -> None:
     groups, size = layout.sp_groups, layout.sp_size
     assert sorted(chain.from_iterable(groups)) == list(range(layout.world_size))
     assert {len(group) for group in groups} == {size}
-    for group in groups[:5]:  # along the group only the sp coordinate changes, in order
-        at = [layout.get_coordinates(rank) for rank in group]
-        assert [coordinates.sp for coordinates in at] == list(range(size))
+    for index, group in enumerate(groups[:5]):
         assert list(group) == list(range(group[0], group[0] + size)), "ranks of a row are neighbours"
-        assert len({coordinates._replace(sp=0) for coordinates in at}) == 1
+        assert {layout.get_dp_index(rank) for rank in group} == {index}
 
 
-def test_a_rank_outside_the_world_is_refused(snapshot: SnapshotAssertion) -> None:
-    layout = Layout(2, 2, 2)
-    said = [explain(layout.get_coordinates, bad, error=ValueError) for bad in (-1, 8)]
-    said.append(explain(layout.get_rank, Coordinates(0, 0, 2), error=ValueError))
-    assert [*said, explain(Layout, 0, 1, 1, error=ValueError)] == snapshot
+def test_an_empty_axis_is_refused(snapshot: SnapshotAssertion) -> None:
+    assert explain(Layout, 0, 1, 1, error=ValueError) == snapshot
 
 
 @given(st.integers(1, 5000))

@@ -9,18 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 Group = tuple[int, ...]
 GPUS_PER_NODE = 8  # of the usual machine
-
-
-class Coordinates(NamedTuple):
-    """A rank's place on each axis, slowest axis first."""
-
-    dp_replicate: int
-    dp_shard: int
-    sp: int
 
 
 @dataclass(frozen=True)
@@ -58,19 +49,6 @@ class Layout:
     def replica_size(self) -> int:
         """Ranks that hold one full copy of the parameters between them."""
         return self.dp_shard_size * self.sp_size
-
-    def get_coordinates(self, rank: int) -> Coordinates:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        outer, sp = divmod(rank, self.sp_size)
-        return Coordinates(*divmod(outer, self.dp_shard_size), sp)
-
-    def get_rank(self, at: Coordinates) -> int:
-        sizes = (self.dp_replicate_size, self.dp_shard_size, self.sp_size)
-        for name, index, size in zip(at._fields, at, sizes, strict=True):
-            if not 0 <= index < size:
-                raise ValueError(f"{name} {index} is outside an axis of {size}")
-        return (at.dp_replicate * self.dp_shard_size + at.dp_shard) * self.sp_size + at.sp
 
     def get_dp_index(self, rank: int) -> int:
         """Which of the dp_size rows of a micro-step this rank holds a slice of."""

@@ -53,11 +53,6 @@ def find_wide_size(facts: ConfigFacts, index: int) -> int:
     return facts.get_count("intermediate_size") * (1 + int(bool(borrows and facts.find("use_double_wide_mlp"))))
 
 
-def center(facts: ConfigFacts) -> bool:
-    """transformers: modeling_cohere.py, CohereLayerNorm; Command A may have RMSNorm instead."""
-    return facts.find("rms_norm_eps") is None
-
-
 LATENT = Family(latent=True)
 
 DENSE: dict[str, Family] = {
@@ -84,9 +79,9 @@ DENSE: dict[str, Family] = {
     "granite": Family(attention_scale="attention_multiplier"),
     "apertus": Family(query_key_norm="head"),
     "arcee": Family(),
-    "cohere": Family(norms_per_layer=1, centers_norms=center, query_key_norm="full", norms_queries="use_qk_norm"),
-    "cohere2": Family(norms_per_layer=1, centers_norms=center, kind_of_layer=slide_but_every(4)),
-    "cohere_compass_text": Family(norms_per_layer=1, centers_norms=center),
+    "cohere": Family(norms_per_layer=1, query_key_norm="full", norms_queries="use_qk_norm"),
+    "cohere2": Family(norms_per_layer=1, kind_of_layer=slide_but_every(4)),
+    "cohere_compass_text": Family(norms_per_layer=1),
     "cwm": Family(kind_of_layer=slide_but_first_of(4)),
     "ernie4_5": Family(),
     "exaone4": Family(query_key_norm="head", kind_of_layer=slide_but_every(4)),
@@ -189,7 +184,6 @@ EXPERTS: dict[str, Family] = {
     ),
     "cohere2_moe": Family(
         norms_per_layer=1,
-        centers_norms=center,
         kind_of_layer=slide_but_every(4),
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         dense_size=find_prefix_size,

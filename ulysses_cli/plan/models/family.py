@@ -140,7 +140,6 @@ class Family:
     norms_queries: Flag = True
     has_sinks: bool = False
     norms_per_layer: int = 2
-    centers_norms: Callable[[ConfigFacts], bool] = lambda facts: False
     gates_experts: bool = True
     has_experts: Chooses = _is_sparse
     enables_experts: Flag = True
