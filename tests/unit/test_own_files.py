@@ -124,10 +124,10 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", list(FOLDERS))
 def test_a_link_in_the_place_of_a_folder_is_removed_alone(name: str, tmp_path: Path) -> None:
     """A save, a clean-up and a resume went through it, or failed because of it."""
-    victim = link_to_victim(tmp_path / "run" / "checkpoints" / name)
+    link = tmp_path / "run" / "checkpoints" / name
+    victim = link_to_victim(link)
     FOLDERS[name](tmp_path / "run")
-    assert victim.read_text() == "mine"
-    assert not (tmp_path / "run" / "checkpoints" / name).is_symlink()
+    assert (victim.read_text(), link.is_symlink()) == ("mine", False)
 
 
 def test_a_swap_folder_is_never_opened_or_emptied_through_a_link(
@@ -139,8 +139,7 @@ def test_a_swap_folder_is_never_opened_or_emptied_through_a_link(
     remove_rank_files(folder)
     assert victim.read_text() == "mine"
     assert open_folder(folder, tmp_path / "run", 1000, 1000) == ""
-    assert not folder.is_symlink()
-    assert victim.read_text() == "mine"
+    assert (victim.read_text(), folder.is_symlink()) == ("mine", False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes links for another user")

@@ -116,9 +116,9 @@ def test_an_unknown_tokenizer_keeps_documents_whole_and_says_why(snapshot: Snaps
 
 
 def test_no_cut_before_letters_that_a_token_joins_to_a_space() -> None:
-    rule = find_cut_rule(make_odd("").to_str())
-    assert rule.find_cuts("a b " * 100, 20)
-    assert all(("a b " * 100)[at - 1] == "b" for at in rule.find_cuts("a b " * 100, 20))
+    text = "a b " * 100
+    cuts = find_cut_rule(make_odd("").to_str()).find_cuts(text, 20)
+    assert {text[at - 1] for at in cuts} == {"b"}
 
 
 @pytest.mark.check
