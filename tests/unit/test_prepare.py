@@ -27,7 +27,6 @@ from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tok
 from ulysses_cli.data.transaction import lock
 from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
 from ulysses_cli.plan.recipe.recipe import Model
-from ulysses_cli.readers.problems import DataError
 from ulysses_cli.report.data_report import format_sample
 
 
@@ -306,12 +305,6 @@ def test_leftovers_of_killed_processes_are_deleted_unless_locked(tmp_path: Path)
     with lock(tokens / ".held.lock", lambda: None):
         prepare(tmp_path)
         assert {file.name for file in tokens.glob(".*")} == {".held.lock", ".held.2.partial"}
-
-
-def test_a_store_that_cannot_be_written_gets_a_hint(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    write_texts(tmp_path)
-    (tmp_path / "store").write_text("a file")
-    assert explain(prepare, tmp_path, error=DataError) == snapshot
 
 
 @pytest.mark.check

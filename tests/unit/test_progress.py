@@ -65,8 +65,7 @@ def test_steps_between_logging_steps_are_silent_but_the_last_is_not() -> None:
 
 
 def test_the_time_left_counts_evaluations_and_saves() -> None:
-    steps = [{**STEP, "step": step} for step in (41, 42, 43)]  # resumed
-    lines = show(*steps, seconds=60)
+    lines = show(*({**STEP, "step": step} for step in (41, 42, 43)), seconds=60)  # resumed
     assert "eta_seconds=3420" in lines[-1]  # 57 steps of a minute, although a step takes 20 s
 
 

@@ -52,22 +52,30 @@ def read_documents(prepared: Prepared) -> list[tuple[list[int], list[int], list[
     return sorted(found)
 
 
+WEIGHED = [{"messages": chat, "weight": (at + 1) / 4} for at, chat in enumerate(CHATS)]
+
+
 @pytest.mark.parametrize(
-    ("words", "copies"),
+    ("chats", "words", "copies"),
     [
-        ((), 1),
-        (("data.packing=off",), 1),
-        (("data.max_length=400",), 2),  # no row holds a long chat: its texts hang on several stems
-        (("data.max_length=250", "data.excess_length_strategy=split"), 3),  # and the longest are cut
-        (("data.datasets.0.weight=2",), 1),
+        (CHATS, (), 1),
+        (WEIGHED, (), 1),
+        (CHATS, ("data.packing=off",), 1),
+        (CHATS, ("data.max_length=400",), 2),  # no row holds a long chat: its texts hang on several stems
+        (CHATS, ("data.max_length=250", "data.excess_length_strategy=split"), 3),  # and the longest are cut
+        (CHATS, ("data.datasets.0.weight=2",), 1),
     ],
 )
-def test_texts_on_one_copy_are_those_that_stand_alone(tmp_path: Path, words: tuple[str, ...], copies: int) -> None:
-    alone, shared = (prepare(tmp_path, CHATS, *words, can_share=can_share) for can_share in (False, True))
+def test_texts_on_one_copy_are_those_that_stand_alone(
+    tmp_path: Path, chats: list[Any], words: tuple[str, ...], copies: int
+) -> None:
+    alone, shared = (prepare(tmp_path, chats, *words, can_share=can_share) for can_share in (False, True))
     assert read_documents(shared) == read_documents(alone)
     rows = [open_rows(each.path, "train") for each in (alone, shared)]
     walked = [sorted(ids.tolist() for ids, _ in each.walk_documents()) for each in rows]
     assert walked[0] == walked[1]
+    weights = [sum(each.weigh_targets(row) or 0 for row in range(len(each))) for each in rows]
+    assert weights[0] == weights[1]
     tokens = [sum(each.count_tokens(row) for row in range(len(each))) for each in rows]
     counted = [each.report["splits"]["train"]["num_tokens"] for each in (alone, shared)]
     assert tokens == counted
@@ -81,17 +89,6 @@ def test_texts_on_one_copy_are_those_that_stand_alone(tmp_path: Path, words: tup
         kept = shared.report["splits"]["train"]["sources"][0]
         assert kept["documents"] == len(CHATS)
     assert max(map(rows[1].count_tokens, range(len(rows[1])))) <= rows[1].max_length
-
-
-def test_weights_of_a_chat_are_those_of_all_of_its_texts(tmp_path: Path) -> None:
-    chats = [{"messages": chat, "weight": (at + 1) / 4} for at, chat in enumerate(CHATS)]
-    alone, shared = (prepare(tmp_path, chats, can_share=can_share) for can_share in (False, True))
-    assert read_documents(shared) == read_documents(alone)
-    weights = []
-    for each in (alone, shared):
-        rows = open_rows(each.path, "train")
-        weights.append(sum(rows.weigh_targets(row) or 0 for row in range(len(rows))))
-    assert weights[0] == weights[1]
 
 
 def test_the_report_counts_what_rows_hold(tmp_path: Path, snapshot: SnapshotAssertion) -> None:

@@ -56,46 +56,34 @@ def test_the_last_rank_removes_the_folder(folder: Path, tmp_path: Path, monkeypa
     remove_rank_files(None)
 
 
-def test_a_full_disk_is_refused_and_leftovers_are_named(
+def test_what_a_folder_cannot_do_is_said_and_it_is_removed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    other = folder.with_name("ulysses-0123456789ab")
-    other.mkdir()
-    usage = shutil.disk_usage(tmp_path)._replace(free=2**30)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert open_folder(folder, tmp_path / "run", 2**30, 1000) == snapshot
-    assert not folder.exists()
-    assert other.exists()
-    assert open_folder(folder, tmp_path / "run", 2**24, 1000) == ""
-
-
-def test_a_file_system_without_direct_writes_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    real = os.open
+    run, real, said = tmp_path / "run", os.open, {}
 
     def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, *rest, **more)
 
-    monkeypatch.setattr(os, "open", refuse)
-    assert open_folder(folder, tmp_path / "run", 1000, 1000) == snapshot
-    assert not folder.exists()
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    (tmp_path / "file").write_text("")
-    folder = name_folder(str(tmp_path / "file"), tmp_path / "run")
-    problem = open_folder(folder, tmp_path / "run", 1000, 1000)
-    assert problem.replace(folder.name, "FOLDER") == snapshot
-
-
-def test_a_limit_of_locked_memory_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
-    monkeypatch.setattr(states, "_may_lock_all", lambda: False)
-    assert open_folder(folder, tmp_path / "run", 1 << 19, 8 << 20) == ""
-    assert open_folder(folder, tmp_path / "run", 1 << 19, 16 << 20) == snapshot
-    assert not folder.exists()
+    other = folder.with_name("ulysses-0123456789ab")
+    other.mkdir()
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)._replace(free=2**30)
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        said["a full disk"] = open_folder(folder, run, 2**30, 1000)
+        assert open_folder(folder, run, 2**24, 1000) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        said["no direct writes"] = open_folder(folder, run, 1000, 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+        patch.setattr(states, "_may_lock_all", lambda: False)
+        said["little locked memory"] = open_folder(folder, run, 1 << 19, 16 << 20)
+        assert not folder.exists()
+        assert open_folder(folder, run, 1 << 19, 8 << 20) == ""
+    assert other.exists(), "it may be another run's"
+    (tmp_path / "file").touch()
+    below = name_folder(str(tmp_path / "file"), run)
+    said["a file in its place"] = open_folder(below, run, 1000, 1000).replace(below.name, "FOLDER")
+    assert said == snapshot
