@@ -13,9 +13,7 @@ from support.checkpoints import make_checkpoint
 from support.recipes import load
 from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
-from typer.testing import CliRunner
 
-from ulysses_cli.cli import app
 from ulysses_cli.plan.files import find_address, name_local_copy
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.run import bucket as transfers
@@ -242,23 +240,6 @@ def test_a_copy_that_is_not_there_is_explained_with_its_place(
     said = [*map(str, validate_recipe(str(recipe)).problems), explain(downloads.bring_inputs, str(recipe), [], print)]
     assert said == snapshot
     assert not any(path.is_file() for path in home.rglob("*"))
-
-
-def test_data_of_a_bucket_or_the_hub_are_not_looked_at_and_the_plan_says_so(
-    home: Path, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
-        "model: {name_or_path: Qwen/Qwen3-8B}\ndata:\n  max_length: 1024\n"
-        "  datasets: [{path: s3://mine/texts.jsonl}, {path: owner/chats}, {type: synthetic}]\n"
-        "  eval_datasets: [{path: owner/chats, split: test}]\n"
-    )
-    done = CliRunner().invoke(app, ["validate-config", str(recipe)])
-    assert [line for line in done.stdout.splitlines() if line.startswith("data ")] == snapshot(name="plan")
-    copy = home / ".cache/ulysses/s3/mine/texts.jsonl"
-    copy.parent.mkdir(parents=True)
-    copy.touch()
-    assert CliRunner().invoke(app, ["validate-config", str(recipe)]).stderr == snapshot(name="an empty copy")
 
 
 def test_addresses_and_their_copies() -> None:
