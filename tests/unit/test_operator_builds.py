@@ -5,6 +5,8 @@ import os
 import queue
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,17 @@ from ulysses_cli.run.host import (
 from ulysses_cli.run.launcher import make_environment
 
 
-def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def elsewhere(name: str, value: object) -> Iterator[None]:
+    """Another CPU, or another place of the packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, name, lambda *_: value)
+        host._name_environment.cache_clear()
+        yield
+    host._name_environment.cache_clear()
+
+
+def test_the_folder_is_of_one_environment_and_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = get_builds_folder({"XDG_CACHE_HOME": "/c"})
     assert folder.parent == Path("/c/ulysses/operators")
     assert get_builds_folder({"XDG_CACHE_HOME": "/c", "TORCH_EXTENSIONS_DIR": "/t"}) == Path("/t") / folder.name
@@ -31,23 +43,16 @@ def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", "/me")
     assert get_builds_folder({}) == Path("/me/.cache/ulysses/operators") / folder.name
     for name, other in (("read_cpu_kind", ("an older CPU",)), ("_find_place", "/another/environment/torch")):
-        with monkeypatch.context() as patch:
-            patch.setattr(host, name, lambda *_, other=other: other)
-            host._name_environment.cache_clear()
+        with elsewhere(name, other):
             assert get_builds_folder({}).name != folder.name
-    host._name_environment.cache_clear()
 
 
-def test_an_image_has_one_folder_for_all_cpus_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
-    names = {}
+def test_an_image_has_one_folder_for_all_cpus_with_avx2() -> None:
+    flags, names = "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave", []
     for cpu in (f"{flags} avx512f", f"{flags} sha_ni", "sse avx"):
-        with monkeypatch.context() as patch:
-            patch.setattr(host, "read_cpu_kind", lambda cpu=cpu: ("a maker", cpu))
-            host._name_environment.cache_clear()
-            names[cpu] = [get_builds_folder({key: "1"}).name for key in ("ULYSSES_PORTABLE_OPERATORS", "OTHER")]
-    host._name_environment.cache_clear()
-    (first, first_own), (second, second_own), (old, old_own) = names.values()
+        with elsewhere("read_cpu_kind", ("a maker", cpu)):
+            names.append([get_builds_folder({key: "1"}).name for key in ("ULYSSES_PORTABLE_OPERATORS", "OTHER")])
+    (first, first_own), (second, second_own), (old, old_own) = names
     assert first == second
     assert first.endswith("-x86-64-v3")
     assert len({first, first_own, second_own, old_own}) == 4
