@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import pytest
 from support.checkpoints import make_checkpoint
@@ -143,18 +143,12 @@ def test_checkpoints_of_another_attempt_are_kept_and_not_used(bucket: Bucket, tm
     assert remote_checkpoints.list_objects(bucket).keys() == {2, 4, 6}
 
 
-def test_a_call_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, failures = bucket.files.pipe_file, [ConnectionError("reset"), TimeoutError()]
-
-    def pipe(*args: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(*args)
-
-    monkeypatch.setattr(bucket.files, "pipe_file", pipe)
-    with pytest.raises(BucketError, match="reset"):
-        bucket.put_bytes(b"content", "name")  # one pause, two attempts
-    bucket.put_bytes(b"content", "name")
+def test_a_call_that_fails_is_tried_again(bucket: Bucket) -> None:
+    answers = [TimeoutError(), ConnectionError("reset"), DEFAULT]
+    with patch.object(bucket.files, "pipe_file", wraps=bucket.files.pipe_file, side_effect=answers):
+        with pytest.raises(BucketError, match="reset"):
+            bucket.put_bytes(b"content", "name")  # one pause, two attempts
+        bucket.put_bytes(b"content", "name")
     assert bucket.read("name") == b"content"
 
 
@@ -183,16 +177,10 @@ def test_preflight_tries_the_address(tmp_path: Path, snapshot: SnapshotAssertion
     assert look("used", starts_anew=False) == []
 
 
-def make_recipe(address: str) -> str:
-    return f"""\
-model:
-  name_or_path: {address}/model
-data:
-  datasets:
-    - path: {address}/texts.jsonl
-  max_length: 64
-train:
-  max_steps: 1
+RECIPE = """\
+model: {name_or_path: "gs://mine/model"}
+data: {datasets: [{path: "gs://mine/texts.jsonl"}], max_length: 64}
+train: {max_steps: 1}
 """
 
 
@@ -216,7 +204,7 @@ def test_a_model_and_data_are_downloaded_once(home: Path, tmp_path: Path) -> Non
     (remote / "model" / "deep" / "config.json").write_text("{}")
     (remote / "texts.jsonl").write_text('{"text": "a"}\n')
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(make_recipe("gs://mine"))
+    recipe.write_text(RECIPE)
     lines: list[str] = []
     for _ in range(2):
         downloads.bring_inputs(str(recipe), [], lines.append)
@@ -236,7 +224,7 @@ def test_a_copy_that_is_not_there_is_explained_with_its_place(
 ) -> None:
     """Without a network, and where it cannot be downloaded."""
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(make_recipe("gs://mine"))
+    recipe.write_text(RECIPE)
     said = [*map(str, validate_recipe(str(recipe)).problems), explain(downloads.bring_inputs, str(recipe), [], print)]
     assert said == snapshot
     assert not any(path.is_file() for path in home.rglob("*"))
