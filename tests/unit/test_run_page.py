@@ -83,33 +83,36 @@ def test_the_page_shows_every_section_and_no_secret(tmp_path: Path, snapshot: Sn
     assert list_words(page, "Loss", "Speed") == snapshot(name="100 steps")
 
 
-def test_the_score_of_questions_between_steps_is_a_curve(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    lengths, scores = (4096, 32768), {4: (0.25, 0.125), 8: (0.75, 0.5)}
-    lines: list[dict[str, Any]] = [
-        {"step": step, "mean": [{"length": at, "score": score} for at, score in zip(lengths, own, strict=True)]}
-        for step, own in scores.items()
-    ]
-    write_lines(tmp_path / "run", *lines, {"step": 12, "mean": "torn"}, name="quality.jsonl")
-    assert list_sections(make(write_lines(tmp_path / "run", {"step": 1, "loss": 2.0}))[1]) == snapshot
-
-
-SHORT = {"step": 9, "texts": 2, "tokens": 300, "loss": 2.25, "difference": 0.05, "models": [
+SHORT = {"tokens": 300, "loss": 2.25, "difference": 0.05, "models": [
     {"model": "base", "loss": 2.2, "loss_low": 2.1, "loss_high": 2.3},
     {"model": "trained", "loss": 2.25, "loss_low": None, "loss_high": None,
      "difference": 0.05, "difference_low": 0.01, "difference_high": 0.09},
 ]}  # fmt: skip
+REWARDS = {"rewards/chosen": 0.5, "rewards/rejected": -0.25, "rewards/margins": 0.75}
+RUNS: dict[str, dict[str, list[dict[str, Any]]]] = {
+    "scores of questions": {"quality": [
+        {"step": 4, "mean": [{"length": 4096, "score": 0.25}, {"length": 32768, "score": 0.125}]},
+        {"step": 8, "mean": [{"length": 4096, "score": 0.75}, {"length": 32768, "score": 0.5}]},
+        {"step": 12, "mean": "torn"},
+    ]},
+    "short texts": {"short_check": [{**SHORT, "step": step, "texts": step} for step in (2, 4, 3)]},  # a resume at 3
+    "pairs of answers": {
+        "metrics": [{"step": step, "loss": 0.5, "rewards/accuracies": 0.25 * step, **REWARDS} for step in (1, 2, 3)],
+        "eval": [{"step": 2, "loss": 0.6, "rewards/accuracies": 0.625, **REWARDS}],
+    },
+    "one evaluation of chats": {"eval": [{"step": 3, "loss": 2.0,
+        "by_class": {"thoughts": {"loss": 1.25, "tokens": 4}, "calls": {"loss": 0.5, "tokens": 2}},
+        "by_turn": {"1": {"loss": 2.0, "tokens": 4}, "over 64": {"loss": 0.25, "tokens": 9}}}]},
+}  # fmt: skip
 
 
-def test_what_short_texts_lose_is_a_figure_and_a_table(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    lines = [{**SHORT, "step": step, "texts": step} for step in (2, 4, 3)]  # a resume has repeated step 3
-    write_lines(tmp_path / "run", *lines, name="short_check.jsonl")
-    summary, page = make(write_lines(tmp_path / "run", {"step": 4, "loss": 1.0}))
-    assert summary["short_check"] == lines[-1]
-    assert not find_undocumented("ulysses report", {"short_check": summary["short_check"]})
+@pytest.mark.parametrize("name", RUNS)
+def test_a_page_shows_what_files_of_a_run_hold(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> None:
+    for file, lines in ({"metrics": [{"step": 4, "loss": 1.0}]} | RUNS[name]).items():
+        write_lines(tmp_path / "run", *lines, name=f"{file}.jsonl")
+    summary, page = make(tmp_path / "run")
+    assert not find_undocumented("ulysses report", summary)
     assert list_sections(page) == snapshot
-    assert run_summary.tabulate_short_check(lines[-1])[1] == [
-        ("base", "2.2000", "2.1000 to 2.3000", "", ""), ("trained", "2.2500", "", "+0.0500", "+0.0100 to +0.0900")
-    ]  # fmt: skip
 
 
 def test_odd_short_checks_do_not_stop_the_page(tmp_path: Path) -> None:
@@ -119,15 +122,6 @@ def test_odd_short_checks_do_not_stop_the_page(tmp_path: Path) -> None:
         summary, page = make(folder)
         assert "short texts" not in [name for name, *_ in run_summary.list_figures(summary)]
         assert EVIL not in page
-
-
-def test_pairs_of_answers_have_charts_of_their_rewards(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    rewards = {"rewards/chosen": 0.5, "rewards/rejected": -0.25, "rewards/margins": 0.75}
-    lines = [{"step": step, "loss": 0.5, "rewards/accuracies": 0.25 * step, **rewards} for step in (1, 2, 3)]
-    write_lines(tmp_path, *lines)
-    write_lines(tmp_path, {"step": 2, "loss": 0.6, "rewards/accuracies": 0.625, **rewards}, name="eval.jsonl")
-    summary, page = make(tmp_path)
-    assert (summary["accuracy"], list_sections(page)) == (0.625, snapshot)
 
 
 def test_planted_markup_stays_text(tmp_path: Path) -> None:
@@ -179,15 +173,6 @@ def test_a_damaged_run_json_does_not_stop_the_page(tmp_path: Path) -> None:
         summary, page = make(folder)
         assert summary["last_step"] == 3
         assert "Loss" in page
-
-
-def test_one_evaluation_of_chats_is_bars_by_class_and_by_turn(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    parts = {
-        "by_class": {"thoughts": {"loss": 1.25, "tokens": 4}, "calls": {"loss": 0.5, "tokens": 2}},
-        "by_turn": {"1": {"loss": 2.0, "tokens": 4}, "over 64": {"loss": 0.25, "tokens": 9}},
-    }
-    write_lines(tmp_path / "run", {"step": 3, "loss": 2.0, **parts}, name="eval.jsonl")
-    assert list_sections(make(write_lines(tmp_path / "run", {"step": 3, "loss": 2.0}))[1]) == snapshot
 
 
 plain = st.recursive(
