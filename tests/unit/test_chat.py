@@ -1,5 +1,6 @@
 """Compares assistant_only_loss with a plain reader of the rendered text, character by character and token by token."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,10 +25,9 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 WORDS = st.text("abc XY.,\n'é你 ", min_size=1, max_size=12).filter(str.strip)
 
 
-def talk(texts: str, *, begins: str = "user") -> list[dict[str, str]]:
-    """A turn for each letter, by the user and the assistant in turn."""
-    roles = ("user", "assistant") if begins == "user" else ("assistant", "user")
-    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+def talk(texts: Sequence[str]) -> list[dict[str, str]]:
+    """By the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
 @cache
@@ -135,7 +135,7 @@ def test_turns_rendered_together_give_the_spans_of_single_turns(name: str, monke
     "name", sample(["chatml", "llama3", "mistral", "gemma", "plain", "qwen3"], quick=["llama3", "qwen3"])
 )
 def test_a_long_chat_takes_few_renderings(name: str) -> None:
-    turns = [{"role": ("user", "assistant")[at % 2], "content": f"turn {at}"} for at in range(400)]
+    turns = talk([f"turn {at}" for at in range(400)])
     whole = make_render(make_tokenizer(name), None)
     text, num_renderings = whole(turns), 0
 

@@ -128,25 +128,16 @@ PAIRS = ("preference.loss=sigmoid", "data.datasets.0.type=preference")
 SPLIT = ("data.assistant_only_loss=true", "data.on_rewritten_turns=split")
 
 
-ROPE: dict[str, dict[str, object]] = {
-    "longrope": {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
-    "dynamic in one kind of layer": {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default"},
-            "other": {"rope_type": "dynamic", "factor": 2.0},
-        }
-    },
-    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-}
+IN_ONE_KIND_OF_LAYER = {"full": {"rope_type": "default"}, "other": {"rope_type": "dynamic", "factor": 2.0}}
 
 
 @pytest.mark.parametrize(
     ("words", "changes", "is_exact"),
     [
         ((), {}, True),
-        ((), ROPE["yarn"], True),
-        ((), ROPE["longrope"], False),
-        ((), ROPE["dynamic in one kind of layer"], False),
+        ((), {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        ((), {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, False),
+        ((), {"rope_parameters": IN_ONE_KIND_OF_LAYER}, False),
         (("model.rope_scaling={type: dynamic, factor: 2}",), {}, False),
         (("model.attn_implementation=cudnn",), {}, False),
         ((), {"layer_types": ["linear_attention"] * 32}, False),

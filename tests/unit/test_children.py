@@ -184,10 +184,9 @@ def test_a_crash_writes_no_core_file_by_default(tmp_path: Path, setting: str | N
     assert not is_refused or not list(tmp_path.iterdir())
 
 
-def test_an_interrupt_of_the_command_alone_ends_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_the_command_alone_ends_its_child() -> None:
     """A terminal interrupts both; `kill -INT` and editors only the command. The child then gets SIGTERM."""
-    monkeypatch.setattr(host, "INTERRUPT_SECONDS", 0.2)
     child = host.start_module("http.server", ["0", "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL)
-    with pytest.raises(KeyboardInterrupt), host.ending(child):
+    with pytest.raises(KeyboardInterrupt), host.ending(child, interrupt_seconds=0.2):
         raise KeyboardInterrupt
     assert child.wait(10) == -signal.SIGTERM

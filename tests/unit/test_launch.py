@@ -101,11 +101,10 @@ def test_a_key_is_read_once_it_is_complete(
         patch.setattr(key.time, "sleep", lambda _: file.write_text("b" * 64))
         assert key.share_key(tmp_path) == "b" * 64
     key.drop_key(tmp_path, "another run's")
-    monkeypatch.setattr(key, "WRITE_SECONDS", 0.0)
     said = set()
     for text in ("", "\0" * 64, "a" * 63, "a" * 65, "A" * 64, "\ufffd" * 64, " " * 64):
         file.write_text(text, encoding="utf-8")
-        said.add(explain(key.share_key, tmp_path))
+        said.add(explain(key.share_key, tmp_path, seconds=0.0))
     file.unlink()
     monkeypatch.setattr(os, "fsync", refuse_with(errno.ENOSPC))
     said.add(explain(key.share_key, tmp_path))
@@ -134,11 +133,9 @@ def test_a_master_that_only_this_machine_reaches_is_refused(
     """/etc/hosts may give 127.0.1.1 for the machine's own name."""
     assert nodes.find_route("127.0.0.1") == nodes.Route("127.0.0.1", "lo")
     assert nodes.find_route("localhost").interface == "lo"
-    monkeypatch.setattr(nodes, "NAME_SECONDS", 0.0)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: mean("127.0.1.1"))
-    problems = [explain(nodes.find_route, "gpu01")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: mean("nothing"))
-    assert [*problems, explain(nodes.find_route, "gpu01")] == snapshot
+    meanings = iter(("127.0.1.1", "nothing"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: mean(next(meanings)))
+    assert [explain(nodes.find_route, "gpu01", seconds=0.0) for _ in range(2)] == snapshot
 
 
 def mean(address: str) -> list[object]:
@@ -166,9 +163,9 @@ def test_a_master_that_knows_itself_by_a_loopback_address_takes_its_own(
     monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(entries, state))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: mean(meaning))
     monkeypatch.setattr(socket, "gethostname", lambda: "zeta.cluster")
-    monkeypatch.setattr(nodes, "NAME_SECONDS", 0.0)
     assert nodes.find_route("zeta", is_here=True) == nodes.Route("10.0.0.7", "eth0")
-    problems = [explain(nodes.find_route, "zeta"), explain(nodes.find_route, "alpha", is_here=True)]
+    asked = {"zeta": False, "alpha": True}
+    problems = [explain(nodes.find_route, host, is_here=is_here, seconds=0.0) for host, is_here in asked.items()]
     for added in ({"ib0": ["10.1.0.7"]}, {"ib0": [], "eth0": []}):
         entries |= added
         problems.append(explain(nodes.find_route, "zeta", is_here=True))

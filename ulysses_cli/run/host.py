@@ -53,7 +53,7 @@ def _end_with_parent(parent: int, libc: ctypes.CDLL) -> None:
 
 
 @contextmanager
-def ending(child: subprocess.Popen[str]) -> Iterator[None]:
+def ending(child: subprocess.Popen[str], interrupt_seconds: float = INTERRUPT_SECONDS) -> Iterator[None]:
     """Ends the child together with this block, in whatever way the block ends; the child removes its partial output."""
 
     def stop(number: int, _: object) -> None:
@@ -64,7 +64,7 @@ def ending(child: subprocess.Popen[str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:  # a terminal sends it to the child as well
         try:
-            child.wait(INTERRUPT_SECONDS)
+            child.wait(interrupt_seconds)
         except subprocess.TimeoutExpired:
             child.terminate()
         raise

@@ -64,7 +64,7 @@ FILE = "key"
 MIN_LETTERS = 32
 NUM_BYTES = 32
 COMPLETE = re.compile(rf"[0-9a-f]{{{2 * NUM_BYTES}}}")
-WRITE_SECONDS = 10.0  # wait this long for the content of a file that another machine has created
+WRITE_SECONDS = 10.0
 
 
 def read_given_key(environ: Mapping[str, str]) -> str | None:
@@ -76,13 +76,14 @@ def read_given_key(environ: Mapping[str, str]) -> str | None:
     return key or None
 
 
-def share_key(run_dir: Path) -> str:
-    """Makes or reads the key file. Machines that start at the same time agree, because only one can create it."""
+def share_key(run_dir: Path, seconds: float = WRITE_SECONDS) -> str:
+    """Makes or reads the key file. Machines that start at the same time agree, because only one can create it. The
+    content of a file that another machine has created is waited for."""
     file = run_dir / FILE
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        return _read(file)
+        return _read(file, seconds)
     except OSError as error:
         raise _refuse(file, f"cannot be made: {error.strerror}") from None
     key = secrets.token_hex(NUM_BYTES)
@@ -107,8 +108,8 @@ def drop_key(run_dir: Path, key: str) -> None:
         return
 
 
-def _read(file: Path) -> str:
-    end = time.monotonic() + WRITE_SECONDS
+def _read(file: Path, seconds: float) -> str:
+    end = time.monotonic() + seconds
     while not COMPLETE.fullmatch(key := _read_private(file)):  # after a crash a disk may hold zeros instead of it
         if time.monotonic() > end:
             raise _refuse(file, "is not complete", f"delete it, or set {KEY} to the same secret on every machine")

@@ -42,13 +42,13 @@ class Route:
     interface: str
 
 
-def find_route(host: str, *, is_here: bool = False) -> Route:
-    """`is_here`: this machine is the one that others reach as `host`. Raises RecipeError if there is no route, or if it
-    leads to this machine itself."""
+def find_route(host: str, *, is_here: bool = False, seconds: float = NAME_SECONDS) -> Route:
+    """`is_here`: this machine is the one that others reach as `host`; `seconds`: how long its name is tried. Raises
+    RecipeError if there is no route, or if it leads to this machine itself."""
     is_own_name = is_here and _shorten(host) == _shorten(socket.gethostname())
     if is_own_name and _finds_no_other(host):
         return _find_own_route(host)
-    family, address = _resolve(host)
+    family, address = _resolve(host, seconds)
     if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and not _means_loopback(host):
         message = f"{host} is {address[0]} on this machine, where no other machine can reach it"
         raise _refuse_address(message, "give --master-addr as the address by which the other machines reach it")
@@ -94,9 +94,9 @@ def find_interface(address: str) -> str:
     return ""
 
 
-def _resolve(host: str) -> tuple[int, tuple[str, int]]:
+def _resolve(host: str, seconds: float) -> tuple[int, tuple[str, int]]:
     """The host's first address that is not a loopback one, if there is one: a machine often has 127.0.1.1 as well."""
-    end = time.monotonic() + NAME_SECONDS
+    end = time.monotonic() + seconds
     while True:
         try:
             entries = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
