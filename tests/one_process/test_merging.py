@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from support.exports import ADAPTERS, adapt, check_same_logits, export, read_tensors
 from support.paths import ROOT
 from support.refusals import explain
+from support.tiers import mark_by
 from syrupy.assertion import SnapshotAssertion
 from transformers import AutoModelForCausalLM
 
@@ -62,19 +63,34 @@ def merge_both(
 TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projections, plain ones
 
 
+OF_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": OF_EXPERTS, "rank_pattern": dict.fromkeys(OF_EXPERTS, 2)}
+DORA = {"use_dora": True}
+WHOLE = {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}
+OTHERS = [
+    *((kind, more) for kind in ("phi3", "qwen3") for more in (WHOLE, DORA, {**WHOLE, **DORA})),
+    *((kind, EXPERTS) for kind in ("qwen3_moe", "gpt_oss", "granitemoe")),  # one by one in files, transposed, whole
+]
+
+
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
+    ("model_type", "more"),
+    [
+        *(pytest.param(name, {}, marks=mark_by(name in TELLING, False)) for name in sorted(FAMILIES)),
+        *(pytest.param(*case, marks=pytest.mark.check) for case in OTHERS),
+    ],
 )
-def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path) -> None:
+def test_adapters_are_merged_as_peft_merges_them(model_type: str, more: dict[str, Any], tmp_path: Path) -> None:
     family = FAMILIES[model_type]
     targets = UNSHARED if family.shares_blocks else NAMED if family.refused_by_peft else "all-linear"
-    config, adapted, checkpoint, _ = adapt(tmp_path, model_type, target_modules=targets)
-    ours, reference, folder = merge_both(tmp_path, config, adapted, checkpoint, target_modules=targets)
+    settings = {"target_modules": targets, **more}
+    config, adapted, checkpoint, _ = adapt(tmp_path, model_type, **settings)
+    ours, reference, folder = merge_both(tmp_path, config, adapted, checkpoint, **settings)
     assert len(list(folder.glob("*.safetensors"))) > 1
     before = read_tensors(tmp_path / "base")
     changed = {name for name in ours if not torch.equal(ours[name], before[name])}
     assert changed == {name for name in reference if not torch.equal(reference[name], before[name])}
-    assert len(changed) >= (2 * 4 if targets == "all-linear" else 1)
+    assert len(changed) >= (2 * 4 if settings["target_modules"] == "all-linear" else 1)
 
 
 @pytest.mark.check
@@ -83,31 +99,6 @@ def test_adapters_on_a_weight_that_layers_share_are_not_merged(tmp_path: Path, s
     config, _, checkpoint, _ = adapt(tmp_path, "zamba2")
     assert explain(merge, tmp_path, config, checkpoint, torch.float32, torch.float32, error=CheckpointError) == snapshot
     assert not (tmp_path / "ours").exists()
-
-
-OF_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": OF_EXPERTS, "rank_pattern": dict.fromkeys(OF_EXPERTS, 2)}
-DORA = {"use_dora": True}
-WHOLE = {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("model_type", "more"),
-    [
-        *((kind, more) for kind in ("phi3", "qwen3") for more in (WHOLE, DORA, {**WHOLE, **DORA})),
-        *((kind, EXPERTS) for kind in ("qwen3_moe", "gpt_oss", "granitemoe")),  # one by one in files, transposed, whole
-    ],
-)
-def test_other_adapters_are_merged_as_peft_merges_them(model_type: str, more: dict[str, Any], tmp_path: Path) -> None:
-    config, adapted, checkpoint, _ = adapt(tmp_path, model_type, **more)
-    ours, _, _ = merge_both(tmp_path, config, adapted, checkpoint, **more)
-    before = read_tensors(tmp_path / "base")
-    is_changed = not torch.equal(ours["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
-    assert is_changed == ("modules_to_save" in more)
-    experts = [name for name in before if ".experts." in name or "_linear." in name]
-    assert all(torch.equal(ours[name], before[name]) is name.endswith("bias") for name in experts)
-    assert bool(experts) == ("rank_pattern" in more)
 
 
 @pytest.mark.check

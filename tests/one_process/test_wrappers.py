@@ -69,15 +69,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {**DEEP, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
     },
-    "mistral3": {
-        "text_config": {**TEXT, "model_type": "mistral"},
-        "vision_config": {**VISION, **IMAGE, "model_type": "pixtral", "head_dim": 8},
-        "tie_word_embeddings": False,
-    },
-    "mistral3 ministral3": {
-        "text_config": {**TEXT, "model_type": "ministral3"},
-        "vision_config": {**VISION, **IMAGE, "model_type": "pixtral", "head_dim": 8},
-        "tie_word_embeddings": False,
+    **{
+        name: {
+            "text_config": {**TEXT, "model_type": text},
+            "vision_config": {**VISION, **IMAGE, "model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": False,
+        }
+        for name, text in (("mistral3", "mistral"), ("mistral3 ministral3", "ministral3"))
     },
     **{
         name: {
