@@ -59,13 +59,10 @@ def test_a_secret_is_known_by_its_look(text: str, secret: str) -> None:
     assert json.loads(mask_text(json.dumps({"a": text, "b": 1})))["b"] == 1  # JSON stays JSON
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["the bearer of news", "npm_config_cache", "pypi-publish", "basic usage", "https://host/a?b=c", "num_tokens: 5",
-     "http://localhost:29400/x", "model.tokenizer: bytes"],
-)  # fmt: skip
-def test_other_words_are_not_masked(text: str) -> None:
-    assert mask_text(text) == text
+def test_other_words_are_not_masked() -> None:
+    words = ("the bearer of news", "npm_config_cache", "pypi-publish", "basic usage", "https://host/a?b=c")
+    for text in (*words, "num_tokens: 5", "http://localhost:29400/x", "model.tokenizer: bytes"):
+        assert mask_text(text) == text
 
 
 def test_names_of_settings() -> None:
