@@ -60,18 +60,6 @@ def read_documents(prepared: Prepared, split: Any = "train") -> list[str]:
     return [tokenizer.decode([i for _, ids in sorted(parts[number]) for i in ids]) for number in sorted(parts)]
 
 
-def test_a_second_prepare_reuses_all_and_notices_a_change(tmp_path: Path) -> None:
-    write_texts(tmp_path)
-    first = prepare(tmp_path)
-    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.*") if file.suffix != ".lock"}
-    events: list[Any] = []
-    assert prepare(tmp_path, events=events) == first
-    assert all(file.stat().st_mtime_ns == stamp for file, stamp in stamps.items())
-    assert not [event for event in events if event["event"] == "progress"]
-    write_texts(tmp_path, 13)
-    assert len(read_documents(prepare(tmp_path))) == 13
-
-
 def test_what_is_prepared_again_after_a_setting_changes(tmp_path: Path) -> None:
     wrap(train("gpt2")).save_pretrained(tmp_path / "tokenizer")
     write_texts(tmp_path)
@@ -89,29 +77,26 @@ def test_what_is_prepared_again_after_a_setting_changes(tmp_path: Path) -> None:
     assert list_made(f"model.tokenizer={tmp_path / 'tokenizer'}")[1] == 2
 
 
-def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Each element is a tokenizer that was loaded."""
-    loaded: list[Any] = []
+def test_a_second_prepare_reuses_all_until_files_or_settings_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, loaded, events = tmp_path / "tokenizer", list[Any](), list[Any]()
 
     def load(*words: Any) -> Any:
         loaded.append(load_tokenizer(*words))
         return loaded[-1]
 
     monkeypatch.setattr(tokenizer, "load_tokenizer", load)
-    return loaded
-
-
-def test_a_second_prepare_loads_no_tokenizer_until_its_files_or_settings_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "tokenizer"
     wrap(train("gpt2")).save_pretrained(folder)
     write_texts(tmp_path)
-    loaded, words = count_loads(monkeypatch), f"model.tokenizer={folder}"
+    words = f"model.tokenizer={folder}"
     first = prepare(tmp_path, words)
     assert len(loaded) == 1
-    assert prepare(tmp_path, words) == first  # with the same samples
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.*") if file.suffix != ".lock"}
+    assert prepare(tmp_path, words, events=events) == first  # with the same samples
     assert len(loaded) == 1
+    assert all(file.stat().st_mtime_ns == stamp for file, stamp in stamps.items())
+    assert not [event for event in events if event["event"] == "progress"]
     (tmp_path / "store" / "tokenizers.json").write_text('{"a": 1}')
     assert prepare(tmp_path, words) == first
     assert len(loaded) == 2
@@ -123,6 +108,8 @@ def test_a_second_prepare_loads_no_tokenizer_until_its_files_or_settings_change(
     assert len(loaded) == 4
     assert prepare(tmp_path, words, "model.trust_remote_code=true")  # its code may decide
     assert len(loaded) == 5
+    write_texts(tmp_path, 13)
+    assert prepare(tmp_path, words).report["sources"][0]["num_documents"] == 13
 
 
 def test_a_second_prepare_imports_no_library_of_models(tmp_path: Path) -> None:
