@@ -37,6 +37,7 @@ ENDLESS = {
     "a long text": MANY.replace("BODY", "{{ 'x' * 1000000 }}"),
     "one huge text": "{{ 'x' * 10 ** 11 }}",
     "a huge answer": "{{ 'x' * 2000000 }}",
+    "no Jinja": "{% for m in messages %}\n{{ m.content }",
 }
 
 # Jinja computes constants when it compiles a template: gigabytes, or minutes, before anything is rendered.
@@ -129,8 +130,8 @@ def test_a_renderer_that_was_closed_starts_again() -> None:
         assert one.connection is None
 
 
-@pytest.mark.parametrize("name", sample(ENDLESS, quick=["a loop"]))
-def test_a_template_that_never_ends_is_one_problem(
+@pytest.mark.parametrize("name", sample(ENDLESS, quick=["a loop", "no Jinja"]))
+def test_a_template_that_never_ends_or_begins_is_one_problem(
     monkeypatch: pytest.MonkeyPatch, name: str, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setattr(renderer, "SECONDS", 1.0 if "loop" in name else 20.0)
@@ -138,11 +139,6 @@ def test_a_template_that_never_ends_is_one_problem(
     monkeypatch.setattr(renderer, "MAX_CHARS", 1 << 20)
     block = Block("d.jsonl", "lines", [CHAT, CHAT, CHAT], 1, 5)
     assert explain(encode_block, make_encoder(ENDLESS[name]), "chat", block, error=DataError) == snapshot
-
-
-def test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats(snapshot: SnapshotAssertion) -> None:
-    encoder = make_encoder("{% for m in messages %}\n{{ m.content }")
-    assert explain(encode_block, encoder, "chat", Block("f", "lines", [CHAT, CHAT], 0), error=DataError) == snapshot
 
 
 def test_refusals_and_texts_reach_the_caller() -> None:
