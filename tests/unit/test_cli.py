@@ -47,18 +47,6 @@ def test_without_arguments_the_four_commands_of_a_first_hour_are_shown(tmp_path:
         assert "Usage:" in run(*words.split()[: 2 if words.startswith("recipes") else 1], "--help").stdout
 
 
-def test_problems_as_json(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    done = run("validate-config", TINY, str(tmp_path / "missing.yaml"), "--format", "json")
-    answer = json.loads(done.stdout)
-    assert (done.returncode, answer["valid"], answer["problems"]) == (2, False, snapshot)
-    assert [plan["num_processes"] for plan in answer["plans"]] == [2]
-    good = json.loads(run("validate-config", TINY, "--format", "json").stdout)
-    assert good["valid"] is True
-    assert good["plans"][0]["heads"] == {
-        "num_heads": 4, "num_kv_heads": 2, "local_heads": 2, "local_kv_heads": 1, "kv_heads_are": "sharded",
-    }  # fmt: skip
-
-
 def test_a_closed_pipe_is_no_failure_and_a_full_disk_is_one() -> None:
     command = f"{sys.executable} -m ulysses_cli validate-config {TINY}"
     for more, code in ((" | true; exit ${PIPESTATUS[0]}", 0), (" > /dev/full", 1)):

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from support.recipes import VALID
-from support.refusals import explain
-from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner
 
 from ulysses_cli import api
@@ -66,21 +64,6 @@ def test_each_value_has_the_place_of_its_own_file(base: Path) -> None:
     places = {key: str(loaded.locate(f"train.{key}")) for key in ("max_steps", "warmup_steps", "learning_rate")}
     assert places == {"max_steps": "base.yaml:10:14", "warmup_steps": "r.yaml:3:17", "learning_rate": "command line"}
     assert "extends" not in loaded.recipe.model_dump()
-
-
-def test_mistakes_of_both_files_are_told_at_once(base: Path, snapshot: SnapshotAssertion) -> None:
-    base.write_text(VALID + "  optim: x\n  warmup_stps: 3\nrun: {seed: 1, seed: 2}\n")
-    Path("r.yaml").write_text("extends: base.yaml\ntrain:\n  min_lr: -1\nrun: {seed: 3}\nmodle: {}\n")
-    assert explain(load_recipe, "r.yaml", ["train.max_steps=x"]) == snapshot
-
-
-def test_a_file_that_extends_none_may_be_extended(base: Path) -> None:
-    """What cannot be is in commands.txt."""
-    Path("a.yaml").write_text("extends: c.yaml\n")
-    Path("c.yaml").write_text("extends: null\n" + VALID)
-    assert load_recipe("a.yaml").recipe == load_recipe("base.yaml").recipe
-    Path("c.yaml").write_text(f"extends: {'x' * 5000}\n")
-    assert "5,000" in explain(load_recipe, "a.yaml")
 
 
 def test_a_path_is_relative_to_its_file(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from ulysses_cli.cli import app
 from ulysses_cli.data import sources
 from ulysses_cli.data.sources import load_hub_set
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
-from ulysses_cli.plan.ledger.weights import read_weights
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.plan.recipe.sections import Dataset
@@ -33,15 +32,10 @@ from ulysses_cli.plan.recipe.sections import Dataset
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 def find(name: str, *overrides: str) -> hub.ModelSource:
     return hub.find_model_shape(load(f"model.name_or_path={name}", *overrides).recipe)
-
-
-def complain(name: str, *overrides: str) -> str:
-    return explain(find, name, *overrides)
 
 
 def put(folder: Path, **changes: object) -> None:
@@ -61,19 +55,7 @@ def test_the_cache_by_branch_tag_and_commit(tmp_path: Path, snapshot: SnapshotAs
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("abc123")
     sources = [find("owner/own", *more).source for more in ((), ("model.revision=abc123",))]
-    assert [*sources, complain("owner/own", "model.revision=v2")] == snapshot
-
-
-def test_the_table_by_any_of_its_names_and_the_users_own(snapshot: SnapshotAssertion) -> None:
-    assert read_weights(find("meta-llama/Llama-3.1-8B").shape, None).num_elements == 8030261248
-    said = [find("meta-llama/llama-3.1-8b-instruct").source]
-    said.append(complain("meta-llama/Llama-3.1-8B", "model.revision=x"))
-    own = hub.get_user_folder() / "models"
-    own.mkdir(parents=True)
-    (own / "a.json").write_text(json.dumps({"repo": "meta-llama/Llama-3.1-8B", "config": LLAMA}))
-    assert find("meta-llama/Llama-3.1-8B").shape.num_layers == 2
-    (own / "b.json").write_text("{}")
-    assert [*said, complain("owner/x")] == snapshot
+    assert [*sources, explain(find, "owner/own", "model.revision=v2")] == snapshot
 
 
 def test_the_hub_is_not_asked_offline(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:

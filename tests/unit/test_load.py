@@ -138,9 +138,10 @@ def test_a_path_stands_for_a_source_and_a_source_for_a_list_of_one(name: str) ->
 
 
 def test_a_file_a_text_and_brackets_have_a_bound(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    (tmp_path / "r.yaml").write_bytes(b"#" * (1 << 21))
+    (tmp_path / "large.yaml").write_bytes(b"#" * (1 << 21))
+    (tmp_path / "over.yaml").write_text(f"extends: {'x' * 5000}\n")
     assert [
-        explain(load_recipe, tmp_path / "r.yaml"),
+        *(explain(load_recipe, tmp_path / name) for name in ("large.yaml", "over.yaml")),
         *complain(VALID, f"run.run_name={'x' * 5000}"),
         *map(str, check(f"run.sample_prompts=[{'a' * 20_001}]")),
         *complain(VALID + "run: " + "[" * 100_000),
