@@ -9,12 +9,7 @@ from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.plan.models.model_files import FOLDER, SHIPPED, read_template
 
-CHAT = [
-    {"role": "user", "content": "Hi "},
-    {"role": "assistant", "content": "Hello."},
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-]
+CHAT = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": "Hello."}]
 
 
 @cache
@@ -34,7 +29,7 @@ def test_every_shipped_template_is_tested() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_prompt_ends_where_the_answer_begins(name: str) -> None:
     asked = make_tokenizer(name).apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
-    answered = make_tokenizer(name).apply_chat_template(CHAT[:2], tokenize=False)
+    answered = make_tokenizer(name).apply_chat_template(CHAT, tokenize=False)
     answer = {"mistral": " Hello.</s>"}.get(name, f"Hello.{SHIPPED[name].end}")
     assert answered.removesuffix("\n") == asked + answer
 

@@ -1,4 +1,4 @@
-"""Tests what shells offer: through typer's own protocol, as the installed scripts ask for it, and in a real bash."""
+"""Tests what shells offer: the words themselves, and what a real bash asks the installed script for."""
 
 import os
 import shutil
