@@ -271,6 +271,11 @@ def test_the_schedule_is_transformers_own(choice: Any, warmup: int, num_steps: i
         assert ours(step) == pytest.approx(peak * theirs(step), rel=1e-12, abs=1e-300), step
 
 
+def test_a_warm_up_as_a_share_of_all_steps() -> None:
+    ours = make_schedule(Train(learning_rate=1.0, warmup_ratio=0.25, lr_scheduler_type="constant_with_warmup"), 16)
+    assert [ours(step) for step in range(6)] == [0.125, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
 @pytest.mark.check
 def test_a_rank_starts_without_what_it_does_not_need() -> None:
     """PEFT and bitsandbytes import a compiler, which takes more than a second of each rank's start."""
@@ -399,22 +404,18 @@ def test_data_that_one_machine_cannot_read_is_a_difference_and_no_lone_error(tmp
         compare_machines([(name, {"the content of the data": it}) for name, it in (("a", "1"), ("b", missing))])
 
 
-def test_sample_prompts_have_the_variables_of_the_template() -> None:
-    """Else a run would be shown answers to prompts that it does not train on."""
-    tokenizer = make_bytes_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if plan is defined %} [{{ plan }}]{% endif %}"
-    (prompt,) = encode_prompts(tokenizer, ["a"], as_chat=True, variables={"plan": "brief"})
-    assert tokenizer.decode(prompt.tokens) == "a [brief]"
-
-
-def test_the_template_of_sample_prompts_is_bounded(
+def test_the_template_of_sample_prompts_has_its_variables_and_is_bounded(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
-    """As every use of a template: it is a program that comes with the model."""
+    """As every use of a template: it is a program that comes with the model. Prompts have its variables, or a run would
+    be shown answers to prompts that it does not train on."""
     monkeypatch.setattr(renderer, "SECONDS", 1.0)
     tokenizer = make_bytes_tokenizer()
-    (prompt,) = encode_prompts(tokenizer, ["a"], as_chat=True)
-    assert tokenizer.decode(prompt.tokens) == "<|begin|>user\na<|end|>\n<|begin|>assistant\n"
+    (plain,) = encode_prompts(tokenizer, ["a"], as_chat=True)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if plan is defined %} [{{ plan }}]{% endif %}"
+    (planned,) = encode_prompts(tokenizer, ["a"], as_chat=True, variables={"plan": "brief"})
+    assert tokenizer.decode(plain.tokens) == "<|begin|>user\na<|end|>\n<|begin|>assistant\n"
+    assert tokenizer.decode(planned.tokens) == "a [brief]"
     said = []
     for template in ("{{ 'a' * 10 ** 10 }}", "{{ 10 ** (10 ** 8) }}"):
         tokenizer.chat_template = template

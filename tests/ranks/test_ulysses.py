@@ -14,6 +14,7 @@ from support.split_attention import (
     ALWAYS,
     DOCUMENTS,
     NEVER,
+    Collectives,
     Layout,
     attend,
     check,
@@ -183,6 +184,22 @@ def call_wrongly(ring_size: int) -> str:
 @pytest.mark.parametrize("ring_size", [1, 2])
 def test_documents_must_fill_the_rows(ring_size: int, snapshot: SnapshotAssertion) -> None:
     assert set(run_on_ranks(4, call_wrongly, ring_size)) == snapshot
+
+
+def count_collectives(problem: Problem) -> tuple[int, int]:
+    """Returns the numbers of collectives of a forward and of a backward."""
+    rows = make_local_rows(problem)
+    with Collectives() as forward:
+        out = attend(rows, problem, 1, NEVER)
+    with Collectives() as backward:
+        out.sum().backward()
+    return len(forward.sent), len(backward.sent)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("heads", [(8, 4), (8, 1), (24, 3)])
+def test_two_collectives_each_way(chunks: int, heads: tuple[int, int]) -> None:
+    assert set(run_on_ranks(4, count_collectives, Problem(*heads, chunks=chunks))) == {(2 * chunks, 2 * chunks)}
 
 
 def run_compiled(problem: Problem) -> float:
