@@ -1,7 +1,6 @@
 """Tests files that never end, never begin or are cut while they are read: each is one problem with its place."""
 
 import glob
-import gzip
 import json
 import os
 from contextlib import chdir
@@ -18,7 +17,6 @@ from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.files import expand_pattern
 from ulysses_cli.plan.models.model_files import find_weight_problem
 from ulysses_cli.plan.rules.files import check_datasets
-from ulysses_cli.readers import blocks
 from ulysses_cli.readers.files import list_files, walk_blocks
 from ulysses_cli.readers.problems import DataError
 
@@ -81,27 +79,6 @@ def test_special_files_are_named_and_not_opened(tmp_path: Path, snapshot: Snapsh
     dataset = load(f"data.datasets=[{{path: {tmp_path}, data_files: ['*.jsonl']}}]").recipe.data.datasets[0]
     source = open_source(dataset, "data.datasets.0", 0, hashes)
     assert source.facts["left_out"] == {"special file": {"count": 1, "example": str(tmp_path / "d.jsonl")}}
-
-
-PACKED = ["d.jsonl.gz", "d.json.gz", "d.csv.gz", "d.txt.gz", "d.parquet.gz", "d.arrow.gz", "d.jsonl.zst"]
-
-
-def test_a_file_that_expands_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    import pyarrow
-
-    content = b'{"text": "' + b" " * (8 << 20) + b'"}\n'
-    for name in PACKED:
-        monkeypatch.setattr(blocks, "FREE_BYTES", 1 << 20)
-        packed = pyarrow.compress(content, "zstd", asbytes=True) if name.endswith(".zst") else gzip.compress(content)
-        (tmp_path / name).write_bytes(packed)
-        said = explain(lambda file: list(walk_blocks([file])), tmp_path / name, error=DataError)
-        limit = max(1 << 20, 200 * len(packed)) / 2**20
-        assert said.replace(name, "FILE").replace(f" {limit:,.0f} MiB", " LIMIT") == snapshot(name="each")
-        if name.startswith("d.jsonl"):
-            monkeypatch.setattr(blocks, "FREE_BYTES", 16 << 20)
-            assert sum(len(block.content) for block in walk_blocks([tmp_path / name])) == 1
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -2,11 +2,12 @@
 
 import io
 import os
+import pty
 import re
 import select
-import struct
 import subprocess
 import sys
+import termios
 from typing import Any
 
 import pytest
@@ -134,10 +135,8 @@ AWAITED = "loading", r"step[ =]42/100|step=1/100", "$^"  # what a terminal shows
 
 def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
     """Returns (what the terminal got, stdout) of a process with a terminal of its own on stderr only."""
-    pty = pytest.importorskip("pty")
-    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
     main, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    termios.tcsetwinsize(other, (24, columns))
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
