@@ -93,6 +93,14 @@ def test_lines_of_code_can_be_answered(tmp_path: Path) -> None:
         assert len(wanted) < prompt.sample.max_new_tokens
 
 
+def test_few_lines_of_code_come_more_than_once(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text("\n".join(f"    {name}_{at} = add({at}, {at + 1})" for at in range(60)))
+    for prompt in make_prompts(plan_suites(["code"], Sources(code=tmp_path)), PROMPTER, Amount((4000,), 1), print):
+        assert len(prompt.tokens) + prompt.sample.max_new_tokens == 4000
+        assert prompt.sample.references[0] in prompt.sample.content
+
+
 def test_every_question_of_the_users_files_is_known_to_fit(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """One paragraph that is too long for the length is said before a model is loaded, not hours later."""
     texts = ["It is Ann."] * 30 + ["It is Ann. " * 500]
