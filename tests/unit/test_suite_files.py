@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from support.hub_server import SHA, TOKEN, Hub, serve_hub
+from support.hub_server import SHA, Hub, use_hub
 from support.refusals import explain
 from syrupy.assertion import SnapshotAssertion
 
@@ -31,7 +31,7 @@ def make_archive(**files: str) -> bytes:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serve_hub() as hub:
+    with use_hub(monkeypatch) as hub:
         hub.data_sets = {
             "some/infinite": {
                 "passkey.jsonl": json.dumps(PASSKEY).encode(),
@@ -43,11 +43,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             "some/words": {"README.md": b"words"},
             "some/torn": {"data.zip": b"no archive"},
         }
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield hub
 
 
@@ -67,21 +64,17 @@ def test_a_data_set_is_downloaded_once_and_read(hub: Hub, snapshot: SnapshotAsse
     assert sum("resolve" in request for request in hub.requests) == first
 
 
-def test_an_archive_is_unpacked(hub: Hub) -> None:
-    folder = find_suite_path("some/archive", ignore)
-    assert [sample.task for sample in read_suite("longbench", folder)] == ["trec"]
-    assert find_suite_path("some/archive", ignore) == folder
-    assert [file.relative_to(folder).as_posix() for file in folder.rglob("*.jsonl")] == [
-        "data.zip/data/data/trec.jsonl"
-    ]
-
-
-def test_archives_of_one_name_are_all_unpacked(hub: Hub) -> None:
+def test_archives_are_all_unpacked(hub: Hub) -> None:
+    """Once, also where they have one name."""
     rows = {"a/data.zip": "first", "b/data.zip": "second", "b.zip": "third"}
     hub.data_sets["some/three"] = {
         name: make_archive(trec=json.dumps({**TREC, "input": text})) for name, text in rows.items()
     }
-    asked = [sample.content for sample in read_suite("longbench", find_suite_path("some/three", ignore))]
+    folder = find_suite_path("some/three", ignore)
+    assert find_suite_path("some/three", ignore) == folder
+    files = [file.relative_to(folder).as_posix() for file in folder.rglob("*.jsonl")]
+    assert sorted(files) == [f"{name}/{Path(name).stem}/data/trec.jsonl" for name in sorted(rows)]
+    asked = [sample.content for sample in read_suite("longbench", folder)]
     assert sorted(text for question in asked for text in rows.values() if text in question) == sorted(rows.values())
 
 
