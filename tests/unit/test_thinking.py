@@ -31,26 +31,17 @@ def make_thinker(template: str, thinking: int = 0) -> Prompter:
     return make_prompter(tokenizer, thinking=thinking)
 
 
-@pytest.mark.parametrize(
-    ("template", "end", "thinks"),
-    [
-        (PLAIN, "<|im_start|>assistant\nIt is", False),
-        (QWEN3, "<|im_start|>assistant\n<think>\n\n</think>\n\nIt is", True),
-        (QWEN35, "<|im_start|>assistant\n<think>\n\n</think>\n\nIt is", True),
-        (DEEPSEEK, "<|im_start|>assistant\n</think>It is", False),
-        (GPT_OSS, "<|end|><|start|>assistant<|channel|>final<|message|>It is", True),
-    ],
-    ids=["never thinks", "can be told", "always begins", "thinks when told", "channels"],
-)
-def test_a_model_that_thinks_is_asked_to_answer_at_once(template: str, end: str, thinks: bool) -> None:
+def test_a_model_that_thinks_is_asked_to_answer_at_once(snapshot: SnapshotAssertion) -> None:
     """As the templates of Qwen3, Qwen3.5, DeepSeek-V3.1 and gpt-oss do. An answer of a few tokens has no room for a
     thought, and a start of the answer inside a thought would be read as one."""
-    prompter = make_thinker(template)
-    text, begin = prompter.render(SAMPLE)
-    assert text.endswith(f"Where is it?{'' if end.startswith('<|end|>') else '<|im_end|>' + chr(10)}{end}")
-    assert begin == text.index("Where")
-    assert len(prompter.list_notes()) == thinks
-    assert prompter.count_new_tokens(SAMPLE) == 8
+    templates = {"never thinks": PLAIN, "told": QWEN3, "always": QWEN35, "when told": DEEPSEEK, "channels": GPT_OSS}
+    shown = {}
+    for name, template in templates.items():
+        prompter = make_thinker(template)
+        text, begin = prompter.render(SAMPLE)
+        assert (begin, prompter.count_new_tokens(SAMPLE)) == (text.index("Where"), 8)
+        shown[name] = [text, *prompter.list_notes()]
+    assert shown == snapshot
 
 
 @pytest.mark.parametrize(
@@ -98,8 +89,7 @@ def test_a_question_without_the_models_template_is_answered_at_once() -> None:
     assert find_answer("assistant\n<think>\n", "It is here") is None
 
 
-def test_it_is_said_whether_a_model_thinks_and_one_that_cannot_is_refused(snapshot: SnapshotAssertion) -> None:
-    said = [note for tokens in (0, 100) for note in make_thinker(QWEN3, tokens).list_notes()]
-    said.append(explain(make_thinker, PLAIN, 10))
+def test_it_is_said_that_a_model_thinks_and_one_that_cannot_is_refused(snapshot: SnapshotAssertion) -> None:
+    said = [*make_thinker(QWEN3, 100).list_notes(), explain(make_thinker, PLAIN, 10)]
     said.append(explain(make_prompter, make_bytes_tokenizer(), with_template=False, thinking=10))
     assert said == snapshot
