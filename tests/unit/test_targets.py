@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from contextlib import closing
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -119,29 +120,28 @@ def test_a_turn_ends_with_the_token_at_which_the_model_stops(only_last: bool) ->
     assert list_runs(encoder, chat[:2], TURN) == [], "a document is not cut before its last token"
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "ends"),
-    [
-        (CHATML, [PLAIN, PLAIN], {"<|im_end|>": 4}),
-        (UNTIL_FINAL, [ROUND[:2]], {"<|im_end|>": 1}),
-        # this one also ends a thought: a model that stops there says nothing
-        (UNTIL_FINAL.replace("</think>", "<|im_end|>"), [ROUND[:2], ROUND], {"<|return|>": 1}),
-        (UNTIL_FINAL, [PLAIN], {"<|return|>": 1}),  # the first turn has another mark than where it is the last
-        ("{%- for m in messages %}{{- m.role ~ ': ' ~ m.content ~ '\n' }}{%- endfor %}", [PLAIN], {"</s>": 1}),
-    ],
-    ids=["chatml", "call", "ends a thought", "foreign", "none"],
-)
-@pytest.mark.parametrize("only_said", [True, False], ids=["answers", "all"])
-def test_ends_of_turns_are_known(
-    template: str, messages: list[list[Row]], ends: dict[str, int], only_said: bool
-) -> None:
-    encoder = Encoder(make_tokenizer(template), EncoderSettings(only_said, on_rewritten_turns="keep"))
-    counts = Counter[str]()
-    for chat in messages:
-        encoder.encode_documents(read_sample("chat", {"messages": [dict(message) for message in chat]}))
-        counts.update(encoder.counts)
-    assert targets.list_turn_ends([counts, {}]) == list(ends)
-    assert {end: counts[targets.ENDS + end] for end in ends} == ends
+CHATS: dict[str, tuple[str, list[list[Row]]]] = {
+    "chatml": (CHATML, [PLAIN, PLAIN]),
+    "call": (UNTIL_FINAL, [ROUND[:2]]),
+    # this one also ends a thought: a model that stops there says nothing
+    "ends a thought": (UNTIL_FINAL.replace("</think>", "<|im_end|>"), [ROUND[:2], ROUND]),
+    "foreign": (UNTIL_FINAL, [PLAIN]),  # the first turn has another mark than where it is the last
+    "none": ("{%- for m in messages %}{{- m.role ~ ': ' ~ m.content ~ '\n' }}{%- endfor %}", [PLAIN]),
+}
+
+
+def test_ends_of_turns_are_known(snapshot: SnapshotAssertion) -> None:
+    """The same whether all tokens are targets or what is said alone."""
+    ends: dict[str, dict[str, int]] = {}
+    for (name, (template, chats)), only_said in product(CHATS.items(), (True, False)):
+        encoder = Encoder(make_tokenizer(template), EncoderSettings(only_said, on_rewritten_turns="keep"))
+        counts = Counter[str]()
+        for chat in chats:
+            encoder.encode_documents(read_sample("chat", {"messages": [dict(message) for message in chat]}))
+            counts.update(encoder.counts)
+        found = {end: counts[targets.ENDS + end] for end in targets.list_turn_ends([counts, {}])}
+        assert ends.setdefault(name, found) == found
+    assert ends == snapshot
 
 
 @pytest.mark.parametrize("mode", ["keep", "split"])
