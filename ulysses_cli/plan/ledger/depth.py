@@ -134,7 +134,7 @@ class Depth:
                 leaf = None if each.leaf is None else _move(each.leaf, own, at)
                 grown.append(ModuleWeights(_move(each.path, own, at), names, leaf))
                 for name, source in zip(names, each.weights, strict=True):
-                    found.setdefault(name, replace(sizes[source], path=name))
+                    found.setdefault(name, sizes[source]._replace(path=name))
         return grown, _number(list(found.values()), sizes.values())
 
 
@@ -174,7 +174,7 @@ def _number(weights: list[WeightSize], sizes: Iterable[WeightSize]) -> list[Weig
         return (size.number, 0, 0) if layer is None else (firsts[size.is_late], layer, size.number)
 
     places = {size.path: place for place, size in enumerate(sorted(weights, key=rank))}
-    return [replace(size, number=places[size.path]) for size in weights]
+    return [size._replace(number=places[size.path]) for size in weights]
 
 
 @cache

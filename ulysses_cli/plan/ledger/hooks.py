@@ -112,8 +112,7 @@ class ModuleWeights:
     leaf: str | None = None
 
 
-@dataclass(frozen=True)
-class WeightSize:
+class WeightSize(NamedTuple):
     """`number`: weights are numbered as they are made. `is_late`: the engine is told of it at its start."""
 
     path: str

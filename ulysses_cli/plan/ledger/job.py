@@ -117,11 +117,14 @@ class Job:
         """Cheap, because every ledger looks up caches by job."""
         return hash((self.shape, self.layout, self.max_length, self.levers, self.batch, self.model))
 
-    def with_levers(self, levers: Levers) -> Job:
-        """The same with other levers, for searches: dataclasses.replace takes as long as it takes to judge one."""
+    def change(self, **changes: Any) -> Job:
+        """As dataclasses.replace, with which a search would spend a fifth of its time."""
         own, other = vars(self), object.__new__(Job)
-        vars(other).update({name: own[name] for name in self.__dataclass_fields__}, levers=levers)
+        vars(other).update({name: own[name] for name in self.__dataclass_fields__}, **changes)
         return other
+
+    def with_levers(self, levers: Levers) -> Job:
+        return self.change(levers=levers)
 
     @cached_property
     def family(self) -> Family:

@@ -319,8 +319,7 @@ def _plan_recording(job: Job, rank: int, depth: Depth, *, step_alone: bool) -> t
 
 def forget_engine(job: Job) -> Job:
     """Without what the engine alone reads."""
-    return replace(
-        job,
+    return job.change(
         layout=Layout(sp_size=job.layout.sp_size, ring_size=job.layout.ring_size),
         accumulation=1,
         optim="adamw",

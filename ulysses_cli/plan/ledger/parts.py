@@ -69,7 +69,7 @@ def weigh_least(job: Job) -> int:
     if job.levers.gradient_checkpointing is not False or job.num_branches:
         return held
     levers = Levers(gradient_checkpointing=False, tiled_mlp=job.levers.tiled_mlp, tiled_loss=True)
-    alone = replace(job, levers=levers, layout=ALONE, max_length=job.max_length // job.layout.sp_size)
+    alone = job.change(levers=levers, layout=ALONE, max_length=job.max_length // job.layout.sp_size)
     return held + _compute_needs(alone).sums[-1] if is_indexable(alone) else held
 
 
@@ -124,7 +124,7 @@ def _compute_even_needs(job: Job) -> Needs:
             first = first._replace(peaks=peaks, lower=lower)
         return first
     gathers = job.world_size > 1 or job.levers.offload_param != "none"
-    engine = replace(job, levers=levers, layout=SEVERAL if gathers else ALONE, accumulation=1)
+    engine = job.change(levers=levers, layout=SEVERAL if gathers else ALONE, accumulation=1)
     needs = _blend(job, own, engine, 0)
     held = _count_held(job)
     return needs._replace(peaks=_add_to_each(needs.peaks, held), lower=_add_to_each(needs.lower, held))
@@ -142,11 +142,10 @@ def _add_to_each(sizes: Mapping[str, int], more: int) -> dict[str, int]:
 
 def _forget_others(job: Job, levers: Levers) -> Job:
     """What runs: without the ranks that share no row with it, and what the engine or a machine alone reads."""
-    layout = Layout(sp_size=job.layout.sp_size, ring_size=job.layout.ring_size)
-    own = replace(forget_engine(job), layout=layout, levers=levers, zero_stage=job.zero_stage, engine=job.engine)
-    if job.num_branches or layout.ring_size > 1:
+    own = forget_engine(job).change(levers=levers, zero_stage=job.zero_stage, engine=job.engine)
+    if job.num_branches or job.layout.ring_size > 1:
         return own
-    return replace(own, max_length=job.micro_step_tokens, batch=1)
+    return own.change(max_length=job.micro_step_tokens, batch=1)
 
 
 def _blend(job: Job, own: Job, engine: Job, rank: int) -> Needs:

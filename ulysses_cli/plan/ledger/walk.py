@@ -49,6 +49,7 @@ class Recorded:
             window = Window(layer, own, own[0].at, end, number_work(layer, own))
             self.phases.setdefault(own[0].phase, []).append(window)
         self.work: dict[Depth, Hashable] = {}
+        self.tags: dict[tuple[int, int], Counter[Tag]] = {}
         self.late, self.changes = set[tuple[int, int]](), Counter[tuple[str, int]]()
         for phase, windows in self.phases.items():
             step = "step" if phase in ("forward", "backward") else phase
@@ -88,11 +89,13 @@ class Recorded:
         return not any(size for (_, own), size in self.changes.items() if own in stands)
 
     def count_tags(self, first: int, end: int) -> Counter[Tag]:
-        tags: Counter[Tag] = Counter()
-        for size, _, tag in self.events[first:end]:
-            if tag != GATHERED:
-                tags[tag] += size
-        return tags
+        """Kept, since one window stands for many layers: not to be changed."""
+        if (first, end) not in self.tags:
+            tags = self.tags[first, end] = Counter[Tag]()
+            for size, _, tag in self.events[first:end]:
+                if tag != GATHERED:
+                    tags[tag] += size
+        return self.tags[first, end]
 
 
 def _part_passes(marks: Sequence[HookMark]) -> list[HookMark]:
@@ -199,6 +202,7 @@ class EngineWalk:
         }
         self.pins: dict[str, list[Storage | None]] = {}
         self.parts: dict[int, list[tuple[HookMark, SplitPath, SplitPath]]] = {}
+        self.marks: dict[tuple[int, int], list[HookMark]] = {}
         self.found: dict[str, list[EngineBytes]] = {STEPPING: []}
         self.meter.measure_anew()
         engine.start()
@@ -246,10 +250,12 @@ class EngineWalk:
             self.parts[window.first] = [
                 (mark, split_path(mark.path, own), split_path(mark.weight, own)) for mark in window.marks
             ]
-        return [
-            HookMark(at, phase, work, join_path(path, layer), is_forward, join_path(weight, layer))
-            for (at, phase, work, _, is_forward, _), path, weight in self.parts[window.first]
-        ]
+        if (window.first, layer) not in self.marks:  # the same in each of the steps
+            self.marks[window.first, layer] = [
+                HookMark(at, phase, work, join_path(path, layer), is_forward, join_path(weight, layer))
+                for (at, phase, work, _, is_forward, _), path, weight in self.parts[window.first]
+            ]
+        return self.marks[window.first, layer]
 
     def _do(self, mark: HookMark) -> bool:
         """Returns whether a gradient was added to one that was there, and is gone before the engine does its work."""
