@@ -457,14 +457,14 @@ def write_nuls(folder: Path) -> str:
 @attack("models", "a chat template that is no Jinja, and a config that transformers refuses")
 def blame_others(folder: Path) -> str:
     return run_test(
-        "tests/unit/test_renderer.py::test_a_template_that_is_no_jinja_is_not_blamed_on_the_chats",
+        "tests/unit/test_renderer.py::test_a_template_that_never_ends_or_begins_is_one_problem[no Jinja]",
         "tests/unit/test_hub.py::test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer",
     )
 
 
 @attack("data", "an end mark of turns within a call, a tool or a variable of a chat")
 def forge_end(folder: Path) -> str:
-    return run_test("tests/unit/test_targets.py::test_end_marks_inside_of_a_chat_are_refused")
+    return run_test("tests/unit/test_snapshots.py", "-k", "marks and inside")
 
 
 @attack("recipes", "shell variables in the folders that a run makes")
@@ -707,10 +707,10 @@ def write_webhook(folder: Path) -> str:
 
 for name, test in (
     ("an address that is none, in a recipe", "tests/unit/test_snapshots.py -k check_notice"),
-    ("an address that is none", "tests/unit/test_notification.py -k is_none"),
+    ("an address that is none", "tests/unit/test_notification.py -k refuses"),
     (
         "a redirect, bytes that drip, a look-up without end",
-        "tests/unit/test_notification.py -k redirects or holds_no_end",
+        "tests/unit/test_notification.py -k refuses or holds_no_end",
     ),
     ("a program that leaves a process behind", "tests/unit/test_notification.py -k leaves_a_process_behind"),
 ):
