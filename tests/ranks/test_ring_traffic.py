@@ -115,7 +115,7 @@ def make_job(problem: Problem, layout: tuple[int, int], checkpointing: Checkpoin
         kind.attention,
         **sizes,
         value_head_dim=problem.width,
-        is_latent=problem.value_dim is not None,
+        is_latent=bool(problem.value_dim),
         window_tokens=problem.window,
     )
     shape = replace(LLAMA, **sizes, layers=(replace(kind, mixers=(mixer,)),), num_layers=1)
