@@ -234,12 +234,12 @@ def is_known(shape: ModelShape) -> bool:
 
 
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
-    """Raises RecipeError for a model of which weights are not known: a guess would look like an answer."""
+    """Raises RecipeError for a model that no run would train: a plan for one would look like an answer."""
     if is_known(shape):
         return
     why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
-    message = f"not all weights of {shape.name} are known, a model of type {shape.model_type}{why}"
-    hint = "estimate-memory needs no more than its config; known are most attention and recurrences, MLPs and experts"
+    message = f"{shape.name} is a model of type {shape.model_type}, which is not served{why}"
+    hint = "estimate-memory says what a GPU would need; `ulysses models` lists what is served"
     raise RecipeError([Problem(key, message, hint)])
 
 
