@@ -1,9 +1,11 @@
 """Tests weights in files: no pickle runs code, and NaN and infinity are named where they are read."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +23,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.run.checkpoints import CheckpointError
 from ulysses_cli.train.checkpoint.format import index_sources, read_range
+from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.model.loading import BuildError, ModelOptions, load_pretrained
 from ulysses_cli.train.tensor_file import find_file, find_nonfinite, is_finite
 
 NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(("norm", "was_applied"), [(2.0, True), (math.nan, False), (math.inf, False), (None, False)])
+def test_a_step_whose_norm_is_not_finite_was_not_applied(norm: float | None, was_applied: bool) -> None:
+    """DeepSpeed's bfloat16 optimizers say that they stepped."""
+    wrapped = SimpleNamespace(
+        module=SimpleNamespace(objective=None), was_step_applied=lambda: True, get_global_grad_norm=lambda: norm
+    )
+    groups: Any = None
+    engine = Engine(wrapped, groups, torch.device("cpu"), lambda _: 0.1, lambda: None, lambda _: None)
+    assert engine.read_update(0.1).was_applied is was_applied
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
