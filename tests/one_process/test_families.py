@@ -99,16 +99,23 @@ def test_all_linear_is_what_peft_adapts(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", sample_every(8, sorted(FAMILIES)))
-def test_products_with_weights_are_those_that_torch_counts(model_type: str) -> None:
-    """Products of attention and of recurrences are batched; those with weights are not."""
+def test_products_with_weights_and_norms_are_those_that_torch_runs(model_type: str) -> None:
+    """Products of attention and of recurrences are batched; those with weights are not. Norms with a gate are apart."""
     config = make_any_config(model_type)
     shape = read_shape(config)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    normed = [0]
+    for name, module in model.model.named_modules():
+        is_norm = "layers." in name and "Norm" in type(module).__name__ and "Gated" not in type(module).__name__
+        if is_norm:
+            module.register_forward_hook(lambda _, __, out: normed.append(out.numel()))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(8)[None])
     counts = counter.get_flop_counts()["Global"]
     found = sum(counts.get(name, 0) for name in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    assert found == 2 * 8 * (sum(count_products(shape)[:2]) + shape.vocab_size * shape.hidden_size)
+    products = count_products(shape)
+    assert found == 2 * 8 * (products.mlp + products.others + shape.vocab_size * shape.hidden_size)
+    assert sum(normed) == 8 * products.normed
 
 
 SPLIT = (Layout(1, 1, 4, 2), 1), (Layout(1, 1, 2), 1), (Layout(1, 1, 2), 2)

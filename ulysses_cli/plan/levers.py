@@ -53,7 +53,7 @@ def explain_no_leaves(shape: ModelShape, zero_stage: int, offload_param: Offload
     if offload_param == "nvme":
         return "weights on a disk are read in fewer buffers"
     shares = shape.family is not None and shape.family.shares_blocks
-    if shares or shape.per_layer_size or any(mixer.shares_kv for mixer in shape.attentions):
+    if shares or shape.has_per_layer_embeddings or any(mixer.shares_kv for mixer in shape.attentions):
         return "layers of this model read weights or keys of others"
     return ""
 

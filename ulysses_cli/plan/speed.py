@@ -26,7 +26,6 @@ from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_ti
 from ulysses_cli.plan.models.layers import (
     Layer,
 )
-from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rows.ring import count_pairs, measure_ring
 from ulysses_cli.plan.work import (
     compute_recurrence_flops,
@@ -64,7 +63,7 @@ def compute_host_seconds(job: Job, costs: HostCosts) -> float:
     """Of a micro-step: forward, recomputation, backward, and what brings gradients together."""
     levers, tokens, size = job.levers, job.local_tokens, job.shape.hidden_size
     layer = costs.get_layer(job.zero_stage, job.world_size)
-    if job.shape.query_key_norm:
+    if count_products(job.shape).norms_heads:
         layer += costs.head_norms
     if job.lora is not None:
         layer *= 1 + costs.adapters
@@ -270,23 +269,16 @@ def compute_elementwise_bytes(job: Job) -> float:
     b, h = job.dtype_bytes, job.shape.hidden_size
     norm = 2 * b if job.fused_norms else 28 + 4 * b
     rotation, activation = (2 if job.fused_gates else 12) * b, (3 if job.fused_gates else 5) * b
-    total = 0.0
+    total = float(norm * count_products(job.shape).normed)
     for kind, before in job.shape.kinds_before.items():
         view = job.view(kind)
         heads = view.query_width + view.own_kv_width if kind.attention else 0
-        norms = job.num_norms * h + count_normed(job.shape) + (heads if job.shape.query_key_norm else 0)
-        norms += 3 * h if kind.shared_block else 0  # of both its inputs, and before its MLP
         gates = sum(map(count_norm_passes, kind.mixers))
         width = view.shape.intermediate_size if kind.mlp else 0
         if kind.num_experts:
             width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
-        total += before[-1] * (norm * norms + rotation * heads + b * gates + 6 * b * h + activation * width)
+        total += before[-1] * (rotation * heads + b * gates + 6 * b * h + activation * width)
     return total * job.local_tokens
-
-
-def count_normed(shape: ModelShape) -> int:
-    """Of a layer's own vectors: the norm of the projected ones, and that of what they make."""
-    return shape.per_layer_size + shape.hidden_size if shape.per_layer_size else 0
 
 
 def compute_sum_bytes(job: Job) -> float:

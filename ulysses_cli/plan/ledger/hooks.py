@@ -28,8 +28,9 @@ PARAMETERS, GATHERED, SECOND = (
 GRADIENTS, BUCKET, FLUSHED = ((ENGINE, line) for line in ("gradients", "reduce_bucket", "reduce_flush"))
 MASTER, MOMENTS, STEPPED = ((ENGINE, line) for line in ("optimizer_master", "optimizer_adam", "optimizer_transients"))
 INPUTS, TRANSIENTS, MADE = ((ENGINE, line) for line in ("inputs", "engine_transients", "weights_made"))
+ATTENTION = "attention"
 ALIKE = {
-    **dict.fromkeys(("self_attn", "attention", "attn", "linear_attn"), "attention"),
+    **dict.fromkeys(("self_attn", "attention", "attn", "linear_attn"), ATTENTION),
     **dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "mlp"),
 }
 RESIDUAL, LOGITS, SAVED_INPUTS = "residual", "logits", "saved_layer_inputs"

@@ -130,11 +130,6 @@ class Job:
     def family(self) -> Family:
         return FAMILIES[self.shape.model_type]
 
-    @property
-    def num_norms(self) -> int:
-        """Of a layer, with those behind its blocks."""
-        return self.family.norms_per_layer + (2 if self.shape.has_post_norms else 0)
-
     def trains(self, part: str) -> bool:
         """Whether the embedding (embed_tokens), the head (lm_head) or all norms (norm) are trained."""
         return self.lora is None or part in self.lora.modules_to_save
@@ -152,8 +147,7 @@ class Job:
         sizes: dict[str, Any] = {"intermediate_size": kind.mlp.inner_size} if isinstance(kind.mlp, DenseMlp) else {}
         if attention is not None:
             heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
-            built_as = self.family.attention_like or shape.model_type
-            sizes |= {**heads, "head_dim": attention.head_dim, "model_type": built_as}
+            sizes |= {**heads, "head_dim": attention.head_dim}
         borrows = attention is not None and attention.shares_kv
         window = shape.find_widest_window(kind) if self.layout.ring_size > 1 else None
         if all(getattr(shape, name) == size for name, size in sizes.items()) and not borrows:

@@ -1,18 +1,22 @@
-"""What a token is multiplied with: the matrix products of a forward on sizes in which a weight takes part."""
+"""What a forward on sizes does with each token: the matrix products in which a weight takes part, and the norms."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.depth import choose_depth, find_number
+from ulysses_cli.plan.ledger.depth import Depth, choose_depth, find_number
+from ulysses_cli.plan.ledger.hooks import ATTENTION, find_part
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.kept import KeptOnDisk
 from ulysses_cli.plan.ledger.moments import get_stack
 from ulysses_cli.plan.ledger.step import SizedRun, alone, load_own
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.sizes.nn import SizedModule
 from ulysses_cli.plan.sizes.tensor import Running, Storage, Tensor
 
 TOKENS = 64  # of the forward: products with weights have a row for each
@@ -21,13 +25,16 @@ TOKENS = 64  # of the forward: products with weights have a row for each
 class Products(NamedTuple):
     """Of all layers, without the head. `mlp` and `others`: multiplications of a token's numbers by weights of MLPs,
     with the experts that it is sent to, and by all others. `mlp_weights`: elements of matrices of MLPs, with all
-    experts, whose own are `expert_weights`. `widest_mlp`: the multiplications in the layer that has most."""
+    experts, whose own are `expert_weights`. `widest_mlp`: the multiplications in the layer that has most. `normed`: a
+    token's numbers that norms without a gate take. `norms_heads`: some are of heads, or of what heads are made of."""
 
     mlp: int
     others: int
     mlp_weights: int
     expert_weights: int
     widest_mlp: int
+    normed: int
+    norms_heads: bool
 
 
 def count_products(shape: ModelShape) -> Products:
@@ -60,7 +67,13 @@ def _count_products(shape: ModelShape) -> Products:
                 experts.update({id(each.storage): num_alike * each.numel() for each in matrices if each.ndim > 2})
         head = run.module.model.get_output_embeddings().weight.storage
         weights = {id(weight.storage) for weight in run.module.parameters()} - {id(head)}
-        found, in_layer = Counter[bool](), Counter[int | None]()
+        found, in_layer, normed = Counter[bool](), Counter[int | None](), Counter[bool]()
+        for module, (num_alike, is_inside) in _find_norms(layers, depth).items():
+
+            def add(_: Any, __: Any, out: Tensor, num_alike: int = num_alike, is_inside: bool = is_inside) -> None:
+                normed[is_inside] += num_alike * out.numel()
+
+            module.register_forward_hook(add)
 
         def count(a: Any, b: Tensor, multiplications: int) -> None:
             for place in {id(a.storage), id(b.storage)} & weights:
@@ -75,4 +88,16 @@ def _count_products(shape: ModelShape) -> Products:
         mlp_weights=sum(in_mlps.values()),
         expert_weights=sum(experts.values()),
         widest_mlp=max(in_layer.values()) // TOKENS,
+        normed=sum(normed.values()) // TOKENS,
+        norms_heads=normed[True] > 0,
     )
+
+
+def _find_norms(layers: Sequence[SizedModule], depth: Depth) -> dict[SizedModule, tuple[int, bool]]:
+    """Each once, with the number of layers like its own, and whether it is inside of attention."""
+    return {
+        module: (depth.like.count(place), find_part(f".{number}.{path}") == ATTENTION)
+        for place, number in enumerate(depth.live)
+        for path, module in layers[number].named_modules()
+        if "Norm" in type(module).__name__ and len(signature(module.forward).parameters) == 1
+    }

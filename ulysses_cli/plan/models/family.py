@@ -130,24 +130,19 @@ class Family:
 
     `kind_of_layer`: by index, where config.json has no layer_types. `has_experts`: by index, in a model with experts,
     where it has no mlp_layer_types. `is_rotary`: whether any layer turns queries and keys by their positions.
-    `attention_like`: the family as whose layers those with attention are built.
     `refused_by_peft`: a linear layer on which, and on all-linear with it, peft refuses an adapter
     (tuners/tuners_utils.py: _check_lora_target_modules_mamba). `refused`: why rows are not split over ranks, or ''."""
 
     kind_of_layer: Kind = _attends_fully
     other_kinds: tuple[str, ...] = ()  # of layers, besides attention with and without a window
-    query_key_norm: Literal["", "head", "full"] = ""  # normalised per head, or over all heads at once
-    norms_queries: Flag = True
     has_sinks: bool = False
-    norms_per_layer: int = 2
     gates_experts: bool = True
     has_experts: Chooses = _is_sparse
     enables_experts: Flag = True
     dense_size: Callable[[ConfigFacts, int], int] = _get_inner_size
-    has_post_norms: Flag = False
     latent: bool = False
     has_global_heads: bool = False
-    has_per_layer_embeddings: bool = False
+    per_layer_embeddings: Flag = False
     shares_blocks: bool = False  # layers of kind HYBRID use a block that others use too; the rest have no MLP
     recurrence: Literal["", "delta_net", "kimi_delta", "mamba2"] = ""
     has_narrow_gates: bool = True  # Kimi's gates are made through a narrow vector
@@ -158,6 +153,5 @@ class Family:
     is_rotary: Callable[[ConfigFacts], bool] = lambda facts: True
     hides_windows: bool = False
     traits: tuple[Trait, ...] = ()
-    attention_like: str = ""
     refused_by_peft: str = ""
     refused: str = ""

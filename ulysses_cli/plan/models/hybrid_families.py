@@ -102,30 +102,16 @@ def turn_granite(facts: ConfigFacts) -> bool:
     return bool(facts.find("position_embedding_type") == "rope")
 
 
-QWEN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-MAMBA_PROJECTIONS = ("in_proj", "out_proj")
-LFM_MLP = ("w1", "w3", "w2")
-QWEN_3_5 = Family(
-    query_key_norm="head",
-    kind_of_layer=find_qwen_kind,
-    recurrence="delta_net",
-    other_kinds=(LINEAR_ATTENTION,),
-)
-QWEN_EXPERTS = replace(
-    QWEN_3_5,
-)
-
+QWEN = Family(kind_of_layer=find_qwen_kind, recurrence="delta_net", other_kinds=(LINEAR_ATTENTION,))
 HYBRIDS: dict[str, Family] = {
-    "qwen3_next": replace(QWEN_EXPERTS, traits=(Trait.EXPERTS_ADAPTED,)),
-    "qwen3_5_text": replace(QWEN_3_5),
-    "qwen3_5_moe_text": replace(QWEN_EXPERTS, traits=()),
+    "qwen3_next": replace(QWEN, traits=(Trait.EXPERTS_ADAPTED,)),
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe_text": QWEN,
     "olmo_hybrid": Family(
-        query_key_norm="full",
         kind_of_layer=find_olmo_kind,
         is_rotary=turn_olmo,
         recurrence="delta_net",
         other_kinds=(LINEAR_ATTENTION,),
-        attention_like="olmo3",
     ),
     "kimi_linear": Family(
         latent=True,
@@ -146,7 +132,6 @@ HYBRIDS: dict[str, Family] = {
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "nemotron_h": Family(
-        norms_per_layer=1,
         gates_experts=False,
         kind_of_layer=find_nemotron_kind,
         is_rotary=turn_nothing,
@@ -178,7 +163,6 @@ HYBRIDS: dict[str, Family] = {
     ),
     "zamba2": Family(
         # the last two are its adapters
-        norms_per_layer=1,
         kind_of_layer=find_zamba_kind,
         is_rotary=turn_zamba,
         dense_size=find_zamba_size,
@@ -188,21 +172,17 @@ HYBRIDS: dict[str, Family] = {
         shares_blocks=True,
     ),
     "lfm2": Family(
-        query_key_norm="head",
         kind_of_layer=find_lfm_2_kind,
         dense_size=find_lfm_2_size,
         other_kinds=(CONVOLUTION,),
     ),
     "lfm2_moe": Family(
-        query_key_norm="head",
         kind_of_layer=find_lfm_2_kind,
         has_experts=follow_dense_layers("num_dense_layers", 2),
         other_kinds=(CONVOLUTION,),
         traits=(Trait.SIGMOID_ROUTERS,),
     ),
     "lfm3": Family(
-        query_key_norm="head",
-        has_post_norms="use_sandwich_norm",
         kind_of_layer=find_lfm_3_kind,
         other_kinds=(CONVOLUTION,),
     ),

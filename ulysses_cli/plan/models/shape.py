@@ -84,9 +84,7 @@ class ModelShape:
     has_router_loss: bool = False
     logits_divisor: float = 1.0
     other_dropouts: tuple[tuple[str, float], ...] = ()
-    has_post_norms: bool = False  # behind attention and behind the MLP, where the config decides
-    query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
-    per_layer_size: int = 0  # of a vector that each layer has for each token, from an embedding of its own
+    has_per_layer_embeddings: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what it was read from
 
     @property
@@ -272,11 +270,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         has_router_loss=bool(facts.find("output_router_logits")),
         logits_divisor=compute_logits_divisor(model_type, _find_scaling(facts), facts.find_number("logit_scale")),
         other_dropouts=tuple((each, rate) for each in DROPOUTS if (rate := facts.find_number(each))),
-        has_post_norms=bool(family and facts.decide(family.has_post_norms)),
-        query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
-        per_layer_size=(facts.find_count("hidden_size_per_layer_input") or 0)
-        if family and family.has_per_layer_embeddings
-        else 0,
+        has_per_layer_embeddings=bool(family and facts.decide(family.per_layer_embeddings)),
         config=find_text_part(config),
     )
 
