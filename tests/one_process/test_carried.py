@@ -92,8 +92,11 @@ def test_a_base_that_is_gone_is_said(tmp_path: Path, snapshot: SnapshotAssertion
     (tmp_path / "base" / "model.safetensors").unlink()
     result = job.run(tmp_path / "to", lambda _: None)
     in_card = [line for line in (tmp_path / "to" / "README.md").read_text().splitlines() if "left out" in line]
-    elsewhere = explain(find_base_files, str(tmp_path / "elsewhere"), None, is_here=True, error=ValueError)
-    assert [result["carried"], *in_card, elsewhere] == snapshot
+    elsewhere = [
+        explain(find_base_files, str(tmp_path / "elsewhere"), None, is_here=is_here, error=ValueError)
+        for is_here in (True, False)
+    ]
+    assert [result["carried"], *in_card, *elsewhere] == snapshot
 
 
 @pytest.mark.check

@@ -47,10 +47,10 @@ def find_base_files(name: str, revision: str | None, *, is_here: bool = False) -
         patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
         try:
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=is_here))
-        except (HFValidationError, LocalEntryNotFoundError):
-            if not is_here:
-                raise
-            raise ValueError(f"{name} is not on this machine") from None
+        except (HFValidationError, LocalEntryNotFoundError) as error:
+            is_name = isinstance(error, LocalEntryNotFoundError)
+            why = ", and the hub cannot be reached" if is_name else ", and is no name on the hub"
+            raise ValueError(f"{name} is not on this machine{'' if is_here else why}") from None
     if problem := find_weight_problem(folder):
         raise ValueError(problem)
     files = list_weight_files(folder)
