@@ -10,6 +10,8 @@ import pytest
 import yaml
 from support.model_shapes import LLAMA, get_shape
 from support.paths import ROOT
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.hardware_table import SHIPPED, load_hardware
 from ulysses_cli.plan.hardware import HostCosts, read_hardware
@@ -18,7 +20,6 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.candidates import HOST_FACTOR, judge_speed
 from ulysses_cli.plan.planner.estimate import LEAST_GAIN, explain_gathers, find_host_bound
-from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.speed import HOST, compute_host_seconds, compute_optimizer_host_seconds, compute_speed
 
@@ -55,14 +56,9 @@ def test_a_step_lasts_as_long_as_the_slower_of_gpu_and_host() -> None:
     assert speed.parts == pytest.approx(expected)
 
 
-def test_a_faster_core_launches_sooner() -> None:
-    faster = replace(H100.host, core_speed=2.0)
-    assert compute_host_seconds(SHORT, faster) == pytest.approx(compute_host_seconds(SHORT, H100.host) / 2)
-
-
-@pytest.mark.parametrize(
-    "slower",
-    [
+def test_what_costs_the_host_time_and_what_saves_it() -> None:
+    seconds = compute_host_seconds(SHORT, H100.host)
+    for slower in (
         replace(SHORT, levers=Levers("full")),
         replace(SHORT, levers=Levers(tiled_mlp=True)),
         replace(SHORT, levers=Levers(tiled_loss=True)),
@@ -71,22 +67,18 @@ def test_a_faster_core_launches_sooner() -> None:
         replace(SHORT, levers=Levers(offload_optimizer="cpu")),
         replace(SHORT, layout=Layout(1, 16, 4)),
         replace(SHORT, lora=Lora(r=8)),
-    ],
-)
-def test_what_costs_the_host_time(slower: Job) -> None:
-    assert compute_host_seconds(slower, H100.host) > compute_host_seconds(SHORT, H100.host)
-
-
-def test_what_saves_the_host_time() -> None:
+    ):
+        assert compute_host_seconds(slower, H100.host) > seconds, slower
     for faster in (
         replace(SHORT, levers=Levers(False)),
         replace(SHORT, layout=Layout(1, 8, 1)),
         replace(SHORT, zero_stage=1),
     ):
-        assert compute_host_seconds(faster, H100.host) < compute_host_seconds(SHORT, H100.host)
+        assert compute_host_seconds(faster, H100.host) < seconds, faster
+    assert compute_host_seconds(SHORT, replace(H100.host, core_speed=2.0)) == pytest.approx(seconds / 2)
 
 
-def test_each_change_that_is_named_gives_what_it_says() -> None:
+def test_each_change_that_is_named_gives_what_it_says(snapshot: SnapshotAssertion) -> None:
     bound = find_host_bound(SHORT, H100)
     assert bound.host_seconds > bound.device_seconds
     keys = [remedy.change.partition(":")[0] for remedy in bound.remedies]
@@ -101,19 +93,14 @@ def test_each_change_that_is_named_gives_what_it_says() -> None:
         assert gains[change] == pytest.approx(compute_speed(changed, H100).tokens_per_second / rate)
         assert gains[change] >= LEAST_GAIN
     assert list(gains.values()) == sorted(gains.values(), reverse=True)
-    what, helps = bound.explain()
-    assert "by the host" in what
-    assert next(iter(gains)) in helps
-    assert "no CUDA graphs" in helps
+    assert bound.explain() == snapshot
 
 
 def test_a_change_that_does_not_fit_is_not_named() -> None:
-    job = Job(
-        LLAMA, Layout(1, 8, 1), 1024, Levers(), batch=1
-    )  # 8B: stage 1 needs 16 GB of weights and as much of gradients
-    assert (bound := find_host_bound(job, replace(H100, memory_bytes=24 << 30))) is not None
-    assert not any("zero_stage" in remedy.change for remedy in bound.remedies)
-    assert any("zero_stage" in remedy.change for remedy in find_host_bound(job, H100).remedies)
+    """Of 8B, stage 1 needs 16 GB of weights and as much of gradients."""
+    job = Job(LLAMA, Layout(1, 8, 1), 1024, Levers(), batch=1)
+    for gpu, is_named in ((H100, True), (replace(H100, memory_bytes=24 << 30), False)):
+        assert any("zero_stage" in remedy.change for remedy in find_host_bound(job, gpu).remedies) is is_named
 
 
 def test_the_range_counts_slower_and_faster_processors() -> None:
@@ -127,21 +114,19 @@ def test_the_range_counts_slower_and_faster_processors() -> None:
     assert accuracy.high * speed.tokens_per_second == pytest.approx(fast.tokens_per_second)
 
 
-def test_a_user_says_how_fast_a_core_is() -> None:
+def test_a_user_says_how_fast_a_core_is(snapshot: SnapshotAssertion) -> None:
     shipped = ("shipped", yaml.safe_load(SHIPPED.read_text()))
     faster = read_hardware(shipped, ("own.yaml", {"host": {"core_speed": 2}})).get_gpu("h100-80gb")
     assert faster.host == replace(H100.host, core_speed=2.0)
-    with pytest.raises(RecipeError, match=r"host\.core_sped: own\.yaml: 2 cannot be used"):
-        read_hardware(shipped, ("own.yaml", {"host": {"core_sped": 2}}))
+    assert explain(read_hardware, shipped, ("own.yaml", {"host": {"core_sped": 2}})) == snapshot
 
 
 def test_the_costs_are_those_that_were_measured() -> None:
     """And what levers cost adds up: combinations that no cost was derived from are predicted within 30 %."""
     result = json.loads((ROOT / "benchmarks" / "results" / "host-cpu.json").read_text())
     costs = HostCosts(**host.derive_costs(result))
-    on_gpu = {
-        name: getattr(H100.host, name) for name in ("on_gpu", "optimizer", "optimizer_layer")
-    }  # not by this script
+    # not by this script
+    on_gpu = {name: getattr(H100.host, name) for name in ("on_gpu", "optimizer", "optimizer_layer")}
     assert replace(costs, **on_gpu) == H100.host
     errors = host.list_errors(result, costs)
     assert len(errors) == 8
@@ -151,12 +136,12 @@ def test_the_costs_are_those_that_were_measured() -> None:
 EXPERTS = get_shape("Qwen/Qwen3-30B-A3B")
 
 
-def test_a_model_with_experts_is_told_what_hides_its_gathers() -> None:
+def test_a_model_with_experts_is_told_what_hides_its_gathers(snapshot: SnapshotAssertion) -> None:
     """A row of 32Ki on 32 GPUs: each change hides them, and half of it does not."""
     job = Job(EXPERTS, Layout(1, 1, 32), 2**15, Levers(), fused_norms=True)
     said, now = explain_gathers(job, H100), compute_speed(job, H100)
     assert now.gather_over_compute > 3
-    assert f"{now.gather_over_compute:.2g} times as long as computing" in said
+    assert f"{now.gather_over_compute:.2g} times" in said
     changes = {key: int(size) for key, size in re.findall(r"(\w+): (\d+)", said)}
     ranks, rows, tokens = (changes[key] for key in ("sp_size", "per_device_train_batch_size", "max_length"))
     for factor, hides in ((1, True), (2, False)):
@@ -164,11 +149,8 @@ def test_a_model_with_experts_is_told_what_hides_its_gathers() -> None:
         tried = [replace(job, layout=fewer), replace(job, batch=rows // factor)]
         for each in [*tried, replace(job, max_length=tokens // factor)]:
             assert (compute_speed(each, H100).gather_over_compute <= 1) == hides
-    assert "can be hidden" in explain_gathers(replace(job, max_length=2**20), H100)
-
-
-def test_gathers_are_told_of_experts_under_zero_3_alone() -> None:
-    job = Job(EXPERTS, Layout(1, 8, 1), 2**15, Levers())
-    assert explain_gathers(job, H100)
-    for other in (replace(job, shape=LLAMA), replace(job, layout=Layout(1, 1, 1)), replace(job, zero_stage=1)):
-        assert not explain_gathers(other, H100)
+    assert [said, explain_gathers(replace(job, max_length=2**20), H100)] == snapshot
+    on_eight = replace(job, layout=Layout(1, 8, 1))
+    assert explain_gathers(on_eight, H100)
+    for other in ({"shape": LLAMA}, {"layout": Layout()}, {"zero_stage": 1}):
+        assert not explain_gathers(replace(on_eight, **other), H100), other

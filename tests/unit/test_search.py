@@ -4,16 +4,18 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.model_shapes import LLAMA, SHAPES, get_shape
 from support.tiers import sample, sample_every
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import measure_ledger, weigh_ledger
 from ulysses_cli.plan.ledger.machine import compute_activation_file_bytes, compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers, uses_disk
@@ -35,6 +37,7 @@ from ulysses_cli.plan.planner.rings import explain_rings, keep_rings_that_win, l
 from ulysses_cli.plan.planner.search import Contest, _list_layouts, draft_candidate, search, search_longest
 from ulysses_cli.plan.planner.spending import spend_what_is_left
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.sections import RowType
 from ulysses_cli.plan.rules.adapters import check_lora_targets
 from ulysses_cli.plan.speed import compute_speed
@@ -47,7 +50,16 @@ def offer(*kinds: str) -> list[Offer]:
     return [Offer(TABLE.get_gpu(name), int(count)) for name, count in (kind.split(":") for kind in kinds)]
 
 
+def read_plan(plan: Candidate, request: PlanRequest) -> tuple[Recipe, Job]:
+    """The plan's recipe as it is written, and the job that a run reads from it."""
+    recipe = parse_recipe(write_draft(*draft_candidate(plan, request, "owner/model", "planned.yaml"))).recipe
+    levers, _ = read_levers(recipe, request.shape)
+    return recipe, make_job(recipe, request.shape, levers, gpus_per_node=plan.gpu.gpus_per_node)
+
+
 REQUEST = PlanRequest(LLAMA, 2**18, 10**8)
+QWEN = get_shape("Qwen/Qwen2.5-7B")
+SMALL = get_shape("Qwen/Qwen3-0.6B")
 
 
 @pytest.mark.check
@@ -98,7 +110,7 @@ def test_every_plan_is_the_same_training(length: int, num_tokens: int, wish: int
 @pytest.mark.parametrize("num_tokens", sample([2 * 10**6, 10**8, 10**10], [10**10]))
 def test_no_plan_has_more_gpus_than_its_work_needs(num_tokens: int) -> None:
     """A start is at most a fifth of the hours, if any number of GPUs allows that."""
-    request = PlanRequest(get_shape("Qwen/Qwen3-0.6B"), 2**14, num_tokens)
+    request = PlanRequest(SMALL, 2**14, num_tokens)
     found = search(request, offer("h100-80gb:512"))
     fastest = found.by_time[0]
     assert fastest.seconds == fastest.startup_seconds + fastest.training_seconds
@@ -113,30 +125,16 @@ def test_no_plan_has_more_gpus_than_its_work_needs(num_tokens: int) -> None:
 
 
 @pytest.mark.check
-def test_a_gpu_that_is_left_out_has_a_reason() -> None:
+def test_a_gpu_that_is_left_out_has_a_reason(snapshot: SnapshotAssertion) -> None:
     request = replace(REQUEST, max_length=2**16, budget_usd=40.0)
-    plan_results = search(request, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
-    reasons = {
-        "l40s": r"does not fit: 1 of them needs [\d.]+ GiB of host memory, of 90\.0",
-        "rtx-6000-ada": "no price is known for it, so --budget cannot be checked",
-        "a100-80gb": "fits, behind the others",
-    }
-    assert plan_results.left_out.keys() == reasons.keys()
-    for key, reason in reasons.items():
-        assert re.match(reason, plan_results.left_out[key])
-    expensive = search(
-        replace(request, budget_usd=plan_results.by_cost[0].usd_middle * 1.01), offer("h100-80gb:8", "a100-80gb:8")
-    )
-    assert expensive.left_out["a100-80gb"].startswith("the cheapest that fits costs about USD ")
+    found = search(request, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
+    poor = replace(request, budget_usd=found.by_cost[0].usd_middle * 1.01)
+    assert [found.left_out, search(poor, offer("h100-80gb:8", "a100-80gb:8")).left_out] == snapshot
 
 
-def test_prices_are_named_with_their_source() -> None:
+def test_prices_are_named_with_their_source(snapshot: SnapshotAssertion) -> None:
     h100, bare = TABLE.get_gpu("H100 80GB"), TABLE.get_gpu("rtx6000ada")
-    assert format_prices([h100, h100, bare]).splitlines() == [
-        f"price: h100-80gb: USD {h100.usd_low:.2f} to {h100.usd_high:.2f} per GPU and hour, "
-        f"{h100.usd_middle:.2f} in the middle ({h100.price_source}, {h100.price_date})",
-        "price: rtx-6000-ada: not known; add usd_per_hour to ~/.config/ulysses/hardware.yaml",
-    ]
+    assert format_prices([h100, h100, bare]).splitlines() == snapshot
 
 
 @pytest.mark.parametrize("length", sample([4096, 16_385, 50_001, 100_000, 2**17], quick=[50_001], checked=()))
@@ -149,10 +147,7 @@ def test_a_plan_equals_its_recipe(length: int, is_lora: bool, kinds: tuple[str, 
     request = PlanRequest(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)
     plan_results = search(request, offer(*kinds))
     for each in (*plan_results.by_cost, *plan_results.by_time):
-        recipe = parse_recipe(write_draft(*draft_candidate(each, request, "Qwen/Qwen3-4B", "planned.yaml"))).recipe
-        job = make_job(
-            recipe, request.shape, read_levers(recipe, request.shape)[0], gpus_per_node=each.gpu.gpus_per_node
-        )
+        _, job = read_plan(each, request)
         assert job == each.job
         assert judge(job, measure_ledger(job), each.gpu) == each.fit
     assert plan_results.by_cost or plan_results.walls
@@ -202,12 +197,11 @@ def test_no_plan_is_faster_than_its_bound() -> None:
 @pytest.mark.parametrize(("gpus", "stage"), [("h100-80gb:64", 1), ("rtx-4090:8", 3)])
 def test_a_plan_gathers_no_weights_where_the_gpu_would_wait_for_the_processor(gpus: str, stage: int) -> None:
     """Of a small model, whose weights all fit, on fast GPUs."""
-    request = PlanRequest(get_shape("Qwen/Qwen3-0.6B"), 2**14, 2 * 10**10)
+    request = PlanRequest(SMALL, 2**14, 2 * 10**10)
     plan = search(request, offer(gpus)).by_time[0]
     assert plan.job.zero_stage == stage
     assert judge(plan.job, measure_ledger(plan.job), plan.gpu).verdict == "fits"
-    draft, _ = draft_candidate(plan, request, "Qwen/Qwen3-0.6B", "x.yaml")
-    assert parse_recipe(write_draft(draft)).recipe.parallel.zero_stage == stage
+    assert read_plan(plan, request)[0].parallel.zero_stage == stage
     if stage == 1:
         sharded = replace(plan.job, zero_stage=3, levers=replace(plan.job.levers, leaf_layers=True))
         assert plan.speed.step_seconds < compute_speed(sharded, plan.gpu).step_seconds
@@ -292,21 +286,21 @@ def test_a_bound_is_kept_or_named() -> None:
     assert all(each.usd_middle <= cheapest.usd_middle * 1.2 for each in inside.by_cost)
     broke = search(replace(REQUEST, budget_usd=1.0), offer("h100-80gb:64"))
     assert [wall.kind for wall in broke.walls] == ["price"]
-    price = re.search(r"costs about USD ([\d,]+), ([\d,]+) times the budget", broke.walls[0].message)
-    assert price[1] == price[2]
+    price, factor, *_ = re.findall(r"[\d,]+\b", broke.walls[0].message.partition("USD ")[2])
+    assert price == factor, "of a budget of USD 1"
     assert "--method" not in broke.walls[0].hint  # adapters would not be that much cheaper
     late = search(replace(REQUEST, deadline_seconds=fastest.seconds / 3), offer("h100-80gb:64"))
     assert [wall.kind for wall in late.walls] == ["deadline"]
-    assert "3 times the deadline" in late.walls[0].message
-    assert "no price is known" in search(replace(REQUEST, budget_usd=100.0), offer("b300:8")).walls[0].message
+    assert "3 times" in late.walls[0].message
+    (unknown,) = search(replace(REQUEST, budget_usd=100.0), offer("b300:8")).walls
+    assert "no price" in unknown.message
 
 
 @pytest.mark.full
 def test_walls_of_memory_and_heads() -> None:
     plan_results = search(replace(REQUEST, max_length=2**24 - 2**16), offer("a100-40gb:64"))
-    assert plan_results.walls[0].kind == "gpu"
     assert "of 40.0" in plan_results.walls[0].message
-    assert "48 x a100-40gb with sp_size 48" in plan_results.walls[0].message, "a ring passes the number of heads"
+    assert "sp_size 48" in plan_results.walls[0].message, "a ring passes the number of heads"
     assert [wall.kind for wall in plan_results.walls] == ["gpu", "host"]
     assert [wall.kind for wall in search(replace(REQUEST, max_length=2**28), offer("h100-80gb:8")).walls] == ["heads"]
     poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)
@@ -331,76 +325,66 @@ def test_a_plan_for_experts_and_for_adapters() -> None:
     moe = PlanRequest(SHAPES["Qwen/Qwen3-30B-A3B"], 2**17, 10**8)
     assert search(moe, offer("h200:8")).by_cost
     adapted = replace(moe, is_lora=True)
-    best = search(adapted, offer("h200:8")).by_cost[0]
-    text = write_draft(*draft_candidate(best, adapted, "Qwen/Qwen3-30B-A3B", "x.yaml"))
-    assert list(check_lora_targets(parse_recipe(text).recipe, adapted.shape)) == []
     hybrid = replace(adapted, shape=get_shape("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
-    text = write_draft(*draft_candidate(search(hybrid, offer("h200:8")).by_cost[0], hybrid, "owner/model", "x.yaml"))
-    assert list(check_lora_targets(parse_recipe(text).recipe, hybrid.shape)) == []
-    full = search(replace(REQUEST, max_length=2**15), offer("l40s:2"))
-    lora = search(replace(REQUEST, max_length=2**15, is_lora=True), offer("l40s:2"))
-    assert lora.by_cost[0].job.levers.offload_optimizer == "none"
-    assert not full.by_cost or full.by_cost[0].usd_middle >= lora.by_cost[0].usd_middle
+    for request in (adapted, hybrid):
+        recipe, _ = read_plan(search(request, offer("h200:8")).by_cost[0], request)
+        assert list(check_lora_targets(recipe, request.shape)) == []
+    short = replace(REQUEST, max_length=2**15)
+    full, lora = (search(replace(short, is_lora=is_lora), offer("l40s:2")).by_cost for is_lora in (False, True))
+    assert lora[0].job.levers.offload_optimizer == "none"
+    assert not full or full[0].usd_middle >= lora[0].usd_middle
 
 
-def test_a_ring_is_searched_and_its_gain_is_said() -> None:
+def test_a_ring_is_searched_and_its_gain_is_said(snapshot: SnapshotAssertion) -> None:
     """28 heads on 8 GPUs: rings of 2, 4 and 8 are tried. Layouts that differ in the ring alone are listed once, with
     the ring of `auto` unless another gains more than 1 %."""
-    request = replace(REQUEST, shape=get_shape("Qwen/Qwen2.5-7B"))
-    assert [layout.ring_size for layout in list_sp_layouts(request.shape, 8, 8)] == [2, 4, 8]
-    found = search(replace(request, deadline_seconds=None), offer("h100-80gb:64"))
+    assert [layout.ring_size for layout in list_sp_layouts(QWEN, 8, 8)] == [2, 4, 8]
+    found = search(replace(REQUEST, shape=QWEN), offer("h100-80gb:64"))
     layouts = [(plan.gpu.key, plan.job.layout) for plan in (*found.by_cost, *found.by_time)]
     assert any(layout.ring_size > 1 for _, layout in layouts)
     assert len(found.rings) == len({layout for _, layout in layouts if layout.ring_size > 1})
-    assert any("ranks do not divide the 28 attention heads, 4 do" in line for line in found.rings)
+    assert list(found.rings) == snapshot
     gains = [float(gain) for line in found.rings for gain in re.findall(r"([\d.]+)% \w+ time", line)]
     assert all(gain >= 1 for gain in gains), "less is not worth a word"
 
 
-def test_a_ring_is_compared_with_heads_alone() -> None:
+@cache
+def find_base() -> Candidate:
+    return search(REQUEST, offer("h100-80gb:8")).by_cost[0]
+
+
+def make_ring(ring_size: int, step_seconds: float, verdict: Verdict = "fits") -> Candidate:
+    base = find_base()
+    job = replace(base.job, shape=QWEN, layout=Layout(1, 1, 8, ring_size))
+    speed = replace(base.speed, step_seconds=step_seconds)
+    return replace(base, job=job, speed=speed, fit=replace(base.fit, verdict=verdict))
+
+
+def test_a_ring_is_compared_with_heads_alone(snapshot: SnapshotAssertion) -> None:
     """Also where another ring is the nearest rival, or heads alone do not fit."""
-    base = search(REQUEST, offer("h100-80gb:8")).by_cost[0]
-
-    def make(ring_size: int, step_seconds: float, verdict: Verdict = "fits") -> Candidate:
-        job, speed = (
-            replace(base.job, layout=Layout(1, 1, 8, ring_size)),
-            replace(base.speed, step_seconds=step_seconds),
+    two, four, alone = make_ring(2, 100.0), make_ring(4, 101.0), make_ring(1, 99.0)
+    slower = make_ring(1, 110.0)
+    assert [
+        explain_rings([two], tried)
+        for tried in (
+            [two, slower, make_ring(4, 102.0)],
+            [two, slower, four],
+            [two, alone],
+            [two, make_ring(1, 90.0, "does_not_fit")],
         )
-        return replace(base, job=job, speed=speed, fit=replace(base.fit, verdict=verdict))
-
-    def explain(*tried: Candidate) -> str:
-        (line,) = explain_rings(tried[:1], tried)
-        return line.removeprefix("8 x h100-80gb: ")
-
-    two, four = make(2, 100.0), make(4, 101.0)
-    assert explain(two, make(1, 110.0), make(4, 102.0)) == (
-        "ring 2 x 4: 9.1% less time than ulysses 8; 2.0% less time than ring 4 x 2"
-    )
-    assert explain(two, make(1, 110.0), four) == "ring 2 x 4: 9.1% less time than ulysses 8"
-    assert explain(two, make(1, 99.0)) == "ring 2 x 4: 1.0% more time than ulysses 8"
-    assert explain(two, make(1, 90.0, "does_not_fit")) == "ring 2 x 4: ulysses 8 does not fit"
-    alone = make(1, 99.0)
+    ] == snapshot
     assert explain_rings([alone], [alone, two, four]) == [], "no ring is shown, so none gains enough"
 
 
 def test_another_ring_must_gain() -> None:
-    shape = get_shape("Qwen/Qwen2.5-7B")
-    base = search(REQUEST, offer("h100-80gb:8")).by_cost[0]
-
-    def make(ring_size: int, tokens_per_second: float) -> Candidate:
-        job = replace(base.job, shape=shape, layout=Layout(1, 1, 8, ring_size))
-        step = base.speed.tokens_per_step / tokens_per_second / base.speed.step_seconds
-        return replace(base, job=job, speed=replace(base.speed, step_seconds=base.speed.step_seconds * step))
-
-    def keep(*plans: Candidate) -> list[int]:
-        return [plan.job.layout.ring_size for plan in keep_rings_that_win(plans)]
-
-    assert keep(make(4, 100.5), make(2, 100.0), make(8, 99.0)) == [2]
-    assert keep(make(4, 102.0), make(2, 100.0), make(8, 102.5)) == [4]
+    """The one of `auto` is 2 where heads are 28."""
+    for best, seconds in ((2, {4: 99.5, 2: 100.0, 8: 101.0}), (4, {4: 98.0, 2: 100.0, 8: 97.5})):
+        kept = keep_rings_that_win([make_ring(ring_size, each) for ring_size, each in seconds.items()])
+        assert [plan.job.layout.ring_size for plan in kept] == [best]
 
 
 @pytest.mark.check
-def test_a_disk_is_searched_where_one_is_named(tmp_path: Path) -> None:
+def test_a_disk_is_searched_where_one_is_named(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """1.2 Mi tokens of 8B on one H200, whose host of 240 GiB is the wall. The written recipe is the job that was
     judged, the levers are those of `auto`, and the disk's bytes and their time are in the plan."""
     request, offers = PlanRequest(LLAMA, 1200 * 1024, 10**9), offer("h200:1")
@@ -411,9 +395,8 @@ def test_a_disk_is_searched_where_one_is_named(tmp_path: Path) -> None:
     (plan,) = found.by_cost
     job, saved = plan.job, compute_activation_file_bytes(plan.job)
     assert (plan.fit.verdict, job.levers.offloaded_to) == ("fits", "nvme")
-    recipe = parse_recipe(write_draft(*draft_candidate(plan, request, LLAMA.name, "planned.yaml"))).recipe
-    assert recipe.memory.nvme_path == str(tmp_path)
-    assert make_job(recipe, LLAMA, read_levers(recipe, LLAMA)[0], gpus_per_node=job.gpus_per_node) == job
+    recipe, read = read_plan(plan, request)
+    assert (recipe.memory.nvme_path, read) == (str(tmp_path), job)
     open_memory = recipe.memory.model_validate({"nvme_path": str(tmp_path)})
     alike = compute_estimate(recipe.model_copy(update={"memory": open_memory}), LLAMA, plan.gpu)
     assert (alike.job.levers, alike.speed.step_seconds) == (job.levers, plan.speed.step_seconds)
@@ -421,9 +404,7 @@ def test_a_disk_is_searched_where_one_is_named(tmp_path: Path) -> None:
     assert moved >= 2 * saved / (plan.gpu.efficiency.disk_gb_s * 1e9) > 0
     described, text = describe_search(found, []), format_search(found, "a plan", [])
     assert described["by_cost"][0]["disk_bytes_per_node"] == compute_node_disk_bytes(job) >= saved
-    size = f"{compute_node_disk_bytes(job) / 2**30:,.1f} GiB"
-    assert f"1 x h200: {size} below --nvme-path on each machine, moved at 5 GB/s" in text
-    assert "layers on disk" in text
+    assert re.findall(r".*--nvme-path.*|\d+ layers on disk", text) == snapshot
     poor = [Offer(replace(plan.gpu, host_bytes_per_gpu=1 << 30), 1)]
     assert [("--nvme-path" in wall.hint, wall.kind) for wall in search(request, poor).walls] == [(False, "host")]
 

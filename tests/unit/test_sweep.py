@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.paths import RECIPES
 from support.tiers import sample
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
@@ -32,9 +33,8 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
     assert alone["auto"].name == alone["false"].name == "sp 1 x dp 8"
     assert alone["auto"].peaks[at] is not None
     assert alone["false"].peaks[at] is None
-    output = {value: format_sweep(*each[0]) for value, each in values.items()}
-    assert "kernels cannot index while memory.tiled_mlp is false" in output["false"]
-    assert "2^31" not in output["auto"]
+    assert "memory.tiled_mlp" in format_sweep(*values["false"][0])
+    assert "2^31" not in format_sweep(*values["auto"][0])
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_with_every_lever_a_row_is_indexed_wherever_it_is_with_fewer(name: str, 
 
 
 @pytest.mark.check
-def test_chunks_that_the_recipe_sets_are_named_where_they_end_a_curve() -> None:
+def test_chunks_that_the_recipe_sets_are_named_where_they_end_a_curve(snapshot: SnapshotAssertion) -> None:
     (swept,) = sweep("llama-3.1-8b-5m-8gpu", gpu="h200")
-    assert "which kernels cannot index while memory.attention_head_chunks is 4" in format_sweep(*swept)
+    assert re.findall(r".*attention_head_chunks.*", format_sweep(*swept)) == snapshot
 
 
 @pytest.mark.check
-def test_a_cell_is_the_estimate_of_its_length() -> None:
+def test_a_cell_is_the_estimate_of_its_length(snapshot: SnapshotAssertion) -> None:
     """Past the estimate's own length, a run opens chunks of heads and drops kept attention results."""
     split = ("parallel.sp_size=8", "parallel.dp_shard_size=1")
     ((estimate, curves),) = sweep("qwen3-8b-64k-sp4-dp2", *split)
     curve = next(curve for curve in curves.curves if curve.name == "sp 8 x dp 1")
-    assert "with the levers that a run of each length would choose" in format_sweep(estimate, curves)
+    assert re.findall(r".* levers that .*", format_sweep(estimate, curves)) == snapshot
     words = (*split, "data.max_length=4Mi", "memory.large_tiles=false")
     recipe = load_recipe(RECIPES / "qwen3-8b-64k-sp4-dp2.yaml", words).recipe
     alone = compute_estimate(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu("h100-80gb"))

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.prepared import prepare_rows as prepare
+from support.refusals import explain
+from syrupy.assertion import SnapshotAssertion
 
 from ulysses_cli.data.prepare import Prepared
 from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
@@ -83,12 +85,6 @@ def test_sources_with_and_without_weights_stand_in_one_row(tmp_path: Path) -> No
     assert [chr(token) for token, weight in found if weight == 0.5 and token < 256] == ["y", "z"]
 
 
-def test_a_weight_of_0_trains_nothing(tmp_path: Path) -> None:
-    rows = [{"text": "abc", "weight": 0}, {"text": "xyz", "weight": 2}]
-    found = read_weights(prepare(tmp_path, rows, "data.skip_untrainable=true"))
-    assert [chr(token) for token, _ in found if token < 256] == ["y", "z"]
-
-
 SAMPLED = [
     {"prompt": f"Is {n} large? ", "completions": [f"no, {n} is not", f"no {n}", f"yes {n}"], "weights": [1, 0.25, 0]}
     for n in range(8)
@@ -112,37 +108,39 @@ def read_answers(prepared: Prepared) -> list[tuple[str, str, float]]:
 
 
 @pytest.mark.parametrize("can_share", [False, True])
-def test_answers_to_one_prompt_have_weights_and_read_one_copy_of_it(tmp_path: Path, can_share: bool) -> None:
+def test_answers_to_one_prompt_have_weights_and_read_one_copy_of_it(
+    tmp_path: Path, can_share: bool, snapshot: SnapshotAssertion
+) -> None:
     prepared = prepare(tmp_path, SAMPLED, "data.datasets.0.type=answers", can_share=can_share)
-    expected = [(row["prompt"], answer, weight) for row in SAMPLED
-                for answer, weight in zip(row["completions"][:2], (1.0, 0.25), strict=True)]  # fmt: skip
+    expected = [(row["prompt"], row["completions"][at], (1.0, 0.25)[at]) for row in SAMPLED for at in range(2)]
     assert read_answers(prepared) == sorted(expected)
     texts = sum(len(row["prompt"]) + len(answer) + 1 for row in SAMPLED for answer in row["completions"][:2])
     # the last token of a prompt predicts another one in each answer
     repeated = sum(len(row["prompt"]) - 1 for row in SAMPLED)
     assert prepared.report["splits"]["train"]["num_tokens"] == texts - can_share * repeated
     (note,) = [note for note in prepared.report["notes"] if "16 answers" in note]
-    assert f"{repeated / texts:.0%} of the tokens are prompts that several answers repeat" in note
-    assert ("rows hold them once" in note) == can_share
+    assert f" {repeated / texts:.0%} " in note
+    assert note == snapshot
 
 
-def test_answers_are_found_by_their_columns_and_a_prompt_is_trained_on_or_evaluated(tmp_path: Path) -> None:
+def test_answers_are_found_by_their_columns_and_a_prompt_is_trained_on_or_evaluated(
+    tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     rows = [dict(row, weights=None) for row in SAMPLED]
     rows += [dict(row, completions=["other"], weights=[2]) for row in SAMPLED]
     prepared = prepare(tmp_path, rows, "data.eval_split=0.4", can_share=True)
     assert prepared.report["sources"][0]["kind"] == "answers"
-    assert any("with data.datasets.0.type: answers rows hold them once" in note for note in prepared.report["notes"])
+    assert [note for note in prepared.report["notes"] if "data.datasets.0.type" in note] == snapshot
     trained = {prompt for prompt, *_ in read_answers(prepared)}
     assert 0 < len(trained) < 8
     assert prepared.report["leaked_documents"] == 0
     assert len(read_answers(prepared)) == 4 * len(trained)
 
 
-def test_answers_that_repeat_a_prompt_too_often_are_refused(tmp_path: Path) -> None:
+def test_answers_that_repeat_a_prompt_too_often_are_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A row of 300 kB would become tokens of 2 GB."""
     row = {"prompt": "p" * 100_000, "completions": ["a"] * 20_000}
-    with pytest.raises(DataError, match="20,000 answers repeat a prompt, 2,000,000,000 letters in all"):
-        prepare(tmp_path, [row], "data.datasets.0.type=answers")
+    assert explain(prepare, tmp_path, [row], "data.datasets.0.type=answers", error=DataError) == snapshot
 
 
 def test_answers_may_be_turns(tmp_path: Path) -> None:
