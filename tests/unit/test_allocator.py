@@ -1,5 +1,7 @@
 """Compares the allocator's model with a brute force that knows no blocks: one byte of a map for each unit of memory."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers import count_examples
@@ -11,38 +13,31 @@ Sizes = st.sampled_from([1, 512, 700 << 10, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 *
 Moves = st.lists(st.tuples(Sizes, st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=40)
 
 
-class Map:
-    """Maps one segment: which units are taken, and where a free stretch may be returned."""
-
-    def __init__(self, num_units: int) -> None:
-        self.taken = [0] * num_units  # 0 free, else the storage's number
-
-    def list_stretches(self) -> list[tuple[int, int]]:
-        """Returns (length, start) of each run of free units."""
-        result, start = [], None
-        for at, owner in enumerate([*self.taken, -1]):
-            if owner == 0 and start is None:
-                start = at
-            elif owner != 0 and start is not None:
-                result.append((at - start, start))
-                start = None
-        return result
+def list_stretches(taken: list[int]) -> list[tuple[int, int]]:
+    """Returns (length, start) of each run of free units of a segment, where 0 stands for free."""
+    result, start = [], 0
+    for owner, units in itertools.groupby(taken):
+        length = len(list(units))
+        if owner == 0:
+            result.append((length, start))
+        start += length
+    return result
 
 
 def replay_plainly(moves: list[tuple[int, int, int]], *, expandable: bool) -> int:
     """Replays births by scanning every unit of every segment at each of them."""
-    pools: dict[tuple[int, bool], list[Map]] = {}
+    pools: dict[tuple[int, bool], list[list[int]]] = {}  # of each unit the storage's number from 1 on, or 0
     for storage, num_bytes, stream in moves:
         if num_bytes < 0:
             for segments in pools.values():
                 for segment in segments:
-                    segment.taken = [0 if owner == storage + 1 else owner for owner in segment.taken]
+                    segment[:] = [0 if owner == storage + 1 else owner for owner in segment]
             continue
         units = -(-num_bytes // UNIT)
         is_small = units * UNIT <= MIB
         segments = pools.setdefault((stream, is_small), [])
         stretches = [
-            (length, number, start) for number, s in enumerate(segments) for length, start in s.list_stretches()
+            (length, number, start) for number, s in enumerate(segments) for length, start in list_stretches(s)
         ]
         fitting = [each for each in stretches if each[0] >= units]
         if fitting:
@@ -51,20 +46,18 @@ def replay_plainly(moves: list[tuple[int, int, int]], *, expandable: bool) -> in
         elif expandable:
             page = (2 if is_small else 20) * MIB // UNIT
             if not segments:
-                segments.append(Map(0))
-            whole = segments[0]
-            held = next((n for n, start in whole.list_stretches() if start + n == len(whole.taken)), 0)
-            whole.taken += [0] * (-(-(units - held) // page) * page)
-            number = 0
-            length, start = next((n, s) for n, s in whole.list_stretches() if s + n == len(whole.taken))
+                segments.append([])
+            whole, number = segments[0], 0
+            held = next((n for n, start in list_stretches(whole) if start + n == len(whole)), 0)
+            whole += [0] * (-(-(units - held) // page) * page)
+            length, start = list_stretches(whole)[-1]
         else:
-            segments.append(Map(count_segment(units * UNIT) // UNIT))
-            number, start, length = len(segments) - 1, 0, len(segments[-1].taken)
+            segments.append([0] * (count_segment(units * UNIT) // UNIT))
+            number, start, length = len(segments) - 1, 0, len(segments[-1])
         is_cut = expandable or is_small or (length - units) * UNIT > MIB
         given_units = units if is_cut else length
-        for at in range(start, start + given_units):
-            segments[number].taken[at] = storage + 1
-    return sum(len(segment.taken) * UNIT for segments in pools.values() for segment in segments)
+        segments[number][start : start + given_units] = [storage + 1] * given_units
+    return sum(len(segment) * UNIT for segments in pools.values() for segment in segments)
 
 
 def make_moves(drawn: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import refusals
+from support.refusals import explain
 from support.run_directory import write_run
 from support.tokenizers_trained import train, wrap
 from syrupy.assertion import SnapshotAssertion
@@ -29,13 +29,9 @@ RULER = {"input": "q", "outputs": ["a"]}
 pytestmark = pytest.mark.usefixtures("alarm")
 
 
-def explain(suite: str, file: Path) -> str:
-    return refusals.explain(read_suite, suite, file)
-
-
 def test_a_fifo_among_a_benchmarks_files_is_named(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     os.mkfifo(tmp_path / "niah.jsonl")
-    assert [explain("ruler-files", tmp_path / name) for name in ("", "niah.jsonl")] == snapshot
+    assert [explain(read_suite, "ruler-files", tmp_path / name) for name in ("", "niah.jsonl")] == snapshot
 
 
 def test_json_nested_without_end_is_a_problem_with_a_place(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -51,8 +47,8 @@ def test_json_nested_without_end_is_a_problem_with_a_place(tmp_path: Path, snaps
         ("mrcr", "d.jsonl", json.dumps(nested)),
     ):
         (tmp_path / name).write_text(text)
-        texts.append(explain(suite, tmp_path / name))
-    texts.append(refusals.explain(read_questions, tmp_path / "a.json", "--squad"))
+        texts.append(explain(read_suite, suite, tmp_path / name))
+    texts.append(explain(read_questions, tmp_path / "a.json", "--squad"))
     own_words = [re.sub(r"(malformed JSON: |set or value |as JSON: ).*", r"\1...", text) for text in texts]
     assert own_words == snapshot  # without Python's
 
@@ -68,7 +64,7 @@ def test_a_fifth_option_and_rows_of_another_shape_are_problems(tmp_path: Path, s
         ("ruler-files", "e.json", []),
     ):
         (tmp_path / name).write_text(json.dumps(content))
-        texts.append(explain(suite, tmp_path if suite == "infinitebench" else tmp_path / name))
+        texts.append(explain(read_suite, suite, tmp_path if suite == "infinitebench" else tmp_path / name))
     assert texts == snapshot
 
 
@@ -83,8 +79,8 @@ def test_what_expands_far_is_neither_read_nor_unpacked(
     assert (tmp_path / "niah.parquet").stat().st_size < 100_000
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.jsonl", b"0" * (8 << 20))
-    unpacked = refusals.explain(_unpack, tmp_path / "a.zip", tmp_path / "out", tmp_path / "scratch")
-    texts = [explain("ruler-files", tmp_path), unpacked]
+    unpacked = explain(_unpack, tmp_path / "a.zip", tmp_path / "out", tmp_path / "scratch")
+    texts = [explain(read_suite, "ruler-files", tmp_path), unpacked]
     assert [re.sub(r"\d+ MiB", "... MiB", text) for text in texts] == snapshot  # as far as it was compressed
     assert not (tmp_path / "out").exists()
 
@@ -96,7 +92,7 @@ def test_a_line_without_end_is_refused_before_it_is_parsed(
     write_rows(tmp_path, {"text": "short"}, {"text": "x" * 2000})
     (tmp_path / "d.csv").write_text('text\nok\n"' + "x" * 2000 + '"\n')
     places = [f"data.datasets.0.path={tmp_path / name}" for name in ("d.jsonl", "d.csv")]
-    assert [refusals.explain(prepare, tmp_path, place, error=DataError) for place in places] == snapshot
+    assert [explain(prepare, tmp_path, place, error=DataError) for place in places] == snapshot
 
 
 def test_a_header_of_many_columns_takes_no_longer_than_its_bytes(tmp_path: Path) -> None:
@@ -131,7 +127,7 @@ def test_a_normalizer_that_multiplies_is_refused_by_name(
 ) -> None:
     write_texts(tmp_path)
     folder = spoil(tmp_path / "t", normalizer=normalizer)
-    assert refusals.explain(prepare, tmp_path, f"model.tokenizer={folder}") == snapshot
+    assert explain(prepare, tmp_path, f"model.tokenizer={folder}") == snapshot
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ def test_a_tokenizer_that_fails_is_named_with_the_row(tmp_path: Path, snapshot: 
     split = {"type": "Split", "pattern": {"Regex": r"(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     folder = spoil(tmp_path / "t", pre_tokenizer=split)
     write_rows(tmp_path, {"text": "fine"}, {"text": "x" * 5000}, {"text": "fine"})
-    text = refusals.explain(prepare, tmp_path, f"model.tokenizer={folder}", error=DataError)
+    text = explain(prepare, tmp_path, f"model.tokenizer={folder}", error=DataError)
     assert text.partition(": Onig")[0] == snapshot
 
 

@@ -337,12 +337,6 @@ def test_layers_to_offload_are_all_or_a_number(value: str, num_layers: int) -> N
     assert read_levers(parse_recipe("\n".join([*write_levers(levers), *rest])).recipe, LLAMA_8B)[0] == levers
 
 
-def test_the_recipes_levers_are_not_changed() -> None:
-    choice, _ = settle("data.max_length=1Mi", "memory.tiled_mlp=false", "memory.offload_optimizer=cpu")
-    assert (choice.levers.tiled_mlp, choice.levers.offload_optimizer) == (False, "cpu")
-    assert "tiled_mlp" not in choice.reasons
-
-
 def test_kernels_that_count_in_32_bits_turn_levers_on(snapshot: SnapshotAssertion) -> None:
     """All 4 heads of 5 Mi tokens pass 2^31 elements long before they pass this GPU's memory. Whole logits do so at
     128 Ki tokens and may, if the recipe says so."""

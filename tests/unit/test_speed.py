@@ -15,9 +15,8 @@ from test_memory import make_jobs
 
 from ulysses_cli.commands.estimate_memory import draft_and_validate
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.hardware import compute_cost
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.job import Job, is_indexable
 from ulysses_cli.plan.ledger.states import list_sub_groups
 from ulysses_cli.plan.ledger.weights import get_weights, read_weights
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers
@@ -106,17 +105,14 @@ def test_documents_make_rows_cheaper_and_windows_too() -> None:
     assert compute_attention_flops(gemma) == pytest.approx(full / 2, rel=0.01)  # every other layer sees 4,096 tokens
 
 
-def test_matrix_products_take_two_flops_per_weight_and_token() -> None:
-    """Those of all but the embedding, the head and norms."""
+def test_matrix_products_take_two_flops_per_weight_and_token_that_meet() -> None:
+    """Those of all but the embedding, the head and norms, and of experts that are routed to."""
     job = Job(LLAMA, Layout(1, 1, 8), 2**17, Levers())
     matrices = read_weights(LLAMA, None).num_elements - 2 * 128_256 * 4096 - 65 * 4096
     assert compute_projection_flops(job) + compute_mlp_flops(job) == 2 * matrices * 2**17 / 8
-
-
-def test_unrouted_experts_do_no_work() -> None:
-    job = Job(SHAPES["Qwen/Qwen3-30B-A3B"], Layout(1, 1, 4), 2**17, Levers())
-    per_token = compute_mlp_flops(job) / job.local_tokens / 48
-    assert per_token == 2 * 2048 * (8 * 3 * 768 + 128)
+    experts = Job(SHAPES["Qwen/Qwen3-30B-A3B"], Layout(1, 1, 4), 2**17, Levers())
+    routed = 48 * (8 * 3 * 2048 * 768 + 2048 * 128)  # of 128 experts 8, and the router
+    assert compute_mlp_flops(experts) == 2 * routed * experts.local_tokens
 
 
 def test_bytes_that_an_exchange_moves() -> None:
@@ -191,7 +187,10 @@ def test_a_second_of_compute_hides_a_second_of_transfer(job: Job, more: int, gpu
 def test_no_memory_lever_saves_time(job: Job) -> None:
     def check_rising(name: str, *values: object, **others: object) -> None:
         sets = [replace(job.levers, **{name: value}, **others) for value in values]  # type: ignore[arg-type]
-        seconds = [compute_speed(replace(job, levers=each), H100).step_seconds for each in sets]
+        changed = [replace(job, levers=each) for each in sets]
+        if not all(is_indexable(each) for each in changed):  # what no kernel takes has no speed
+            return
+        seconds = [compute_speed(each, H100).step_seconds for each in changed]
         assert all(more >= less * (1 - 1e-12) for less, more in pairwise(seconds)), (name, seconds)
 
     # more saved bytes go to the host
@@ -219,11 +218,6 @@ def test_a_reference_is_a_forward_of_each_step() -> None:
         far = replace(job, layout=Layout(1, 16, 1))  # two machines: weights come over the network, once
         rate = H100.network_gb_s * 1e9 * H100.efficiency.network * 8
         assert compute_reference_seconds(far, H100) >= 2 * read_weights(LLAMA, None).num_elements / rate
-
-
-def test_money_is_hours_times_price() -> None:
-    assert compute_cost(7200, 8, H100) == pytest.approx((16 * 1.99, 16 * 5.00))
-    assert compute_cost(7200, 8, TABLE.get_gpu("b300")) is None
 
 
 def test_an_8b_step_at_32ki_is_a_tenth_faster_in_fewer_passes() -> None:
