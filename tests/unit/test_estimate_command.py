@@ -57,6 +57,7 @@ def test_the_json_of_an_estimate() -> None:
     assert list(results[0]["phases"]) == ["load", "forward", "backward", "optimizer_step", "evaluation", "save"]
 
 
+@pytest.mark.check
 def test_a_row_that_fits_is_no_longer_than_the_longest() -> None:
     """The longest row is searched in whole multiples."""
     words = ("--model", "Qwen/Qwen3-8B", "--max-length", "100001", "--num-processes", "8", "--gpu", "h200")
@@ -73,6 +74,7 @@ def measure_cpu_seconds(*words: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.check
 def test_an_estimate_takes_half_a_second() -> None:
     assert min(measure_cpu_seconds("estimate-memory", RECIPE) for _ in range(3)) < 0.5 * NOISE
 

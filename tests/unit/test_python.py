@@ -49,6 +49,7 @@ def test_a_recipe_is_a_file_or_a_mapping() -> None:
         estimate(recipe, overrides=["train.learning_rat=1"])
 
 
+@pytest.mark.check
 def test_a_plan_is_what_the_command_finds() -> None:
     assert plan("Qwen/Qwen3-8B", 65536, tokens=10**8, gpus={"h100-80gb": 8}).by_cost[0].job.max_length == 65536
     assert plan("Qwen/Qwen3-8B", "1M", gpus="l40s:1").walls

@@ -52,7 +52,7 @@ def read_field(file: Path, field: str) -> str:
     return next(line[13:] for line in file.read_text().splitlines() if line.startswith(f"# {field:<11}"))
 
 
-@pytest.mark.parametrize("file", sample(PREDICTED, PREDICTED[::12], PREDICTED[::3]), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sample(PREDICTED, PREDICTED[:1], PREDICTED[::3]), ids=lambda file: file.stem)
 def test_the_header_agrees_with_the_ledger_and_the_recipe_fits(file: Path) -> None:
     written = read_field(file, "predicted")
     gpu = load_hardware().get_gpu(written.split(" on ")[1])

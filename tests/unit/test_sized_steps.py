@@ -177,6 +177,7 @@ def test_runs_for_a_gpu_and_for_a_cpu_may_take_turns() -> None:
         assert join(replace(job, is_on_cpu=is_on_cpu), 0).measure()
 
 
+@pytest.mark.check
 def test_what_a_run_refutes_is_proposed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that weighs 4 % less than the recipe's own code takes."""
     drawn = next(row["recipe"] for row in ROWS if row["recipe"]["model"]["config"]["model_type"] == "falcon_h1")

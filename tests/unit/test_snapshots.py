@@ -11,7 +11,8 @@ from support.tiers import sample
 BLOCKS = [(snapshot, text) for snapshot in (RULES, ROWS) for text in snapshot.blocks.values()]
 TRAINED = [(PREPARED, text) for text in PREPARED.blocks.values()]
 ASKED = [(COMMANDS, text) for text in COMMANDS.list_questions()]
-QUESTIONS = sample([*TRAINED, *ASKED], [*TRAINED[-1:], *ASKED[::8]])
+QUICK = [(snapshot, text) for snapshot, text in ASKED[::8] if " plan " not in text]
+QUESTIONS = sample([*TRAINED, *ASKED], [*TRAINED[-1:], *QUICK])
 
 
 @pytest.mark.parametrize(("snapshot", "text"), [*BLOCKS, *QUESTIONS], ids=lambda value: str(value).partition("\n")[0])
