@@ -37,7 +37,7 @@ from ulysses_cli.plan.recipe.sections import Lora
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.plan.rows.indexing import RowSizes, size_call
 from ulysses_cli.plan.rules.check import check_recipe
-from ulysses_cli.plan.sizes.library import CustomOperator
+from ulysses_cli.plan.sizes import library
 from ulysses_cli.plan.sizes.sources import read_defaults
 from ulysses_cli.plan.sizes.tensor import Running
 from ulysses_cli.prove.shrink import name_kind, pick_layers, shrink_config
@@ -136,7 +136,7 @@ def test_the_census_knows_the_largest_calls_of_a_run_on_sizes(model_type: str, l
     with alone():
         levers = Levers(gradient_checkpointing=False, head_chunks=chunks)
         run = SizedRun(Job(shape, layout, 1024, levers), 0, Depth(every, every))
-        CustomOperator.inside = {"ulysses::attend": lambda *call: calls.append(list(call)) or 0}
+        library.CustomOperator.inside = {"ulysses::attend": lambda *call: calls.append(list(call)) or 0}
         Running.product = lambda a, b, _: rows.append(max(a.numel(), a.shape[0] * b.shape[-1]) if b.ndim == 3 else 0)
         run.step()
     told = {

@@ -68,6 +68,16 @@ def test_only_experts_that_a_token_reaches_count() -> None:
     assert compute_model_flops(shape, [1]) - compute_model_flops(dense, [1]) == more
 
 
+@pytest.mark.parametrize("experts", [{}, {"num_local_experts": 8, "num_experts_per_tok": 2}])
+def test_a_model_whose_file_does_not_run_on_sizes_counts_as_one_of_its_widths(experts: dict[str, int]) -> None:
+    """It is not listed, and may train on one rank for each row."""
+    config = {**CONFIG, **experts, "head_dim": 16, "max_position_embeddings": 64}
+    other = read_model_shape({**config, "model_type": "novel"}, "x")
+    shape = read_model_shape({**config, "model_type": "mixtral" if experts else "llama"}, "x")
+    assert count_products(other) == count_products(shape)._replace(norms_heads=False)
+    assert compute_model_flops(other, [10, 3]) == compute_model_flops(shape, [10, 3])
+
+
 def test_vectors_of_layers_and_keys_that_a_layer_makes_count() -> None:
     """Gemma 4: all matrices of its modules but the embeddings, which no token is multiplied with."""
     config = {

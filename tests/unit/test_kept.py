@@ -19,13 +19,13 @@ JOB = Job(LLAMA, Layout(1, 1, 8), 1 << 17, Levers())
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 def ask(job: Job = JOB, others: object = None, made: int = 1) -> int:
     """Asks as a new command does, which would make this number."""
-    with keep_on_disk(Path("ulysses") / "sizes"):
+    with keep_on_disk(Path.cwd() / "ulysses" / "sizes"):
         return KeptOnDisk[int]("numbers", 8, lambda number: [number], lambda packed: int(packed[0])).get(
             job, others, lambda: made
         )
@@ -78,6 +78,24 @@ def test_changed_code_makes_all_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ask(made=3) == 3
     monkeypatch.setattr(kept, "hash_code", lambda: "another version's")
     assert ask(made=4) == 4
+
+
+def test_a_file_knows_all_that_was_executed_for_it(tmp_path: Path) -> None:
+    """What a later command adds may come from fewer files."""
+    source = tmp_path / "modeling.py"
+    source.write_text("one")
+    ask()
+    file = find_file(tmp_path)
+    content = {**json.loads(file.read_text()), "executed": {str(source): kept.list_facts(str(source))}}
+    file.write_text(json.dumps(content))
+    assert ask(others="more", made=2) == 2
+    os.utime(source, ns=(0, 0))
+    assert ask(made=3) == 3
+
+
+def test_nothing_is_kept_beside_the_run_where_there_is_no_home(tmp_path: Path) -> None:
+    with keep_on_disk(Path("~") / "sizes"):
+        assert kept.find_file(JOB) is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:

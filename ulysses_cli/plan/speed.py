@@ -23,9 +23,7 @@ from ulysses_cli.plan.ledger.states import (
 )
 from ulysses_cli.plan.ledger.weights import count_shard, get_weights
 from ulysses_cli.plan.levers import compute_loss_tile_tokens, compute_num_mlp_tiles, swaps_activations
-from ulysses_cli.plan.models.layers import (
-    Layer,
-)
+from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.rows.ring import count_pairs, measure_ring
 from ulysses_cli.plan.work import (
     compute_recurrence_flops,

@@ -119,6 +119,7 @@ class Job:
 
     def change(self, **changes: Any) -> Job:
         """As dataclasses.replace, with which a search would spend a fifth of its time."""
+        assert changes.keys() <= self.__dataclass_fields__.keys(), changes
         own, other = vars(self), object.__new__(Job)
         vars(other).update({name: own[name] for name in self.__dataclass_fields__}, **changes)
         return other

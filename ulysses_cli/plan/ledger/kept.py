@@ -64,8 +64,8 @@ def describe(of: Job | ModelShape) -> str:
     if not hasattr(of, "levers"):
         return hash_shape(of)
     parts = {field.name: getattr(of, field.name) for field in fields(of)}
-    model = hash_shape(parts.pop("shape")), parts["model"] and hash_shape(parts["model"])
-    return f"{model} { ({**parts, 'model': None})!r}"
+    shapes = [hash_shape(shape) for shape in (parts.pop("shape"), parts.pop("model")) if shape is not None]
+    return f"{shapes} {parts}"
 
 
 @lru_cache(maxsize=64)
@@ -105,15 +105,15 @@ class KeptFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.added = path, dict[str, Any]()
-        self.values = self.read()
+        self.values = self.read()[1]
 
-    def read(self) -> dict[str, Any]:
-        """Nothing, where it is damaged, or one of the executed files has changed since."""
+    def read(self) -> tuple[set[str], dict[str, Any]]:
+        """The files that were executed, and what they gave. Nothing, where it is damaged, or one has changed since."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if all(list_facts(name) == facts for name, facts in content["executed"].items()):
-                return dict(content["values"])
-        return {}
+                return set(content["executed"]), dict(content["values"])
+        return set(), {}
 
     def add(self, key: str, value: Any) -> None:
         self.values[key] = self.added[key] = value
@@ -122,10 +122,11 @@ class KeptFile:
         """Without a file the next command only takes longer."""
         from ulysses_cli.plan.sizes.sources import EXECUTED
 
-        values = dict([*{**self.read(), **self.added}.items()][-MOST_VALUES:])
+        executed, values = self.read()
+        values = dict([*{**values, **self.added}.items()][-MOST_VALUES:])
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"executed": {name: list_facts(name) for name in sorted(EXECUTED)}, "values": values}
+            content = {"executed": {name: list_facts(name) for name in sorted(executed | EXECUTED)}, "values": values}
             part = self.path.with_suffix(f".{os.getpid()}.part")
             part.write_text(json.dumps(content), encoding="utf-8")
             part.replace(self.path)
@@ -146,8 +147,8 @@ class Disk:
 
 @contextmanager
 def keep_on_disk(folder: Path) -> Iterator[None]:
-    """Commands after this one have what is made inside."""
-    Disk.folder = folder
+    """Commands after this one have what is made inside. Nothing is kept where a user has no home folder."""
+    Disk.folder = folder if folder.is_absolute() else None
     try:
         yield
     finally:

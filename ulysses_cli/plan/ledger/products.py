@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.kept import KeptOnDisk
 from ulysses_cli.plan.ledger.moments import get_stack
 from ulysses_cli.plan.ledger.step import SizedRun, alone, load_own
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.layers import ExpertsMlp
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.sizes.nn import SizedModule
 from ulysses_cli.plan.sizes.tensor import Running, Storage, Tensor
@@ -38,17 +39,44 @@ class Products(NamedTuple):
 
 
 def count_products(shape: ModelShape) -> Products:
-    return PRODUCTS.get(shape, None, lambda: _count_products(shape))
+    """Raises UnknownOperator for what has no sizes."""
+    return PRODUCTS.get(shape, None, lambda: _find_products(shape))
 
 
 PRODUCTS = KeptOnDisk("products", 64, list, lambda packed: Products(*packed))
 
 
+def _find_products(shape: ModelShape) -> Products:
+    """A model that is not listed may train on one rank for each row, though its file does not run on sizes."""
+    try:
+        return _count_products(shape)
+    except Exception:  # its code may ask for what nobody has foreseen
+        if shape.family is not None:
+            raise
+        return _guess_products(shape)
+
+
+def _guess_products(shape: ModelShape) -> Products:
+    """Of Llama's layers, or Mixtral's, with these widths."""
+    hidden, others, in_mlps, weights, in_experts = shape.hidden_size, 0, [0], 0, 0
+    for layer in shape.layers:
+        if (attention := layer.attention) is not None:
+            others += 2 * hidden * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+        if isinstance(layer.mlp, ExpertsMlp):
+            expert, router = 3 * hidden * layer.mlp.inner_size, hidden * layer.mlp.num_experts
+            in_mlps.append(layer.mlp.num_per_token * expert + router)
+            in_experts += layer.mlp.num_experts * expert
+            weights += layer.mlp.num_experts * expert + router
+        elif layer.mlp is not None:
+            in_mlps.append(3 * hidden * layer.mlp.inner_size)
+            weights += in_mlps[-1]
+    normed = 2 * hidden * len(shape.layers)
+    return Products(sum(in_mlps), others, weights, in_experts, max(in_mlps), normed, norms_heads=False)
+
+
 def _count_products(shape: ModelShape) -> Products:
-    """Which module is an MLP, the lever says that runs MLPs in tiles. Raises UnknownOperator for what has no sizes."""
-    job = Job(
-        shape, Layout(), TOKENS, Levers(gradient_checkpointing=False), zero_stage=1, dtype_bytes=4
-    )  # no weight is cast
+    """Of a float32 model, which casts no weight. Which module is an MLP, the lever says that runs MLPs in tiles."""
+    job = Job(shape, Layout(), TOKENS, Levers(gradient_checkpointing=False), zero_stage=1, dtype_bytes=4)
     stack = get_stack(job)
     depth = choose_depth(stack, is_sample=True)
     with alone():
