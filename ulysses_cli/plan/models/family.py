@@ -136,7 +136,7 @@ class Family:
     kind_of_layer: Kind = _attends_fully
     other_kinds: tuple[str, ...] = ()  # of layers, besides attention with and without a window
     has_sinks: bool = False
-    gates_experts: bool = True
+    gates_experts: bool = True  # by a matrix beside the first
     has_experts: Chooses = _is_sparse
     enables_experts: Flag = True
     dense_size: Callable[[ConfigFacts, int], int] = _get_inner_size

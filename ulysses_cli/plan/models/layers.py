@@ -1,6 +1,6 @@
 """What a decoder layer is made of: mixers, which read other tokens, and an MLP, with the sizes that memory,
-operations and legal sp sizes depend on. Reads the layers of a config.json as plain values, and counts their
-parameters as transformers builds them. Opens no file and holds no tensor."""
+operations and legal sp sizes depend on. Reads the layers of a config.json as plain values. Opens no file and holds no
+tensor."""
 
 from __future__ import annotations
 
