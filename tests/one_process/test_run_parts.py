@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -394,6 +395,18 @@ def test_a_folder_that_is_removed_during_the_run_is_reported(tmp_path: Path, sna
     shutil.rmtree(run_dir)
     write_failure_record(run_dir / "logs", 0, {"message": "the end"})
     assert "the end" in (run_dir / "logs" / "rank-0.error.json").read_text()
+
+
+def test_ranks_that_count_other_work_of_a_row_do_not_share_rows(tmp_path: Path) -> None:
+    """As where the files of a machine's transformers were changed."""
+    loaded = load()
+    options = SimpleNamespace(data=tmp_path)
+    launch: Any = SimpleNamespace(plan=make_plan(loaded), recipe=loaded.recipe, options=options)
+    shape = read_model_shape(CONFIG, "test")
+    facts = [inputs.list_facts(launch, each) for each in (shape, replace(shape, vocab_size=2 * shape.vocab_size))]
+    compare_machines([("a", facts[0]), ("b", dict(facts[0]))])
+    with pytest.raises(DisagreementError, match="the work of a token"):
+        compare_machines([("a", facts[0]), ("b", facts[1])])
 
 
 def test_data_that_one_machine_cannot_read_is_a_difference_and_no_lone_error(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ulysses_cli.data.steps import Batching, count_rows, make_batching, make_eval_batching, plan_step
+from ulysses_cli.data.steps import Batching, count_rows, make_batching, make_eval_batching, make_work, plan_step
 from ulysses_cli.data.store import PackedRows, hash_content, open_rows
 from ulysses_cli.data.tokenizing.targets import list_turn_ends
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
@@ -430,7 +430,7 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     else:
         join_ranks(inputs.device, START_TIMEOUT)
-        check_machines(launch)
+        check_machines(launch, inputs.shape)
     groups = make_groups(layout, START_TIMEOUT)
     resume_point, disks = inputs.resume_point, Disks((0,) * layout.world_size)
     if count_machines() > 1 and not is_simulated:
@@ -530,15 +530,22 @@ def _read_content(prepared: Path) -> str:
         return f"unreadable ({error})"
 
 
-def check_machines(launch: Launch) -> None:
-    """Collective over all ranks. Machines with other versions, recipes or data would train something else."""
-    facts = {
+def list_facts(launch: Launch, shape: ModelShape) -> dict[str, Any]:
+    """What all ranks must share. By the work of rows, groups share them: each rank counts it on its own files of
+    transformers."""
+    return {
         "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
         "layout": str(launch.plan.resolved.layout),
         **list_settings(launch),
         "data": launch.options.data.name,
         "the content of the data": _read_content(launch.options.data),
+        "the work of a token and of a pair": str(tuple(make_work(shape))),
         **list_versions(),
     }
+
+
+def check_machines(launch: Launch, shape: ModelShape) -> None:
+    """Collective over all ranks. Machines with other versions, recipes or data would train something else."""
+    facts = list_facts(launch, shape)
     name = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', '0')})"
     compare_machines(gather_values((name, facts), dist.group.WORLD))
